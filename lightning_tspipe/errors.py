@@ -1,0 +1,27 @@
+"""Every error a user can meet, each with a message that names the remedy."""
+
+from __future__ import annotations
+
+
+class TSPipeError(Exception):
+    """Base of all errors raised by this package on purpose."""
+
+
+class ConfigurationError(TSPipeError, ValueError):
+    """The arguments, the module or the callbacks contradict each other or the hardware."""
+
+
+class CaptureError(TSPipeError):
+    """A ``training_step`` that cannot be split into pipelined calls and a loss."""
+
+
+class PartitionError(TSPipeError, ValueError):
+    """A network that cannot be cut into the requested number of stages."""
+
+
+class ScheduleError(TSPipeError, ValueError):
+    """A schedule that would compute something else, or never finish."""
+
+
+class TransportError(TSPipeError):
+    """A peer that died, stalled, or sent something other than was planned."""

@@ -1,0 +1,1 @@
+"""The schedule language: actions, who runs them, what each waits for. Pure Python."""

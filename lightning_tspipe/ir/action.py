@@ -1,0 +1,94 @@
+"""One thing that one stage (or one rank) does to one unit of work.
+
+An action prints and parses in the grammar of PyTorch's pipeline schedules, extended with the
+teacher, the batch offset and the rank-wide actions::
+
+    2F0     student forward of stage 2 on unit 0
+    2T0+1   teacher forward of stage 2 on unit 0 of the *next* batch
+    2B0     whole backward;  2I0 / 2W0 its halves (input gradients, weight gradients)
+    1E      effects of the step on rank 1 (the user's EMA, see ``capture``)
+    1D+1    rank 1 reads the call inputs of the next batch
+    0L      rank 0 computes the loss of the whole batch
+    1O      optimizer step of rank 1
+
+A *unit* is one (call, micro-batch); units are numbered ``call * num_microbatches + microbatch``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from lightning_tspipe.errors import ScheduleError
+
+
+class Op(Enum):
+    """What an action does; the value is its letter."""
+
+    EFFECTS = "E"
+    DATA = "D"
+    FORWARD = "F"
+    TEACHER = "T"
+    LOSS = "L"
+    BACKWARD = "B"
+    INPUT_BACKWARD = "I"
+    WEIGHT_BACKWARD = "W"
+    OPTIMIZER = "O"
+
+    @property
+    def is_rank_wide(self) -> bool:
+        """Whether the action belongs to a rank and has no unit."""
+        return self in _RANK_WIDE
+
+
+_RANK_WIDE = frozenset({Op.EFFECTS, Op.DATA, Op.LOSS, Op.OPTIMIZER})
+_PATTERN = re.compile(r"(?P<stage>\d+)(?P<op>[EDFTLBIWO])(?P<unit>\d+)?(?:\+(?P<batch>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One cell of a schedule.
+
+    Attributes:
+        op: What is done.
+        stage: The stage of the op's network; for rank-wide ops the rank.
+        unit: The unit, or None for rank-wide ops.
+        batch: Offset from the batch whose step this is: 1 is the next batch.
+    """
+
+    op: Op
+    stage: int
+    unit: int | None = None
+    batch: int = 0
+
+    def __post_init__(self) -> None:
+        if self.op.is_rank_wide != (self.unit is None):
+            raise ScheduleError(
+                f"{self.op.name} {'takes no' if self.op.is_rank_wide else 'needs a'} unit"
+            )
+
+    def __str__(self) -> str:
+        unit = "" if self.unit is None else str(self.unit)
+        return f"{self.stage}{self.op.value}{unit}" + (f"+{self.batch}" if self.batch else "")
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what ``str(action)`` prints.
+
+        Raises:
+            ScheduleError: The text is not an action.
+
+        >>> Action.parse("2T0+1")
+        Action(op=<Op.TEACHER: 'T'>, stage=2, unit=0, batch=1)
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"{text!r} is not an action; write for example 2F0, 2T0+1 or 0L")
+        unit = match["unit"]
+        return cls(
+            Op(match["op"]),
+            int(match["stage"]),
+            None if unit is None else int(unit),
+            int(match["batch"] or 0),
+        )

@@ -1,0 +1,124 @@
+"""Lowering: a schedule says what is computed; a program also says what is sent and received."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.dependencies import Dependency, depends_on
+from lightning_tspipe.ir.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One payload that crosses ranks. Messages of one channel arrive in the order they are sent.
+
+    Attributes:
+        producer: The action after which it is sent.
+        consumer: The action before which it must have arrived.
+        payload: See :class:`~lightning_tspipe.ir.dependencies.Dependency`.
+        source: Sending rank.
+        target: Receiving rank.
+    """
+
+    producer: Action
+    consumer: Action
+    payload: str
+    source: int
+    target: int
+
+    @property
+    def channel(self) -> tuple[int, int, str, bool]:
+        """Source, target, payload, and whether it belongs to the teacher."""
+        teacher = Op.TEACHER in {self.producer.op, self.consumer.op}
+        return (self.source, self.target, self.payload, teacher)
+
+    def __str__(self) -> str:
+        return f"{self.producer}>{self.consumer}@{self.target}"
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the executors of all ranks do in one step.
+
+    Attributes:
+        schedule: The schedule that was lowered.
+        messages: All messages of the step, in an order that is each channel's order.
+    """
+
+    schedule: Schedule
+    messages: tuple[Message, ...]
+
+    @cached_property
+    def sends(self) -> dict[Action, tuple[Message, ...]]:
+        """Producer to the messages sent right after it."""
+        return _group(self.messages, key="producer")
+
+    @cached_property
+    def receives(self) -> dict[int, tuple[Message, ...]]:
+        """Rank to the messages it receives, in the order in which they must be posted."""
+        by_rank: dict[int, list[Message]] = {}
+        for message in self.messages:
+            by_rank.setdefault(message.target, []).append(message)
+        return {rank: tuple(messages) for rank, messages in by_rank.items()}
+
+    @cached_property
+    def needs(self) -> dict[Action, tuple[Dependency, ...]]:
+        """Consumer to all it waits for, from this rank or from others."""
+        pipeline, split = self.schedule.pipeline, self.schedule.split
+        return {
+            action: depends_on(action, pipeline, split)
+            for actions in self.schedule.ranks
+            for action in actions
+        }
+
+
+def lower(schedule: Schedule) -> Program:
+    """Find every dependency that crosses ranks and make it a message.
+
+    A teacher forward that runs a step early sends its outputs in the step that runs it, although
+    the loss that reads them belongs to the next step; so messages are found from the producers.
+    """
+    pipeline = schedule.pipeline
+    consumers = _consumers(schedule)
+    messages = []
+    for rank, actions in enumerate(schedule.ranks):
+        for producer in actions:
+            for dependency in consumers.get(producer, ()):
+                target = pipeline.rank_of(dependency.consumer)
+                if target != rank and dependency.payload != "saved":
+                    messages.append(
+                        Message(producer, dependency.consumer, dependency.payload, rank, target)
+                    )
+    return Program(schedule, tuple(messages))
+
+
+def _consumers(schedule: Schedule) -> dict[Action, tuple[Dependency, ...]]:
+    """Producer to its dependencies, counting the loss of every batch that is worked on.
+
+    The fields of a batch travel once, in the step of that batch: looking ahead sends call inputs.
+    """
+    pipeline = schedule.pipeline
+    actions = {action for rank in schedule.ranks for action in rank}
+    losses = {Action(Op.LOSS, pipeline.loss_rank, batch=action.batch) for action in actions}
+    order = sorted(actions | losses, key=_stable)
+    found: dict[Action, list[Dependency]] = {}
+    for action in order:
+        for dependency in depends_on(action, pipeline, schedule.split):
+            if dependency.payload == "batch" and action.batch > 0:
+                continue
+            found.setdefault(dependency.producer, []).append(dependency)
+    return {producer: tuple(dependencies) for producer, dependencies in found.items()}
+
+
+def _stable(action: Action) -> tuple[int, str, int, int]:
+    unit = -1 if action.unit is None else action.unit
+    return (action.batch, action.op.value, action.stage, unit)
+
+
+def _group(messages: tuple[Message, ...], key: str) -> dict[Action, tuple[Message, ...]]:
+    grouped: dict[Action, list[Message]] = {}
+    for message in messages:
+        grouped.setdefault(getattr(message, key), []).append(message)
+    return {action: tuple(items) for action, items in grouped.items()}

@@ -1,0 +1,48 @@
+"""A schedule: for each rank, its actions of one step, in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from lightning_tspipe.errors import ScheduleError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rank to actions, for one step.
+
+    Attributes:
+        pipeline: What the schedule was made for.
+        ranks: ``ranks[r]`` are the actions of rank r, in the order in which it runs them.
+    """
+
+    pipeline: Pipeline
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """Student stages whose backward runs as I and W."""
+        return frozenset(
+            action.stage
+            for actions in self.ranks
+            for action in actions
+            if action.op is Op.INPUT_BACKWARD
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
+
+    @classmethod
+    def parse(cls, text: str, pipeline: Pipeline) -> Schedule:
+        """Read what ``str(schedule)`` prints: one line per rank.
+
+        Raises:
+            ScheduleError: A line for each rank is missing, or a cell is not an action.
+        """
+        lines = [line for line in text.splitlines() if line.strip()]
+        if len(lines) != pipeline.num_ranks:
+            raise ScheduleError(f"{len(lines)} lines for {pipeline.num_ranks} ranks")
+        return cls(pipeline, tuple(tuple(map(Action.parse, line.split())) for line in lines))
