@@ -1,0 +1,1 @@
+"""Capture: which calls a step makes to the pipelined networks, and the step around them."""

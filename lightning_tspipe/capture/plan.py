@@ -1,0 +1,153 @@
+"""What a traced step looks like: the calls, the chain of each network, what the loss needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+NetworkName = Literal["student", "teacher"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and type of a tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The spec of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values."""
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A declared submodule, called as a whole: one link of a network's chain.
+
+    Attributes:
+        name: Dotted name within the LightningModule.
+        grad: Whether gradients were enabled at the call.
+    """
+
+    name: str
+    grad: bool
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Glue:
+    """What the step does between two blocks, such as ``.flatten(1)``.
+
+    Attributes:
+        label: For messages and for comparing calls.
+        function: Takes the previous value, returns the next one.
+    """
+
+    label: str
+    function: Callable[[Tensor], Tensor] = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.label
+
+
+Link = Block | Glue
+
+
+@dataclass(frozen=True, slots=True)
+class ValueRef:
+    """A tensor that a block returned: link ``position`` of a chain, leaf ``slot`` of its output."""
+
+    position: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """One call of a network in the step.
+
+    Attributes:
+        network: Which network.
+        input: Spec of the (whole-batch) input.
+        num_links: How far into the network's chain the call goes.
+        grad: Whether its output takes part in the backward.
+    """
+
+    network: NetworkName
+    input: TensorSpec
+    num_links: int
+    grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Interception:
+    """The k-th time that the step called a declared submodule.
+
+    Attributes:
+        block: Its name.
+        call: Index into ``StepPlan.calls``.
+        position: Link of the chain.
+        output: Pytree structure of what it returns.
+        leaves: Specs of the tensors that it returned at the trace; None for other leaves.
+        constants: The leaves that are not tensors, by index.
+    """
+
+    block: str
+    call: int
+    position: int
+    output: pytree.TreeSpec
+    leaves: tuple[TensorSpec | None, ...]
+    constants: dict[int, Any] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A captured step.
+
+    Attributes:
+        calls: In the order in which they start.
+        interceptions: In the order in which the step makes them.
+        chains: Network to its links.
+        used: Network to the values that the step reads (beyond feeding the next block).
+        batch_fields: Leaves of the batch (flattened) that the step reads for itself.
+        num_batch_leaves: Leaves of the batch.
+        has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
+        ema_pairs: Parameter names (teacher's, student's) whose EMA was seen in the step.
+    """
+
+    calls: tuple[CallPlan, ...]
+    interceptions: tuple[Interception, ...]
+    chains: dict[NetworkName, tuple[Link, ...]]
+    used: dict[NetworkName, tuple[ValueRef, ...]]
+    batch_fields: tuple[int, ...]
+    num_batch_leaves: int
+    has_effects: bool
+    ema_pairs: tuple[tuple[str, str], ...] = ()
+
+    def calls_of(self, network: NetworkName) -> tuple[int, ...]:
+        """Indices of the calls of one network, in order."""
+        return tuple(i for i, call in enumerate(self.calls) if call.network == network)
+
+    def describe(self) -> str:
+        """The plan in words; equal on all ranks if they traced the same step."""
+        lines = [f"{len(self.calls)} calls, batch fields {list(self.batch_fields)}"]
+        for network, chain in self.chains.items():
+            lines.append(f"{network}: {' -> '.join(map(str, chain))}; used {self.used[network]}")
+        lines += [f"{call.network} {call.input.shape} {call.grad}" for call in self.calls]
+        return "\n".join(lines)

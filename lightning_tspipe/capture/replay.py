@@ -1,0 +1,244 @@
+"""Running a captured step again: its beginning (the prologue), and all of it on the loss rank.
+
+- The **prologue** is the step up to its last call of a pipelined block. It gives the calls their
+  real inputs on the data rank, and has the effects that the user wrote there (an EMA of
+  parameters) on every rank.
+- The **replay** is the whole step on the loss rank, with the real outputs of the networks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.capture import swap
+from lightning_tspipe.capture.location import line_of
+from lightning_tspipe.capture.plan import Interception, StepPlan, ValueRef
+from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.errors import CaptureError
+
+Outputs = Callable[[int, ValueRef], Tensor]
+
+
+class _PrologueDoneError(BaseException):
+    """Leaves the step after its last call; users' ``except Exception`` do not catch it."""
+
+
+class StepRunner:
+    """Runs one captured step on one rank.
+
+    Args:
+        module: The LightningModule.
+        networks: The declared submodules.
+        plan: What the trace found.
+        is_loss_rank: Whether this rank replays; there the prologue leaves the rest alone.
+    """
+
+    def __init__(
+        self, module: nn.Module, networks: Networks, plan: StepPlan, *, is_loss_rank: bool
+    ) -> None:
+        self._module = module
+        self._plan = plan
+        self._is_loss_rank = is_loss_rank
+        self._blocks = {name: module.get_submodule(name) for _, name in networks.items()}
+        inside = [m for block in self._blocks.values() for m in block.modules()]
+        inside_ids = {id(m) for m in inside}
+        self._inside = inside
+        self._rest = [m for m in module.modules() if id(m) not in inside_ids]
+        self._hide_pipelined = swap.TensorSwap(inside, swap.meta_like)
+        self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+
+    def forget_tensors(self) -> None:
+        """Parameters moved: make new stand-ins."""
+        self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
+        self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+
+    def inputs(self, step: Step, batch: Any, seed: int, *, effects: bool) -> tuple[Tensor, ...]:
+        """The calls' inputs, from the prologue on a real batch.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch.
+            seed: Seed of the step's random stream.
+            effects: Whether the prologue's changes of the pipelined parameters happen; without,
+                nothing at all changes.
+
+        Raises:
+            CaptureError: The step went another way than when it was traced.
+        """
+        with ExitStack() as stack:
+            if not effects or not self._plan.has_effects:
+                stack.enter_context(self._hide_pipelined())
+            if not effects or self._is_loss_rank:
+                stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
+            prologue = _Prologue(self._plan, real=True)
+            self._run_prologue(prologue, step, batch, seed)
+        return tuple(prologue.inputs)
+
+    def effects(self, step: Step, batch: Any, seed: int) -> None:
+        """The prologue on a batch of meta tensors, for what it does to this rank's parameters."""
+        if not self._plan.has_effects:
+            return
+        with ExitStack() as stack:
+            stack.enter_context(self._hide_rest())
+            if self._is_loss_rank:
+                stack.enter_context(swap.attributes_restored(self._rest, tensors=False))
+            self._run_prologue(_Prologue(self._plan, real=False), step, batch, seed)
+
+    def _run_prologue(self, prologue: _Prologue, step: Step, batch: Any, seed: int) -> None:
+        with (
+            swap.random_stream(seed),
+            swap.forwards_replaced(self._stubs(prologue)),
+            _silenced(self._module),
+            torch.enable_grad(),
+        ):
+            try:
+                step(batch)
+            except _PrologueDoneError:
+                return
+            except CaptureError:
+                raise
+            except Exception as error:
+                if prologue.real:
+                    raise
+                raise CaptureError(
+                    f"the part of the step before its last call failed on a rank without data, at "
+                    f"{line_of(error)}: {error}. There the batch has shapes but no values: keep "
+                    "only the EMA before the calls, or use lightning_tspipe.MomentumEMA"
+                ) from error
+        raise CaptureError(
+            f"the step made {prologue.count} calls of pipelined blocks, but "
+            f"{len(self._plan.interceptions)} when it was traced. The calls of a step must not "
+            "depend on the batch or on how far the training is"
+        )
+
+    def replay(self, step: Step, batch: Any, seed: int, outputs: Outputs) -> Any:
+        """The whole step, with the networks' outputs.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch; leaves that the step doesn't read may be meta tensors.
+            seed: Seed of the step's random stream.
+            outputs: Gives the value ``ref`` of a call.
+
+        Returns:
+            What the step returns.
+
+        Raises:
+            CaptureError: The step went another way than when it was traced.
+        """
+        player = _Replay(self._plan, outputs)
+        with (
+            swap.random_stream(seed),
+            self._hide_pipelined(),
+            swap.forwards_replaced(self._stubs(player)),
+        ):
+            result = step(batch)
+        if player.count != len(self._plan.interceptions):
+            raise CaptureError(
+                f"the step made {player.count} calls of pipelined blocks, but "
+                f"{len(self._plan.interceptions)} when it was traced"
+            )
+        return result
+
+    def _stubs(self, answers: _Answers) -> dict[nn.Module, Callable[..., Any]]:
+        def stub(name: str) -> Callable[[Tensor], Any]:
+            return lambda value: answers.answer(name, value)
+
+        return {block: stub(name) for name, block in self._blocks.items()}
+
+
+class _Answers:
+    """Answers the calls of blocks in the order of the plan."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self._plan = plan
+        self.count = 0
+
+    def answer(self, name: str, value: Tensor) -> Any:
+        if self.count >= len(self._plan.interceptions):
+            raise CaptureError(
+                f"the step calls {name!r} once more than when it was traced. The calls of a step "
+                "must not depend on the batch or on how far the training is"
+            )
+        interception = self._plan.interceptions[self.count]
+        if interception.block != name:
+            raise CaptureError(
+                f"the step calls {name!r} where it called {interception.block!r} when it was "
+                "traced. The calls of a step must not depend on the batch"
+            )
+        self.count += 1
+        return self._reply(interception, value)
+
+    def _reply(self, interception: Interception, value: Tensor) -> Any:
+        raise AssertionError
+
+
+class _Prologue(_Answers):
+    def __init__(self, plan: StepPlan, *, real: bool) -> None:
+        super().__init__(plan)
+        self.real = real
+        self.inputs: list[Tensor] = []
+
+    def _reply(self, interception: Interception, value: Tensor) -> Any:
+        if interception.position == 0:
+            self.inputs.append(value.detach())
+        if self.count == len(self._plan.interceptions):
+            raise _PrologueDoneError
+        device = value.device if self.real else torch.device("meta")
+        return _stand_ins(interception, device)
+
+
+class _Replay(_Answers):
+    def __init__(self, plan: StepPlan, outputs: Outputs) -> None:
+        super().__init__(plan)
+        self._outputs = outputs
+        self._used = {network: set(refs) for network, refs in plan.used.items()}
+
+    def _reply(self, interception: Interception, value: Tensor) -> Any:  # noqa: ARG002
+        network = self._plan.calls[interception.call].network
+        leaves = []
+        for slot, spec in enumerate(interception.leaves):
+            ref = ValueRef(interception.position, slot)
+            if spec is None:
+                leaves.append(interception.constants[slot])
+            elif ref in self._used[network]:
+                leaves.append(self._outputs(interception.call, ref))
+            else:
+                leaves.append(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        return pytree.tree_unflatten(leaves, interception.output)
+
+
+def _stand_ins(interception: Interception, device: torch.device) -> Any:
+    """Answers without meaning, for what the step computes between its calls."""
+    leaves: list[Any] = []
+    for slot, spec in enumerate(interception.leaves):
+        if spec is None:
+            leaves.append(interception.constants[slot])
+        else:
+            zeros = torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
+            leaves.append(zeros)
+    return pytree.tree_unflatten(leaves, interception.output)
+
+
+@contextmanager
+def _silenced(module: nn.Module) -> Iterator[None]:
+    """The prologue logs nothing: the replay does."""
+    names = [name for name in ("log", "log_dict", "print") if hasattr(module, name)]
+    for name in names:
+        module.__dict__[name] = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        for name in names:
+            module.__dict__.pop(name, None)
+
+
+def as_meta(batch_leaves: Sequence[Any]) -> list[Any]:
+    """The leaves of a batch, its tensors without memory."""
+    return [x.to("meta") if isinstance(x, Tensor) else x for x in batch_leaves]

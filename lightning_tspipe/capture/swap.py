@@ -1,0 +1,145 @@
+"""Taking things out of a module for a while: parameters, forwards, attributes, random state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_CONTAINERS = (list, dict, set)
+
+
+class TensorSwap:
+    """Replaces all parameters and buffers of some modules by stand-ins, and back.
+
+    Entries of the modules' own dictionaries are exchanged, so that whoever holds a parameter
+    itself (an optimizer) is not affected.
+
+    Args:
+        modules: Modules whose direct parameters and buffers are exchanged.
+        make: Makes the stand-in of a tensor; a tensor that occurs twice keeps one stand-in.
+        buffers: Whether buffers are exchanged too.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        make: Callable[[Tensor], Tensor],
+        *,
+        buffers: bool = True,
+    ) -> None:
+        self._entries: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        stand_ins: dict[int, Tensor] = {}
+        for module in modules:
+            tables: list[dict[str, Tensor | None]] = [module._parameters]  # type: ignore[list-item] # noqa: SLF001
+            if buffers:
+                tables.append(module._buffers)  # noqa: SLF001
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        if id(tensor) not in stand_ins:
+                            stand_ins[id(tensor)] = make(tensor)
+                        self._entries.append((table, name, stand_ins[id(tensor)]))
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """While inside, the modules hold the stand-ins."""
+        originals = [table[name] for table, name, _ in self._entries]
+        for table, name, stand_in in self._entries:
+            table[name] = stand_in
+        try:
+            yield
+        finally:
+            for (table, name, _), original in zip(self._entries, originals, strict=True):
+                table[name] = original
+
+
+def meta_like(tensor: Tensor) -> Tensor:
+    """A tensor of the same kind without memory."""
+    meta = torch.empty_like(tensor, device="meta", requires_grad=False)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
+    return meta
+
+
+@contextmanager
+def forwards_replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """While inside, calling one of the modules runs the given function instead of its forward."""
+    previous = {module: module.__dict__.get("forward") for module in forwards}
+    for module, function in forwards.items():
+        module.__dict__["forward"] = function
+    try:
+        yield
+    finally:
+        for module, original in previous.items():
+            if original is None:
+                del module.__dict__["forward"]
+            else:
+                module.__dict__["forward"] = original
+
+
+@contextmanager
+def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Iterator[None]:
+    """Undo what happens to the attributes of modules, and to the values of their tensors.
+
+    Args:
+        modules: The modules.
+        tensors: Whether the values of parameters and buffers are saved and restored too.
+    """
+    saved = [(module, _copy_attributes(module, tensors=tensors)) for module in modules]
+    values = [
+        (tensor, tensor.detach().clone())
+        for module, _ in saved
+        if tensors
+        for tensor in (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001
+        if tensor is not None and not tensor.is_meta
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in saved:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+
+
+def _copy_attributes(module: nn.Module, *, tensors: bool) -> dict[str, Any]:
+    """A copy of the attributes that in-place changes of containers and tensors don't reach."""
+    copied: dict[str, Any] = {}
+    for name, value in module.__dict__.items():
+        if isinstance(value, _CONTAINERS):
+            copied[name] = value.copy()
+        elif tensors and isinstance(value, Tensor):
+            copied[name] = value.detach().clone()
+        else:
+            copied[name] = value
+    return copied
+
+
+@contextmanager
+def random_stream(seed: int | None) -> Iterator[None]:
+    """Run with random generators of the given seed; the ambient ones stay untouched.
+
+    Args:
+        seed: Seed of the stream; None keeps the ambient values but still restores them.
+    """
+    python_state, torch_state = random.getstate(), torch.random.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    if seed is not None:
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        if cuda_state is not None:
+            torch.cuda.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        torch.random.set_rng_state(torch_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state)

@@ -1,0 +1,378 @@
+"""Tracing a step once: which calls it makes, and what it needs of them.
+
+The step runs as it stands, with three replacements: the declared submodules answer with random
+*stand-ins* of the right shape (found on fake tensors), the pipelined parameters are fake, and
+``self.log`` does nothing. Afterwards everything is as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC2701 - shapes without memory
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.capture import swap
+from lightning_tspipe.capture.location import current_line, line_of
+from lightning_tspipe.capture.plan import (
+    Block,
+    CallPlan,
+    Glue,
+    Interception,
+    Link,
+    NetworkName,
+    StepPlan,
+    TensorSpec,
+    ValueRef,
+)
+from lightning_tspipe.capture.provenance import ProvenanceMode, Value
+from lightning_tspipe.errors import CaptureError, TSPipeError
+
+Step = Callable[[Any], Any]
+_SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
+
+
+@dataclass(frozen=True)
+class Networks:
+    """The declared submodules of the LightningModule: dotted names, in the order of the chain."""
+
+    student: tuple[str, ...]
+    teacher: tuple[str, ...] = ()
+
+    def items(self) -> Iterator[tuple[NetworkName, str]]:
+        """All (network, block name)."""
+        yield from (("student", name) for name in self.student)
+        yield from (("teacher", name) for name in self.teacher)
+
+
+@dataclass(frozen=True)
+class _BatchLeaf:
+    index: int
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    name: str
+
+
+@dataclass(frozen=True)
+class _BlockOutput:
+    call: int
+    position: int
+    slot: int
+
+
+@dataclass
+class _Call:
+    network: NetworkName
+    input: Tensor
+    links: list[Link] = field(default_factory=list)
+
+
+class Tracer:
+    """Traces steps of one module.
+
+    Args:
+        module: The LightningModule (or any module).
+        networks: Which submodules are pipelined.
+        device: Where the batches are.
+    """
+
+    def __init__(self, module: nn.Module, networks: Networks, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
+        self._blocks = {name: module.get_submodule(name) for name in self._network_of}
+        self._running_block = False
+
+    def trace(self, step: Step, batch: Any, seed: int) -> StepPlan:
+        """Run ``step(batch)`` once, without consequences.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: A real batch.
+            seed: Seed of the step's random stream.
+
+        Raises:
+            CaptureError: The step can't be captured; says where and what to do.
+        """
+        self._mode = ProvenanceMode()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._calls: list[_Call] = []
+        self._interceptions: list[Interception] = []
+        self._outputs: list[tuple[_BlockOutput, Value]] = []
+        self._writes_seen: list[int] = []
+        self._generator = torch.Generator().manual_seed(seed)
+        leaves = pytree.tree_leaves(batch)
+        with self._replacements(), swap.random_stream(seed), torch.enable_grad():
+            fields = [self._mode.track(leaf, _BatchLeaf(i)) if isinstance(leaf, Tensor) else None
+                      for i, leaf in enumerate(leaves)]  # fmt: skip
+            parameters = self._track_parameters()
+            try:
+                with self._mode:
+                    result = step(batch)
+            except TSPipeError:
+                raise
+            except Exception as error:
+                raise CaptureError(
+                    f"the step failed while it was traced, at {line_of(error)}: {error}. Pipelined "
+                    f"networks ({', '.join(self._blocks)}) may only be called; their parameters "
+                    "are not at hand inside the step"
+                ) from error
+            self._mode.mark_read(result)
+        return self._plan(fields, parameters)
+
+    @contextmanager
+    def _replacements(self) -> Iterator[None]:
+        inside = [m for block in self._blocks.values() for m in block.modules()]
+        inside_ids = {id(m) for m in inside}
+        rest = [m for m in self._module.modules() if id(m) not in inside_ids]
+        with ExitStack() as stack:
+            stack.enter_context(swap.attributes_restored(rest, tensors=True))
+            stack.enter_context(swap.attributes_restored(inside, tensors=False))
+            stack.enter_context(swap.TensorSwap(inside, self._make_fake)())
+            stack.enter_context(swap.forwards_replaced(self._stubs()))
+            for name in _SILENCED:
+                if hasattr(self._module, name):
+                    object.__setattr__(self._module, name, lambda *_args, **_kwargs: None)
+            yield
+
+    def _make_fake(self, tensor: Tensor) -> Tensor:
+        with self._fake:
+            fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+    def _stubs(self) -> dict[nn.Module, Callable[..., Any]]:
+        stubs: dict[nn.Module, Callable[..., Any]] = {}
+        for name, block in self._blocks.items():
+            for path, child in block.named_modules():
+                full = f"{name}.{path}" if path else name
+                if full in self._blocks:
+                    stubs[child] = self._block_stub(full, child, child.forward)
+                elif child not in stubs:
+                    stubs[child] = self._inner_stub(full, name, child.forward)
+        return stubs
+
+    def _inner_stub(
+        self, name: str, block: str, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            if self._running_block:
+                return original(*args, **kwargs)
+            network = self._network_of[block]
+            raise CaptureError(
+                f"the step calls {name!r}, a part of the pipelined network {block!r}, past its "
+                f"forward, at {current_line()}. Call self.{block}(...) as a whole, or declare the "
+                f"parts in their order: TSPipeStrategy({network}=[{name!r}, ...])"
+            )
+
+        return stub
+
+    def _block_stub(
+        self, name: str, block: nn.Module, original: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            if self._running_block:
+                return original(*args, **kwargs)
+            if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+                raise CaptureError(
+                    f"{name!r} is called with more than one tensor, at {current_line()}. Pipelined "
+                    "networks take one tensor: bind other arguments in a wrapping module"
+                )
+            call, position = self._place(name, args[0])
+            output = self._run_on_fakes(block, args[0])
+            return self._answer(name, call, position, output)
+
+        return stub
+
+    def _place(self, name: str, value: Tensor) -> tuple[int, int]:
+        """The call that this block belongs to (a new one, or one that goes on), and its place."""
+        network = self._network_of[name]
+        grad = torch.is_grad_enabled()
+        known = self._mode.lookup(value)
+        sources = [v for v in known.sources()] if known is not None else []
+        previous = [v for v in sources if isinstance(v.source, _BlockOutput)]
+        if known is not None:
+            known.feeds_block = True
+        if not previous:
+            self._check_input(name, value, sources)
+            self._calls.append(_Call(network, value, [Block(name, grad)]))
+            return len(self._calls) - 1, 0
+        chain = known.glue_from_source() if known is not None else None
+        index = previous[0].source.call
+        call = self._calls[index]
+        if chain is None or call.network != network:
+            raise CaptureError(
+                f"the input of {name!r} is computed from the output of "
+                f"{self._describe(previous[0])}, at {current_line()}. Between two pipelined blocks "
+                "only operations on that one tensor are possible; put the computation into a "
+                "module of the network"
+            )
+        source, glue = chain
+        at_end = source.source.position == len(call.links) - 1 and source.source.slot == 0
+        if not at_end:
+            raise CaptureError(
+                f"{name!r} branches off the middle of the network, at {current_line()}: "
+                f"{self._describe(source)} already feeds {call.links[-1]}. Make one module of the "
+                "branches, which returns a tuple"
+            )
+        call.links += [Glue(v.label, v.function) for v in glue if v.function is not None]
+        call.links.append(Block(name, grad))
+        return index, len(call.links) - 1
+
+    def _describe(self, value: Value) -> str:
+        return repr(str(self._calls[value.source.call].links[value.source.position]))
+
+    def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
+        if value.requires_grad or any(v.is_parameter for v in sources):
+            raise CaptureError(
+                f"the input of {name!r} depends on trained parameters outside of the pipelined "
+                f"networks, at {current_line()}. Make that module the first block: "
+                f"TSPipeStrategy({self._network_of[name]}=['...', {name!r}, ...])"
+            )
+
+    def _run_on_fakes(self, block: nn.Module, value: Tensor) -> Any:
+        with self._fake:
+            fake = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        if value.requires_grad:
+            fake.requires_grad_()
+        self._running_block = True
+        self._mode.pause(on=True)
+        try:
+            with self._fake:
+                return block(fake)
+        finally:
+            self._running_block = False
+            self._mode.pause(on=False)
+
+    def _answer(self, name: str, call: int, position: int, output: Any) -> Any:
+        fakes, spec = pytree.tree_flatten(output)
+        self._mode.pause(on=True)
+        answers = [self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes]
+        self._mode.pause(on=False)
+        self._interceptions.append(
+            Interception(
+                name, call, position, spec,
+                tuple(TensorSpec.of(a) if isinstance(a, Tensor) else None for a in answers),
+                {i: a for i, a in enumerate(answers) if not isinstance(a, Tensor)},
+            )  # fmt: skip
+        )
+        for slot, answer in enumerate(answers):
+            if isinstance(answer, Tensor):
+                source = _BlockOutput(call, position, slot)
+                self._outputs.append((source, self._mode.track(answer, source)))
+        self._mode.mark_block()
+        return pytree.tree_unflatten(answers, spec)
+
+    def _stand_in(self, fake: Tensor) -> Tensor:
+        if fake.dtype.is_floating_point:
+            values = torch.randn(fake.shape, generator=self._generator, dtype=torch.float32)
+            answer = values.to(self._device, fake.dtype)
+        else:
+            answer = torch.zeros(fake.shape, dtype=fake.dtype, device=self._device)
+        return answer.requires_grad_(fake.requires_grad)
+
+    def _track_parameters(self) -> list[Value]:
+        return [
+            self._mode.track(parameter, _Parameter(f"{name}.{path}"), is_parameter=True)
+            for name, block in self._blocks.items()
+            for path, parameter in block.named_parameters()
+        ]
+
+    def _plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
+        if not self._interceptions:
+            raise CaptureError(
+                f"the step never called {' or '.join(map(repr, self._blocks))}. Declare the "
+                "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
+            )
+        self._check_reads(parameters)
+        has_effects = self._check_writes()
+        chains = self._chains()
+        used = self._used()
+        calls = tuple(
+            CallPlan(c.network, TensorSpec.of(c.input), len(c.links), self._has_grad(i))
+            for i, c in enumerate(self._calls)
+        )
+        for call in calls:
+            if call.network == "teacher" and call.grad:
+                raise CaptureError(
+                    "the teacher's output requires gradients. A teacher is forward-only: set "
+                    "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
+                    "a network that is trained belongs to the student"
+                )
+        return StepPlan(
+            calls=calls,
+            interceptions=tuple(self._interceptions),
+            chains=chains,
+            used=used,
+            batch_fields=tuple(i for i, v in enumerate(fields) if v is not None and v.is_needed),
+            num_batch_leaves=len(fields),
+            has_effects=has_effects,
+        )
+
+    def _has_grad(self, call: int) -> bool:
+        return any(v.tensor.requires_grad for s, v in self._outputs if s.call == call and v.is_used)
+
+    def _used(self) -> dict[NetworkName, tuple[ValueRef, ...]]:
+        used: dict[NetworkName, set[ValueRef]] = {call.network: set() for call in self._calls}
+        for source, value in self._outputs:
+            if value.is_used:
+                refs = used[self._calls[source.call].network]
+                refs.add(ValueRef(source.position, source.slot))
+        return {
+            network: tuple(sorted(refs, key=lambda ref: (ref.position, ref.slot)))
+            for network, refs in used.items()
+        }
+
+    def _chains(self) -> dict[NetworkName, tuple[Link, ...]]:
+        chains: dict[NetworkName, tuple[Link, ...]] = {}
+        for call in self._calls:
+            links = tuple(call.links)
+            longest = chains.get(call.network, ())
+            longer, shorter = (links, longest) if len(links) > len(longest) else (longest, links)
+            if [str(link) for link in longer[: len(shorter)]] != [str(link) for link in shorter]:
+                raise CaptureError(
+                    f"two calls of the {call.network} go different ways: "
+                    f"{' -> '.join(map(str, shorter))} and {' -> '.join(map(str, longer))}. All "
+                    "calls of one network must start with the same blocks"
+                )
+            chains[call.network] = longer
+        return chains
+
+    def _check_reads(self, parameters: list[Value]) -> None:
+        last = len(self._interceptions)
+        for value, when, line in self._mode.reads:
+            if when < last and any(isinstance(v.source, _BlockOutput) for v in value.sources()):
+                raise CaptureError(
+                    f"the step looks at the values of a network's output before its last call to "
+                    f"a pipelined network, at {line}: which calls follow may depend on them. Move "
+                    "that line behind the last call"
+                )
+        for value in parameters:
+            if value.consumers and value.is_used:
+                raise CaptureError(
+                    f"the step computes with the parameter {value.source.name!r} of a pipelined "
+                    "network, which is spread over the ranks. Use the optimizer's weight_decay or "
+                    "a hook that works on each parameter, such as on_before_optimizer_step"
+                )
+
+    def _check_writes(self) -> bool:
+        has_effects = False
+        for value, when, line in self._mode.writes:
+            if not any(v.is_parameter for v in value.sources()):
+                continue
+            has_effects = True
+            if when >= len(self._interceptions):
+                raise CaptureError(
+                    f"the step changes a pipelined parameter after its last call to a pipelined "
+                    f"network, at {line}. Move the line before the last call, into "
+                    "on_train_batch_end, or use lightning_tspipe.MomentumEMA"
+                )
+        return has_effects

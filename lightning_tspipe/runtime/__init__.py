@@ -1,0 +1,1 @@
+"""Runtime: transports, stages, and the executor that runs schedules on them."""

@@ -1,0 +1,422 @@
+"""The executor: walks one rank's actions of a step; one handler per op.
+
+Everything that an action reads is in one of four places, keyed by (step, action): ``inputs`` (call
+inputs on the data rank), ``activations`` (between stages of one rank), ``outputs`` (for the loss)
+and ``gradients``. What another rank made is there because its receipt was waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tspipe.capture.plan import NetworkName, ValueRef
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.lowering import Message, Program
+from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.networks.split_backward import SplitBackward
+from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.transport import Receipt, Transport
+from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits, Unit
+from lightning_tspipe.simulation.timeline import Span
+
+_CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
+_TEACHER_CHANNELS = 4
+BATCH_CHANNEL = 9
+_BACKWARD_OPS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD})
+
+Key = tuple[int, Action]
+
+
+@dataclass
+class _Saved:
+    """What a forward keeps for its backward."""
+
+    input: Tensor
+    results: list[Tensor]
+    recyclable: bool
+    split: SplitBackward | None = None
+
+
+@dataclass
+class StepContext:
+    """What the executor needs to know about one step.
+
+    Attributes:
+        index: Number of the step.
+        program: What all ranks do.
+        units: Units of the batches worked on, by offset (0: this batch, 1: the next).
+        inputs: On the data rank, the call inputs of the same batches.
+    """
+
+    index: int
+    program: Program
+    units: dict[int, StepUnits]
+    inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs the actions of one rank.
+
+    Args:
+        transport: How to reach the other ranks.
+        networks: The networks; the rank's own stages hold real parameters.
+        statistics: Deferred BatchNorm statistics of each network.
+        forward_context: The precision plugin's forward context.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        networks: dict[NetworkName, ChainNetwork],
+        statistics: dict[NetworkName, DeferredStatistics],
+        forward_context: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._transport = transport
+        self._rank = transport.rank
+        self._networks = networks
+        self._statistics = statistics
+        self._context = forward_context
+        self._activations: dict[Key, Tensor] = {}
+        self._received: dict[Key, Tensor] = {}
+        self._outputs: dict[Key, dict[ValueRef, Tensor]] = {}
+        self._gradients: dict[tuple[int, Action, str], list[Tensor | None]] = {}
+        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
+        self.spans: list[Span] | None = None
+        self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
+            Op.FORWARD: self._forward,
+            Op.TEACHER: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.INPUT_BACKWARD: self._input_backward,
+            Op.WEIGHT_BACKWARD: self._weight_backward,
+        }
+
+    def post_receives(self, step: StepContext) -> None:
+        """Ask for all messages of the step, so that no sender waits for this rank's turn."""
+        for message in step.program.receives.get(self._rank, ()):
+            if message.payload == "batch":
+                continue
+            specs = step.units[_offset(message)].payload(message)
+            if specs:
+                receipt = self._transport.receive(specs, message.source, _channel(message))
+                batch = step.index + message.consumer.batch
+                self._receipts[_receipt_key(batch, message)] = receipt
+
+    def run(self, step: StepContext, actions: Sequence[Action]) -> None:
+        """Run some of the step's actions, in order."""
+        for action in actions:
+            handler = self._handlers.get(action.op)
+            if handler is None or step.units[action.batch].of(action).shapes is None:
+                continue
+            first, last = step.units[action.batch].span(action)
+            if first >= last:
+                continue
+            self._await(step, action)
+            started = time.perf_counter()
+            handler(step, action)
+            self._record(step, action, started)
+            self.send(step, action)
+
+    def send_inputs(self, step: StepContext, offset: int) -> None:
+        """On the data rank: hand the call inputs to the first stages."""
+        for message in step.program.sends.get(Action(Op.DATA, self._rank, batch=offset), ()):
+            if message.payload == "input" and step.units[offset].payload(message):
+                chunk = self._input_chunk(step, message.consumer)
+                self._transport.send([chunk], message.target, _channel(message))
+
+    def send(self, step: StepContext, producer: Action) -> None:
+        """Send what an action made to whoever waits for it."""
+        for message in step.program.sends.get(producer, ()):
+            specs = step.units[_offset(message)].payload(message)
+            if specs:
+                tensors = self._payload(step, message)
+                self._transport.send(tensors, message.target, _channel(message))
+        if step.program.sends.get(producer):
+            self._forget_sent(step, producer)
+
+    def _payload(self, step: StepContext, message: Message) -> list[Tensor]:
+        key = (step.index + message.producer.batch, _base(message.producer))
+        if message.payload == "activation":
+            return [self._activations[key]]
+        if message.payload == "output":
+            found = self._outputs[key]
+            refs = step.units[message.producer.batch].outputs_of(message.producer)
+            return [found[ref] for ref in refs]
+        kind = "loss" if message.producer.op is Op.LOSS else "next"
+        tensors = self._gradients[step.index, _as_backward(message.consumer), kind]
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def _forget_sent(self, step: StepContext, producer: Action) -> None:
+        key = (step.index + producer.batch, _base(producer))
+        targets = {message.payload for message in step.program.sends[producer]}
+        if "activation" in targets:
+            self._activations.pop(key, None)
+        if "output" in targets:
+            self._outputs.pop(key, None)
+        if "gradient" in targets and producer.op is not Op.LOSS:
+            previous = Action(Op.BACKWARD, producer.stage - 1, producer.unit)
+            self._gradients.pop((step.index, previous, "next"), None)
+
+    def _await(self, step: StepContext, action: Action) -> None:
+        batch = step.index + action.batch
+        for need in step.program.needs[action]:
+            receipt = self._receipts.pop((batch, _base(need.producer), _base(action)), None)
+            if receipt is None:
+                continue
+            tensors = receipt.wait()
+            if need.payload in {"input", "activation"}:
+                self._received[batch, _base(action)] = tensors[0]
+            else:
+                kind = "loss" if need.producer.op is Op.LOSS else "next"
+                self._gradients[step.index, _as_backward(action), kind] = list(tensors)
+
+    def await_outputs(self, step: StepContext, loss: Action) -> None:
+        """On the loss rank: wait for all outputs of the step's batch."""
+        for need in step.program.needs[loss]:
+            key = (step.index, _base(need.producer), _base(loss))
+            receipt = self._receipts.pop(key, None)
+            if receipt is not None:
+                refs = step.units[0].outputs_of(need.producer)
+                self._outputs[step.index, _base(need.producer)] = dict(
+                    zip(refs, receipt.wait(), strict=True)
+                )
+
+    def output(self, step: StepContext, call: int, ref: ValueRef) -> Tensor:
+        """On the loss rank: one value of one call for the whole batch, detached."""
+        parts = [
+            self._outputs[step.index, producer][ref] for producer in self._producers(step, call, ref)
+        ]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.detach()
+
+    def _producers(self, step: StepContext, call: int, ref: ValueRef) -> list[Action]:
+        """The forwards that made one value of a call, micro-batch after micro-batch."""
+        units = step.units[0]
+        found = []
+        for op in (Op.FORWARD, Op.TEACHER):
+            for index, unit in enumerate(units.units.get(NETWORK_OF[op], ())):  # type: ignore[call-overload]
+                if unit.call != call or not unit.size:
+                    continue
+                layout = step.program.schedule.pipeline.layout(op)
+                for stage in sorted(layout.output_stages):
+                    action = Action(op, stage, index)
+                    if ref in units.outputs_of(action):
+                        found.append(action)
+        return found
+
+    def scatter_gradient(
+        self, step: StepContext, call: int, gradients: dict[ValueRef, Tensor | None]
+    ) -> None:
+        """On the loss rank: cut the gradients of a call's outputs into micro-batches."""
+        units = step.units[0]
+        layout = step.program.schedule.pipeline.student
+        offsets = dict.fromkeys(gradients, 0)
+        for index, unit in enumerate(units.units["student"]):
+            if unit.call != call or unit.shapes is None:
+                continue
+            for stage in sorted(layout.output_stages):
+                action = Action(Op.BACKWARD, stage, index)
+                parts: list[Tensor | None] = []
+                local = layout.ranks[stage] == self._rank
+                for ref in units.outputs_of(action):
+                    spec = unit.shapes.outputs[ref]
+                    if not spec.requires_grad:
+                        continue
+                    start, whole = offsets[ref], gradients.get(ref)
+                    stop = offsets[ref] = start + (spec.shape[0] if spec.shape else 0)
+                    if whole is not None:
+                        parts.append(whole if unit.is_only else whole[start:stop])
+                    else:
+                        # Another rank waits for as many tensors as planned.
+                        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+                        parts.append(None if local else zeros)
+                self._gradients[step.index, action, "loss"] = parts
+
+    def finish(self, step: StepContext) -> None:
+        """The step is over: forget what belongs to it."""
+        for store in (self._activations, self._received, self._outputs):
+            for key in [key for key in store if key[0] <= step.index]:
+                store.pop(key)
+        for gradient in [key for key in self._gradients if key[0] <= step.index]:
+            del self._gradients[gradient]
+        self._saved.clear()
+        self._transport.finish_step()
+
+    def drop_lookahead(self) -> None:
+        """Forget what was computed ahead, also what is still under way."""
+        for receipt in self._receipts.values():
+            receipt.wait()
+        self._receipts.clear()
+        for store in (self._activations, self._received, self._outputs):
+            store.clear()
+
+    # Handlers
+
+    def _input_chunk(self, step: StepContext, action: Action) -> Tensor:
+        unit = step.units[action.batch].of(action)
+        whole = step.inputs[action.batch][unit.call]
+        if unit.is_only:
+            return whole
+        start = sum(
+            other.size
+            for other in step.units[action.batch].units[NETWORK_OF[action.op]]  # type: ignore[index]
+            if other.call == unit.call and other.microbatch < unit.microbatch
+        )
+        return whole[start : start + unit.size]
+
+    def _take_input(self, step: StepContext, action: Action) -> tuple[Tensor, bool]:
+        """The forward's input, and whether its memory came from the transport."""
+        batch = step.index + action.batch
+        received = self._received.pop((batch, _base(action)), None)
+        if received is not None:
+            return received, True
+        if action.stage == 0:
+            return self._input_chunk(step, action), False
+        return self._activations.pop((batch, Action(action.op, action.stage - 1, action.unit))), False
+
+    def _forward(self, step: StepContext, action: Action) -> None:
+        units = step.units[action.batch]
+        unit = units.of(action)
+        name: NetworkName = NETWORK_OF[action.op]  # type: ignore[assignment]
+        first, last = units.span(action)
+        x, received = self._take_input(step, action)
+        assert unit.shapes is not None
+        spec = unit.shapes.boundaries[first]
+        grad = unit.grad and action.op is Op.FORWARD
+        x = x.detach()
+        if grad and spec is not None and spec.requires_grad:
+            x.requires_grad_()
+        statistics = self._statistics[name]
+        with self._context(), nullcontext() if unit.is_only else statistics.accumulate():
+            value, found = self._networks[name].run(x, first, last, grad=grad)
+        if unit.is_last and not unit.is_only:
+            statistics.commit()
+        self._store(step, action, value if last < unit.end else None, found)
+        recyclable = received and not _shares_memory(x, [value, *found.values()])
+        if grad:
+            results = [value] if value is not None and last < unit.end else []
+            results += [found[ref] for ref in units.outputs_of(action)]
+            results = [result for result in results if result.requires_grad]
+            self._saved[action.stage, action.unit or 0] = _Saved(x, results, recyclable)
+        elif recyclable:
+            self._transport.recycle([x])
+
+    def _store(
+        self,
+        step: StepContext,
+        action: Action,
+        passed_on: Tensor | None,
+        found: dict[ValueRef, Tensor],
+    ) -> None:
+        batch = step.index + action.batch
+        if passed_on is not None:
+            self._activations[batch, _base(action)] = passed_on.detach()
+        if found:
+            self._outputs[batch, _base(action)] = {r: t.detach() for r, t in found.items()}
+
+    def _grad_outputs(self, step: StepContext, action: Action) -> list[Tensor | None]:
+        units = step.units[0]
+        unit = units.of(action)
+        base = _as_backward(action)
+        gradients: list[Tensor | None] = []
+        following = self._gradients.pop((step.index, base, "next"), None)
+        first, last = units.span(action)
+        assert unit.shapes is not None
+        boundary = unit.shapes.boundaries[last] if last < unit.end else None
+        if boundary is not None and boundary.requires_grad:
+            gradients += following if following is not None else [None]
+        gradients += self._gradients.pop((step.index, base, "loss"), [])
+        return gradients
+
+    def _backward(self, step: StepContext, action: Action) -> None:
+        saved = self._saved.pop((action.stage, action.unit or 0), None)
+        if saved is None:
+            return
+        gradients = self._grad_outputs(step, action)
+        pairs = [(r, g) for r, g in zip(saved.results, gradients, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        self._pass_gradient(step, action, saved, saved.input.grad)
+        self._finish_backward(saved)
+
+    def _input_backward(self, step: StepContext, action: Action) -> None:
+        saved = self._saved.get((action.stage, action.unit or 0))
+        if saved is None:
+            return
+        saved.split = SplitBackward(saved.results, [saved.input])
+        saved.results = []
+        (gradient,) = saved.split.input_half(self._grad_outputs(step, action))
+        self._pass_gradient(step, action, saved, gradient)
+
+    def _weight_backward(self, step: StepContext, action: Action) -> None:  # noqa: ARG002
+        saved = self._saved.pop((action.stage, action.unit or 0), None)
+        if saved is not None and saved.split is not None:
+            saved.split.weight_half()
+            self._finish_backward(saved)
+
+    def _finish_backward(self, saved: _Saved) -> None:
+        saved.results = []
+        if saved.recyclable:
+            self._transport.recycle([saved.input])
+
+    def _pass_gradient(
+        self, step: StepContext, action: Action, saved: _Saved, gradient: Tensor | None
+    ) -> None:
+        if not saved.input.requires_grad or action.stage == 0:
+            return
+        if gradient is None:
+            gradient = torch.zeros_like(saved.input)
+        previous = Action(Op.BACKWARD, action.stage - 1, action.unit)
+        self._gradients[step.index, previous, "next"] = [gradient]
+
+    def _record(self, step: StepContext, action: Action, started: float) -> None:
+        if self.spans is not None:
+            if torch.cuda.is_initialized():
+                torch.cuda.current_stream().synchronize()
+            self.note(step.index, action, started)
+
+    def note(self, step: int, action: Action, started: float) -> None:
+        """Record an action that ran until now, if a window is being recorded."""
+        if self.spans is not None:
+            now = time.perf_counter()
+            self.spans.append(
+                Span(self._rank, str(action), action.op.value, step, started, now)
+            )
+
+
+def _base(action: Action) -> Action:
+    """The action without its batch offset."""
+    return Action(action.op, action.stage, action.unit)
+
+
+def _as_backward(action: Action) -> Action:
+    return Action(Op.BACKWARD, action.stage, action.unit)
+
+
+def _shares_memory(x: Tensor, made: Sequence[Tensor | None]) -> bool:
+    storage = x.untyped_storage().data_ptr()
+    return any(t is not None and t.untyped_storage().data_ptr() == storage for t in made)
+
+
+def _offset(message: Message) -> int:
+    return message.producer.batch
+
+
+def _receipt_key(batch: int, message: Message) -> tuple[int, Action, Action]:
+    return batch, _base(message.producer), _base(message.consumer)
+
+
+def _channel(message: Message) -> int:
+    teacher = Op.TEACHER in {message.producer.op, message.consumer.op}
+    return _CHANNELS[message.payload] + (_TEACHER_CHANNELS if teacher else 0)
+

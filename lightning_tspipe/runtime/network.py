@@ -1,0 +1,253 @@
+"""A network as the step uses it: blocks and glue as one chain of atoms, cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC2701 - shapes without memory
+
+from lightning_tspipe.capture import swap
+from lightning_tspipe.capture.plan import (
+    Block,
+    Glue,
+    Interception,
+    NetworkName,
+    StepPlan,
+    TensorSpec,
+    ValueRef,
+)
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.atoms import Atom, AtomChain, OutputRef, atomize, join_atoms
+
+
+@dataclass(frozen=True)
+class UnitShapes:
+    """What flows when one unit goes through a chain.
+
+    Attributes:
+        boundaries: Spec of what passes in front of each atom, and behind the last; None behind
+            the end of the call, or where nothing passes on.
+        outputs: Specs of the values that the step uses.
+    """
+
+    boundaries: tuple[TensorSpec | None, ...]
+    outputs: dict[ValueRef, TensorSpec]
+
+
+class _GlueModule(nn.Module):
+    """Glue as a module, so that it is an atom like others."""
+
+    def __init__(self, glue: Glue) -> None:
+        super().__init__()
+        self._function = glue.function
+        self.inplace = glue.label.endswith("_")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the glue."""
+        return self._function(x)
+
+
+class ChainNetwork:
+    """One network of a captured step.
+
+    Args:
+        name: ``student`` or ``teacher``.
+        module: The LightningModule.
+        plan: The captured step.
+        device: Where it runs.
+
+    Attributes:
+        atoms: Its atoms; parameter names are those of the LightningModule.
+        ends: For each link of the chain, one after its last atom.
+    """
+
+    def __init__(
+        self, name: NetworkName, module: nn.Module, plan: StepPlan, device: torch.device
+    ) -> None:
+        self.name = name
+        self._device = device
+        self._links = plan.chains[name]
+        first_seen: dict[int, Interception] = {}
+        for interception in plan.interceptions:
+            if plan.calls[interception.call].network == name:
+                first_seen.setdefault(interception.position, interception)
+        pieces = []
+        for link in self._links:
+            if isinstance(link, Block):
+                pieces.append(atomize(module.get_submodule(link.name), link.name))
+            else:
+                pieces.append(atomize(_GlueModule(link), link.label))
+        raw: list[Atom] = []
+        owners: list[str] = []
+        starts = []
+        for link, piece in zip(self._links, pieces, strict=True):
+            starts.append(len(raw))
+            raw += piece.atoms
+            owners += [link.name if isinstance(link, Block) else ""] * len(piece.atoms)
+        self.atoms, places = join_atoms([_qualified(a, o) for a, o in zip(raw, owners, strict=True)])
+        self.ends = tuple(
+            places[start + len(piece.atoms) - 1].atom + 1
+            for start, piece in zip(starts, pieces, strict=True)
+        )
+        self._refs: dict[ValueRef, OutputRef] = {}
+        for ref in plan.used[name]:
+            leaves = first_seen[ref.position].leaves
+            index = sum(leaf is not None for leaf in leaves[: ref.slot])
+            output = pieces[ref.position].outputs[index]
+            place = places[starts[ref.position] + output.atom]
+            self._refs[ref] = OutputRef(place.atom, place.slot + output.slot)
+        self._values = {(o.atom, o.slot): ref for ref, o in self._refs.items()}
+        self._chain = AtomChain(self.atoms, wanted=frozenset(self._refs.values()))
+        self._modules = [
+            m
+            for link in self._links
+            if isinstance(link, Block)
+            for m in module.get_submodule(link.name).modules()
+        ]
+        self._module = module
+        self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The declared submodules of the chain."""
+        return tuple(link.name for link in self._links if isinstance(link, Block))
+
+    def end_of(self, num_links: int) -> int:
+        """One after the last atom of a call with so many links."""
+        return self.ends[num_links - 1]
+
+    def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
+        """The stages that emit something that the step uses.
+
+        Args:
+            cuts: First atom of each stage, and the number of atoms.
+        """
+        stages = {_stage_of(output.atom, cuts) for output in self._refs.values()}
+        return frozenset(stages | {len(cuts) - 2})
+
+    def outputs_between(self, start: int, stop: int) -> tuple[ValueRef, ...]:
+        """The used values that atoms from ``start`` up to ``stop`` emit."""
+        return tuple(ref for ref, out in self._refs.items() if start <= out.atom < stop)
+
+    def run(
+        self, x: Tensor, start: int, stop: int, *, grad: bool
+    ) -> tuple[Tensor | None, dict[ValueRef, Tensor]]:
+        """Run some atoms.
+
+        Args:
+            x: What atom ``start`` gets.
+            start: The first atom.
+            stop: One after the last.
+            grad: Whether the call takes part in the backward; links that the step ran under
+                ``no_grad`` never do.
+        """
+        outputs: dict[ValueRef, Tensor] = {}
+        value: Tensor | None = x
+        for first, last, link_grad in self._stretches(start, stop):
+            with torch.set_grad_enabled(grad and link_grad):
+                assert value is not None
+                value, found = self._chain.run(value, first, last)
+            for atom, slot, tensor in found:
+                outputs[self._values[atom, slot]] = tensor
+        return value, outputs
+
+    def _stretches(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
+        """The atoms from ``start`` to ``stop`` in pieces of one gradient mode."""
+        stretches: list[tuple[int, int, bool]] = []
+        begin = 0
+        for link, end in zip(self._links, self.ends, strict=True):
+            first, last = max(begin, start), min(end, stop)
+            begin = end
+            if first >= last:
+                continue
+            grad = link.grad if isinstance(link, Block) else True
+            if stretches and stretches[-1][2] == grad:
+                first = stretches.pop()[0]
+            stretches.append((first, last, grad))
+        return stretches
+
+    def shapes(
+        self,
+        spec: TensorSpec,
+        num_links: int,
+        context: Callable[[], AbstractContextManager[None]],
+        *,
+        grad: bool,
+    ) -> UnitShapes:
+        """What flows when an input of the given spec goes through; found on fake tensors."""
+        key = (spec, num_links, grad)
+        if key not in self._shapes:
+            self._shapes[key] = self._infer(spec, self.end_of(num_links), context, grad=grad)
+        return self._shapes[key]
+
+    def _infer(
+        self,
+        spec: TensorSpec,
+        end: int,
+        context: Callable[[], AbstractContextManager[None]],
+        *,
+        grad: bool,
+    ) -> UnitShapes:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def make(tensor: Tensor) -> Tensor:
+            with fake:
+                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return made
+
+        boundaries: list[TensorSpec | None] = [None] * (len(self.atoms) + 1)
+        outputs: dict[ValueRef, TensorSpec] = {}
+        with swap.TensorSwap(self._modules, make)(), swap.random_stream(None):
+            with fake:
+                value: Tensor | None = torch.empty(
+                    spec.shape, dtype=spec.dtype, device=self._device
+                )
+            with fake, context():
+                boundaries[0] = spec
+                for atom in range(end):
+                    assert value is not None
+                    value, found = self.run(value, atom, atom + 1, grad=grad)
+                    outputs |= {ref: TensorSpec.of(tensor) for ref, tensor in found.items()}
+                    if value is not None and atom + 1 < end:
+                        boundaries[atom + 1] = TensorSpec.of(value)
+        return UnitShapes(tuple(boundaries), outputs)
+
+    def check_cuts(self, cuts: Sequence[int]) -> None:
+        """Refuse cuts that separate the uses of one parameter.
+
+        Raises:
+            PartitionError: A parameter is used by two stages.
+        """
+        seen: dict[int, tuple[str, int]] = {}
+        for index, atom in enumerate(self.atoms):
+            stage = _stage_of(index, cuts)
+            for name in atom.parameter_names:
+                key = id(self._module.get_parameter(name))
+                other, where = seen.setdefault(key, (name, stage))
+                if where != stage:
+                    raise PartitionError(
+                        f"parameter {name!r} (tied to {other!r}) is used in stages {where} and "
+                        f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
+                        "its uses in one stage: TSPipeStrategy(partition=[...])"
+                    )
+
+
+def _stage_of(atom: int, cuts: Sequence[int]) -> int:
+    return next(stage for stage in range(len(cuts) - 1) if atom < cuts[stage + 1])
+
+
+def _qualified(atom: Atom, owner: str) -> Atom:
+    if not owner:
+        return atom
+    return replace(
+        atom,
+        name=f"{owner}.{atom.name}",
+        parameter_names=tuple(f"{owner}.{n}".removesuffix(".") for n in atom.parameter_names),
+        buffer_names=tuple(f"{owner}.{n}".removesuffix(".") for n in atom.buffer_names),
+    )

@@ -1,0 +1,310 @@
+"""How ranks talk: the only place with point-to-point communication.
+
+Messages of one *channel* (a small integer) between two ranks arrive in the order in which they are
+sent. Sends return at once; receives are posted early and waited for late.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import queue
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.errors import TransportError
+
+CONTROL = 0
+"""The channel of objects; messages of schedules use the others."""
+
+_FRAME = 4096
+_LENGTH_BYTES = 8
+
+
+class Receipt(ABC):
+    """A message that was asked for."""
+
+    @abstractmethod
+    def wait(self) -> list[Tensor]:
+        """Its tensors, as soon as they are here.
+
+        Raises:
+            TransportError: The peer died, or nothing came within the time limit.
+        """
+
+
+class Transport(ABC):
+    """Point-to-point messages within one pipeline.
+
+    Attributes:
+        rank: This rank's place in the pipeline.
+        num_ranks: Ranks in the pipeline.
+    """
+
+    rank: int
+    num_ranks: int
+
+    @abstractmethod
+    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+        """Send tensors; returns at once. They must not change until the step after next."""
+
+    @abstractmethod
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+        """Ask for the next message of a channel; its shapes must be known."""
+
+    @abstractmethod
+    def finish_step(self) -> None:
+        """Wait until what was sent before the previous call has left."""
+
+    @abstractmethod
+    def send_object(self, value: Any, target: int) -> None:
+        """Send any picklable value; returns at once."""
+
+    @abstractmethod
+    def receive_object(self, source: int) -> Any:
+        """Wait for the next object of a rank."""
+
+    def recycle(self, tensors: Sequence[Tensor]) -> None:
+        """The tensors of a receipt are not needed any more."""
+
+    def broadcast_object(self, value: Any, source: int) -> Any:
+        """The value of rank ``source``, on all ranks."""
+        if self.rank != source:
+            return self.receive_object(source)
+        for target in range(self.num_ranks):
+            if target != source:
+                self.send_object(value, target)
+        return value
+
+    def gather_object(self, value: Any, target: int = 0) -> list[Any] | None:
+        """The values of all ranks, on rank ``target``; None elsewhere."""
+        if self.rank != target:
+            self.send_object(value, target)
+            return None
+        return [
+            value if source == target else self.receive_object(source)
+            for source in range(self.num_ranks)
+        ]
+
+
+@dataclass
+class _LocalReceipt(Receipt):
+    mailbox: queue.Queue[Any]
+    timeout: float
+    description: str
+
+    def wait(self) -> list[Tensor]:
+        try:
+            tensors: list[Tensor] = self.mailbox.get(timeout=self.timeout)
+        except queue.Empty:
+            raise TransportError(
+                f"{self.description} did not come within {self.timeout:.0f} s"
+            ) from None
+        return tensors
+
+
+class LocalNetwork:
+    """Mailboxes between threads of one process: all that local transports share."""
+
+    def __init__(self, num_ranks: int, timeout: float = 60.0) -> None:
+        self.num_ranks = num_ranks
+        self.timeout = timeout
+        self._mailboxes: dict[tuple[int, int, int], queue.Queue[Any]] = {
+            (source, target, channel): queue.Queue()
+            for source in range(num_ranks)
+            for target in range(num_ranks)
+            for channel in range(16)
+        }
+
+    def mailbox(self, source: int, target: int, channel: int) -> queue.Queue[Any]:
+        """The queue of one channel."""
+        return self._mailboxes[source, target, channel]
+
+
+class LocalTransport(Transport):
+    """Ranks are threads of one process: for tests, and for ``devices=1``."""
+
+    def __init__(self, network: LocalNetwork, rank: int) -> None:
+        self.rank = rank
+        self.num_ranks = network.num_ranks
+        self._network = network
+
+    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+        self._network.mailbox(self.rank, target, channel).put([t.detach() for t in tensors])
+
+    def receive(
+        self,
+        specs: Sequence[TensorSpec],  # noqa: ARG002 - the tensors themselves travel
+        source: int,
+        channel: int,
+    ) -> Receipt:
+        return _LocalReceipt(
+            self._network.mailbox(source, self.rank, channel),
+            self._network.timeout,
+            f"rank {self.rank}: a message of rank {source}",
+        )
+
+    def finish_step(self) -> None:
+        """Nothing is under way."""
+
+    def send_object(self, value: Any, target: int) -> None:
+        self._network.mailbox(self.rank, target, CONTROL).put(pickle.dumps(value))
+
+    def receive_object(self, source: int) -> Any:
+        receipt = _LocalReceipt(
+            self._network.mailbox(source, self.rank, CONTROL),
+            self._network.timeout,
+            f"rank {self.rank}: an object of rank {source}",
+        )
+        return pickle.loads(receipt.wait())  # type: ignore[arg-type]  # noqa: S301 - own data
+
+
+class GlooTransport(Transport):
+    """Ranks are processes; CPU tensors travel directly, CUDA tensors through pinned memory.
+
+    Args:
+        ranks: The global ranks of the pipeline, in its order.
+        device: Where received tensors should be.
+        timeout: How long a receive waits for a message of a live peer.
+    """
+
+    def __init__(self, ranks: Sequence[int], device: torch.device, timeout: timedelta) -> None:
+        self.num_ranks = len(ranks)
+        self.rank = list(ranks).index(dist.get_rank())
+        self._device = device
+        self._group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        self._pool: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._sent: list[tuple[Any, Tensor]] = []
+        self._sent_before: list[tuple[Any, Tensor]] = []
+
+    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+        for tensor in tensors:
+            host = self._to_host(tensor.detach())
+            try:
+                work = dist.isend(host, group=self._group, group_dst=target, tag=channel)
+            except RuntimeError as error:
+                raise self._failure("send to", target, error) from error
+            # A dropped handle would lose the message, a changed tensor would spoil it.
+            self._sent.append((work, host))
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor.contiguous()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        return host
+
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+        buffers, works = [], []
+        for spec in specs:
+            buffer = self._buffer(spec)
+            try:
+                work = dist.irecv(buffer, group=self._group, group_src=source, tag=channel)
+            except RuntimeError as error:
+                raise self._failure("receive from", source, error) from error
+            buffers.append(buffer)
+            works.append(work)
+        return _GlooReceipt(self, buffers, works, source)
+
+    def _buffer(self, spec: TensorSpec) -> Tensor:
+        free = self._pool.get((torch.Size(spec.shape), spec.dtype))
+        if free:
+            return free.pop()
+        pinned = self._device.type == "cuda"
+        return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pinned)
+
+    def recycle(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                self._pool.setdefault((tensor.shape, tensor.dtype), []).append(tensor.detach())
+
+    def finish_step(self) -> None:
+        # What was sent a step ago has been consumed by now, or its consumer is behind: then this
+        # rank waits for it, so that it can't run ahead without bounds.
+        for work, _ in self._sent_before:
+            self.wait(work, "send to", None)
+        self._sent_before, self._sent = self._sent, []
+
+    def wait(self, work: Any, verb: str, peer: int | None) -> None:
+        """Wait for one transfer."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure(verb, peer, error) from error
+
+    def _failure(self, verb: str, peer: int | None, error: Exception) -> TransportError:
+        who = "a peer" if peer is None else f"rank {peer}"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
+        return TransportError(
+            f"rank {self.rank} could not {verb} {who}: it ended or stalled ({reason}). "
+            "The cause is in the output of that rank"
+        )
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """A received tensor, where it is needed."""
+        if self._device.type == "cpu":
+            return tensor
+        copied = tensor.to(self._device, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        event.synchronize()
+        self._pool.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
+        return copied
+
+    def send_object(self, value: Any, target: int) -> None:
+        buffer = io.BytesIO()
+        pickle.dump(value, buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        payload = buffer.getvalue()
+        head = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload[: _FRAME - _LENGTH_BYTES]
+        parts = [_bytes_tensor(head.ljust(_FRAME, b"\0"))]
+        if len(payload) > _FRAME - _LENGTH_BYTES:
+            parts.append(_bytes_tensor(payload[_FRAME - _LENGTH_BYTES :]))
+        for part in parts:
+            work = dist.isend(part, group=self._group, group_dst=target, tag=CONTROL)
+            self._sent.append((work, part))
+
+    def receive_object(self, source: int) -> Any:
+        frame = self._receive_bytes(_FRAME, source)
+        length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
+        payload = frame[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        rest = length - (_FRAME - _LENGTH_BYTES)
+        if rest > 0:
+            payload += self._receive_bytes(rest, source)
+        return pickle.loads(payload)  # noqa: S301 - a rank of this job wrote it
+
+    def _receive_bytes(self, length: int, source: int) -> bytes:
+        buffer = torch.empty(length, dtype=torch.uint8)
+        try:
+            work = dist.irecv(buffer, group=self._group, group_src=source, tag=CONTROL)
+        except RuntimeError as error:
+            raise self._failure("receive from", source, error) from error
+        self.wait(work, "receive from", source)
+        return buffer.numpy().tobytes()
+
+
+@dataclass
+class _GlooReceipt(Receipt):
+    transport: GlooTransport
+    buffers: list[Tensor]
+    works: list[Any]
+    source: int
+
+    def wait(self) -> list[Tensor]:
+        for work in self.works:
+            self.transport.wait(work, "receive from", self.source)
+        return [self.transport.on_device(buffer) for buffer in self.buffers]
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

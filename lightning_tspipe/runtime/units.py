@@ -1,0 +1,182 @@
+"""The units of one step: how the calls' batches are split, and what each message carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+from lightning_tspipe.capture.plan import CallPlan, NetworkName, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.lowering import Message
+from lightning_tspipe.runtime.network import ChainNetwork, UnitShapes
+
+NETWORK_OF = {
+    Op.FORWARD: "student",
+    Op.BACKWARD: "student",
+    Op.INPUT_BACKWARD: "student",
+    Op.WEIGHT_BACKWARD: "student",
+    Op.TEACHER: "teacher",
+}
+
+
+def split_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes of the micro-batches, as ``torch.tensor_split`` makes them.
+
+    >>> split_sizes(7, 3), split_sizes(2, 3)
+    ((3, 2, 2), (1, 1, 0))
+    """
+    base, extra = divmod(batch_size, num_microbatches)
+    return tuple(base + (index < extra) for index in range(num_microbatches))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One (call, micro-batch) of a step.
+
+    Attributes:
+        call: Index into the step's calls.
+        microbatch: Index within the call.
+        size: Samples; 0 for a micro-batch that a small batch leaves empty.
+        end: One after the last atom that it goes through.
+        grad: Whether it has a backward.
+        shapes: What flows; None if it is empty.
+        is_last: Whether it is the last non-empty micro-batch of its call.
+        is_only: Whether it is the whole call.
+    """
+
+    call: int
+    microbatch: int
+    size: int
+    end: int
+    grad: bool
+    shapes: UnitShapes | None
+    is_last: bool
+    is_only: bool
+
+
+class StepUnits:
+    """All units of a step with given call inputs.
+
+    Args:
+        plan: The captured step.
+        networks: The networks.
+        cuts: For each network, the first atom of each stage and the number of atoms.
+        num_microbatches: Micro-batches per call.
+        inputs: Specs of the calls' inputs.
+        context: The precision plugin's forward context.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - everything that decides what flows
+        self,
+        plan: StepPlan,
+        networks: dict[NetworkName, ChainNetwork],
+        cuts: dict[NetworkName, tuple[int, ...]],
+        num_microbatches: int,
+        inputs: Sequence[TensorSpec],
+        context: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._plan = plan
+        self._networks = networks
+        self._cuts = cuts
+        self._context = context
+        self.inputs = tuple(inputs)
+        self.units: dict[NetworkName, tuple[Unit, ...]] = {
+            name: tuple(
+                unit
+                for call in plan.calls_of(name)
+                for unit in self._units_of(call, plan.calls[call], num_microbatches)
+            )
+            for name in networks
+        }
+
+    def _units_of(self, index: int, call: CallPlan, num_microbatches: int) -> list[Unit]:
+        spec = self.inputs[index]
+        if not spec.shape:
+            raise ConfigurationError(
+                f"call {index} of the {call.network} gets a tensor without a batch dimension"
+            )
+        network = self._networks[call.network]
+        sizes = split_sizes(spec.shape[0], num_microbatches)
+        filled = sum(size > 0 for size in sizes)
+        units = []
+        for microbatch, size in enumerate(sizes):
+            shapes = None
+            if size:
+                unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
+                shapes = network.shapes(unit_spec, call.num_links, self._context, grad=call.grad)
+                _check_batched(shapes, size, filled, network)
+            units.append(
+                Unit(
+                    index, microbatch, size, network.end_of(call.num_links), call.grad, shapes,
+                    is_last=microbatch == filled - 1, is_only=filled == 1,
+                )  # fmt: skip
+            )
+        return units
+
+    def of(self, action: Action) -> Unit:
+        """The unit of an action."""
+        assert action.unit is not None
+        return self.units[NETWORK_OF[action.op]][action.unit]  # type: ignore[index]
+
+    def span(self, action: Action) -> tuple[int, int]:
+        """The atoms that an action runs: first, and one after the last; empty if first >= last."""
+        cuts = self._cuts[NETWORK_OF[action.op]]  # type: ignore[index]
+        unit = self.of(action)
+        if unit.shapes is None:
+            return 0, 0
+        return cuts[action.stage], min(cuts[action.stage + 1], unit.end)
+
+    def outputs_of(self, action: Action) -> tuple[ValueRef, ...]:
+        """The values that a forward hands to the loss, in a fixed order."""
+        unit = self.of(action)
+        first, last = self.span(action)
+        if unit.shapes is None or first >= last:
+            return ()
+        network = self._networks[self._plan.calls[unit.call].network]
+        return tuple(ref for ref in network.outputs_between(first, last) if ref in unit.shapes.outputs)
+
+    def input_spec(self, action: Action) -> TensorSpec | None:
+        """What a forward gets."""
+        unit = self.of(action)
+        first, last = self.span(action)
+        if unit.shapes is None or first >= last:
+            return None
+        return unit.shapes.boundaries[first]
+
+    def payload(self, message: Message) -> tuple[TensorSpec, ...]:
+        """Specs of the tensors of a message; none if there is nothing to send."""
+        if message.payload in {"input", "activation"}:
+            spec = self.input_spec(message.consumer)
+            return () if spec is None else (spec,)
+        if message.payload == "output":
+            shapes = self.of(message.producer).shapes
+            refs = self.outputs_of(message.producer)
+            return tuple(shapes.outputs[ref] for ref in refs) if shapes is not None else ()
+        assert message.payload == "gradient"
+        if message.producer.op is Op.LOSS:
+            return self._loss_gradients(message.consumer)
+        spec = self.input_spec(message.producer)
+        needed = spec is not None and spec.requires_grad and self.of(message.producer).grad
+        return (spec,) if needed and spec is not None else ()
+
+    def _loss_gradients(self, consumer: Action) -> tuple[TensorSpec, ...]:
+        unit = self.of(consumer)
+        if unit.shapes is None or not unit.grad:
+            return ()
+        specs = (unit.shapes.outputs[ref] for ref in self.outputs_of(consumer))
+        return tuple(spec for spec in specs if spec.requires_grad)
+
+
+def _check_batched(
+    shapes: UnitShapes, size: int, num_microbatches: int, network: ChainNetwork
+) -> None:
+    if num_microbatches == 1:
+        return
+    for spec in shapes.outputs.values():
+        if not spec.shape or spec.shape[0] % size:
+            raise ConfigurationError(
+                f"an output of the {network.name} has shape {spec.shape} for {size} samples: its "
+                "first dimension is not the batch. Use TSPipeStrategy(num_microbatches=1)"
+            )

@@ -1,0 +1,143 @@
+"""Who owns which parameters and buffers, and how they come together again.
+
+Every rank keeps the module's skeleton: what others own moves to the meta device in place, keeping
+identity, name and shape. So optimizers and EMA loops run unmodified and touch only what is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.transport import Transport
+
+LOSS_RANK = 0
+
+
+class Shards:
+    """The owner of each parameter and buffer of a module.
+
+    Args:
+        module: The LightningModule, still whole.
+        networks: The pipelined networks.
+        cuts: Their cuts.
+        ranks: The rank of each of their stages.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        networks: Mapping[NetworkName, ChainNetwork],
+        cuts: Mapping[NetworkName, tuple[int, ...]],
+        ranks: Mapping[NetworkName, tuple[int, ...]],
+    ) -> None:
+        self._module = module
+        # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
+        self._owners: dict[str, int] = {}
+        self._inside: set[str] = set()
+        for name, network in networks.items():
+            for stage, rank in enumerate(ranks[name]):
+                for atom in network.atoms[cuts[name][stage] : cuts[name][stage + 1]]:
+                    for tensor in (*atom.parameter_names, *atom.buffer_names):
+                        self._owners[tensor] = rank
+            for block in network.block_names:
+                for tensor, _ in module.get_submodule(block).state_dict(keep_vars=True).items():
+                    self._inside.add(f"{block}.{tensor}")
+
+    def owner(self, name: str) -> int:
+        """The rank that holds a parameter or buffer, by its name."""
+        return self._owners.get(name, LOSS_RANK)
+
+    def is_pipelined(self, name: str) -> bool:
+        """Whether a parameter or buffer belongs to a pipelined network."""
+        return name in self._owners or name in self._inside
+
+    def place(self, rank: int, device: torch.device) -> None:
+        """Move this rank's own tensors to the device, and foreign ones to the meta device."""
+        for name, parameter in self._module.named_parameters():
+            here = self.owner(name) == rank or not self.is_pipelined(name)
+            _move(parameter, device if here else torch.device("meta"))
+        for prefix, module in self._module.named_modules():
+            for key, buffer in module._buffers.items():  # noqa: SLF001 - no public way
+                name = f"{prefix}.{key}" if prefix else key
+                if buffer is not None:
+                    here = self.owner(name) == rank or not self.is_pipelined(name)
+                    target = device if here else torch.device("meta")
+                    module._buffers[key] = buffer.to(target)  # noqa: SLF001
+
+    def forget_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop what an optimizer restored for parameters of other ranks."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.is_meta:
+                    optimizer.state.pop(parameter, None)
+
+    def state_dict(self, rank: int, transport: Transport) -> dict[str, Any]:
+        """The full state dict on the loss rank, an empty one elsewhere."""
+        state = self._module.state_dict()
+        mine = {k: v for k, v in state.items() if self.owner(k) == rank}
+        gathered = transport.gather_object({k: _cpu(v) for k, v in mine.items()}, LOSS_RANK)
+        if gathered is None:
+            return {}
+        merged: dict[str, Any] = {}
+        for shard in gathered:
+            merged.update(shard)
+        return {key: merged.get(key, value) for key, value in state.items()}
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, transport: Transport
+    ) -> dict[str, Any]:
+        """The full optimizer state on the loss rank, keyed as the optimizer keys it."""
+        own = optimizer.state_dict()
+        index = 0
+        mine = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.is_meta and index in own["state"]:
+                    mine[index] = {k: _cpu(v) for k, v in own["state"][index].items()}
+                index += 1
+        gathered = transport.gather_object(mine, LOSS_RANK)
+        if gathered is None:
+            return {}
+        merged: dict[int, Any] = {}
+        for shard in reversed(gathered):
+            merged.update(shard)
+        return {**own, "state": dict(sorted(merged.items()))}
+
+    def restore(self, rank: int, transport: Transport) -> None:
+        """Bring the whole module back to the loss rank; the others keep what they own."""
+        state = self.state_dict(rank, transport)
+        if rank != LOSS_RANK:
+            return
+        for name, parameter in self._module.named_parameters():
+            if parameter.is_meta:
+                replacement = nn.Parameter(state[name], requires_grad=parameter.requires_grad)
+                torch.utils.swap_tensors(parameter, replacement)
+        for prefix, module in self._module.named_modules():
+            for key, buffer in module._buffers.items():  # noqa: SLF001 - no public way
+                name = f"{prefix}.{key}" if prefix else key
+                if buffer is not None and buffer.is_meta and name in state:
+                    module._buffers[key] = state[name]  # noqa: SLF001
+
+
+def _cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _move(parameter: nn.Parameter, device: torch.device) -> None:
+    if parameter.device == device:
+        return
+    if device.type == "meta":
+        moved = nn.Parameter(
+            torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
+        )
+    else:
+        moved = nn.Parameter(
+            parameter.detach().to(device), requires_grad=parameter.requires_grad
+        )
+    torch.utils.swap_tensors(parameter, moved)
