@@ -109,7 +109,7 @@ class Tracer:
         self._writes_seen: list[int] = []
         self._generator = torch.Generator().manual_seed(seed)
         leaves = pytree.tree_leaves(batch)
-        with self._replacements(), swap.random_stream(seed), torch.enable_grad():
+        with self._replacements(), swap.random_stream(seed):
             fields = [self._mode.track(leaf, _BatchLeaf(i)) if isinstance(leaf, Tensor) else None
                       for i, leaf in enumerate(leaves)]  # fmt: skip
             parameters = self._track_parameters()

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
@@ -30,6 +29,7 @@ from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
+from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.units import StepUnits
@@ -48,23 +48,6 @@ class Captured:
 
     plan: StepPlan
     networks: dict[NetworkName, ChainNetwork]
-
-
-@dataclass(frozen=True)
-class _Header:
-    """What the data rank tells the others about a step.
-
-    Attributes:
-        structure: Pytree structure of the batch.
-        leaves: Its leaves; tensors as specs.
-        inputs: Specs of the call inputs.
-        ahead: Those of the next batch, if its teacher runs ahead.
-    """
-
-    structure: pytree.TreeSpec
-    leaves: tuple[Any, ...]
-    inputs: tuple[TensorSpec, ...]
-    ahead: tuple[TensorSpec, ...] | None
 
 
 class Engine:
@@ -91,10 +74,10 @@ class Engine:
         self.module = module
         self.transport = transport
         self.rank = transport.rank
-        self._names = networks
-        self._device = device
+        self.names = networks
+        self.device = device
+        self.context = forward_context
         self._seed = seed
-        self._context = forward_context
         self._index = 0
         self._programs: dict[tuple[bool, bool], Program] = {}
         self._step: StepContext | None = None
@@ -112,15 +95,22 @@ class Engine:
         """Whether this rank reads the data."""
         return self.rank == self.placement.data_rank
 
-    def capture(self, step: Step, batch: Any) -> Captured:
+    def capture(self, step: Step, batch: Any, *, training: bool = True) -> Captured:
         """Trace a step on its first batch; all ranks do it, with the same batch.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch.
+            training: Whether it takes part in a backward.
 
         Raises:
             CaptureError: The step can't be captured.
         """
-        plan = Tracer(self.module, self._names, self._device).trace(step, batch, self._seed)
+        tracer = Tracer(self.module, self.names, self.device)
+        with nullcontext() if training else torch.no_grad():
+            plan = tracer.trace(step, batch, self._seed)
         networks = {
-            name: ChainNetwork(name, self.module, plan, self._device) for name in plan.chains
+            name: ChainNetwork(name, self.module, plan, self.device) for name in plan.chains
         }
         return Captured(plan, networks)
 
@@ -141,20 +131,20 @@ class Engine:
         self.captured = captured
         self.placement = placement
         plan, networks = captured.plan, captured.networks
-        self._cuts: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_cuts}
-        ranks: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_ranks}
+        self.cuts: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_cuts}
+        self.ranks: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_ranks}
         if "teacher" in networks:
-            self._cuts["teacher"] = placement.teacher_cuts
-            ranks["teacher"] = placement.teacher_ranks
+            self.cuts["teacher"] = placement.teacher_cuts
+            self.ranks["teacher"] = placement.teacher_ranks
         for name, network in networks.items():
-            network.check_cuts(self._cuts[name])
-        self.pipeline = self._pipeline(plan, networks, ranks)
+            network.check_cuts(self.cuts[name])
+        self.pipeline = self._pipeline(plan, networks)
         self._schedule = schedule
         self._costs = costs or CostTable.uniform(self.pipeline)
-        self.shards = Shards(self.module, networks, self._cuts, ranks)
-        self.shards.place(self.rank, self._device)
+        self.shards = Shards(self.module, networks, self.cuts, self.ranks)
+        self.shards.place(self.rank, self.device)
         self._runner = StepRunner(
-            self.module, self._names, plan, is_loss_rank=self.is_loss_rank
+            self.module, self.names, plan, is_loss_rank=self.is_loss_rank
         )
         statistics = {
             name: DeferredStatistics(
@@ -163,21 +153,20 @@ class Engine:
             for name, network in networks.items()
         }
         self.executor = Executor(
-            self.transport, networks, statistics, self._context, self._device
+            self.transport, networks, statistics, self.context, self.device
         )
 
     def _pipeline(
         self,
         plan: StepPlan,
         networks: dict[NetworkName, ChainNetwork],
-        ranks: dict[NetworkName, tuple[int, ...]],
     ) -> Pipeline:
         layouts = {
             name: NetworkLayout(
-                ranks[name],
+                self.ranks[name],
                 len(plan.calls_of(name)),
                 self.placement.num_microbatches,
-                network.output_stages(self._cuts[name]),
+                network.output_stages(self.cuts[name]),
             )
             for name, network in networks.items()
         }
@@ -206,66 +195,73 @@ class Engine:
             self._programs[key] = program
         return self._programs[key]
 
-    def forward(self, step: Step, batch: Any, ahead: BatchAndStep | None) -> Any:
+    def forward(
+        self, step: Step, batch: Any, ahead: BatchAndStep | None, *, continues: bool | None = None
+    ) -> Any:
         """The part of a step up to the loss.
 
         Args:
             step: The step, a function of the batch.
             batch: The batch, on the data rank.
             ahead: On the data rank, the next batch and its step, if its teacher is to run ahead.
+            continues: On the data rank, whether this is the batch that was ahead in the step
+                before; if not, what ran ahead is dropped. None: whatever was ahead is this batch.
 
         Returns:
             On the loss rank what the step returns, elsewhere None.
         """
-        header, inputs = self._exchange(step, batch, ahead)
+        header, inputs = self._exchange(step, batch, ahead, continues=continues)
+        if not header.continues:
+            self.drain()
         context = self._open_step(header, inputs)
         self._step = context
         executor = self.executor
         executor.post_receives(context)
         if not self.is_data_rank:
             started = time.perf_counter()
-            meta = pytree.tree_unflatten(_meta_leaves(header.leaves), header.structure)
-            self._runner.effects(step, meta, self._seed + self._index)
+            self._runner.effects(step, header.batch(), self._seed + self._index)
             executor.note(self._index, Action(Op.EFFECTS, self.rank), started)
         actions = context.program.schedule.ranks[self.rank]
         stop = next(
             i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS}
         )
-        fields = self._exchange_fields(header, batch)
+        plan = self.captured.plan
+        fields = header.exchange_fields(
+            plan.batch_fields, batch, self.transport, self.placement.data_rank, BATCH_CHANNEL
+        )
         executor.run(context, actions[:stop])
+        self._rest_actions = actions[stop:]
         if actions[stop].op is not Op.LOSS:
-            self._rest_actions = actions[stop:]
             return None
-        self._rest_actions = actions[stop + 1 :]
-        return self._loss(context, step, header, batch, fields)
+        executor.await_outputs(context, actions[stop])
+        whole = batch if self.is_data_rank else header.batch(plan.batch_fields, fields)
+        self._leaves = {}
+        started = time.perf_counter()
+        result = self._runner.replay(step, whole, self._seed + self._index, self._output)
+        executor.note(self._index, actions[stop], started)
+        return result
 
     def _exchange(
-        self, step: Step, batch: Any, ahead: BatchAndStep | None
-    ) -> tuple[_Header, dict[int, tuple[Tensor, ...]]]:
+        self, step: Step, batch: Any, ahead: BatchAndStep | None, *, continues: bool | None
+    ) -> tuple[StepHeader, dict[int, tuple[Tensor, ...]]]:
         """On the data rank: find the call inputs and announce them; elsewhere: hear of them."""
         if not self.is_data_rank:
-            header = self.transport.receive_object(self.placement.data_rank)
-            assert isinstance(header, _Header)
-            return header, {}
+            return StepHeader.receive(self.transport, self.placement.data_rank), {}
         started = time.perf_counter()
         seed = self._seed + self._index
         inputs = {0: self._runner.inputs(step, batch, seed, effects=True)}
         if ahead is not None:
             inputs[1] = self._runner.inputs(ahead[1], ahead[0], seed + 1, effects=False)
-        leaves, structure = pytree.tree_flatten(batch)
-        header = _Header(
-            structure,
-            tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves),
-            tuple(map(TensorSpec.of, inputs[0])),
-            tuple(map(TensorSpec.of, inputs[1])) if ahead is not None else None,
-        )
-        for rank in range(self.transport.num_ranks):
-            if rank != self.rank:
-                self.transport.send_object(header, rank)
+        was_ahead = self._ahead_units is not None
+        header = StepHeader.of(
+            batch, inputs[0], inputs.get(1),
+            continues=was_ahead if continues is None else was_ahead and continues,
+        )  # fmt: skip
+        header.send(self.transport)
         self.executor.note(self._index, Action(Op.DATA, self.rank), started)
         return header, inputs
 
-    def _open_step(self, header: _Header, inputs: dict[int, tuple[Tensor, ...]]) -> StepContext:
+    def _open_step(self, header: StepHeader, inputs: dict[int, tuple[Tensor, ...]]) -> StepContext:
         has_teacher = self.pipeline.teacher is not None
         program = self.program(
             teacher_now=has_teacher and self._ahead_units is None,
@@ -289,43 +285,11 @@ class Engine:
         return StepUnits(
             self.captured.plan,
             self.captured.networks,
-            self._cuts,
+            self.cuts,
             self.placement.num_microbatches,
             inputs,
-            self._context,
+            self.context,
         )
-
-    def _exchange_fields(self, header: _Header, batch: Any) -> Any:
-        """Bring the batch's fields that the step reads from the data rank to the loss rank."""
-        fields = self.captured.plan.batch_fields
-        if self.placement.data_rank == LOSS_RANK or not fields:
-            return None
-        if self.is_data_rank:
-            leaves = pytree.tree_leaves(batch)
-            self.transport.send([leaves[i] for i in fields], LOSS_RANK, BATCH_CHANNEL)
-            return None
-        if not self.is_loss_rank:
-            return None
-        specs = [header.leaves[i] for i in fields]
-        return self.transport.receive(specs, self.placement.data_rank, BATCH_CHANNEL)
-
-    def _loss(  # noqa: PLR0913, PLR0917 - all that the loss needs
-        self, context: StepContext, step: Step, header: _Header, batch: Any, fields: Any
-    ) -> Any:
-        loss = Action(Op.LOSS, self.rank)
-        self.executor.await_outputs(context, loss)
-        if not self.is_data_rank:
-            leaves = _meta_leaves(header.leaves)
-            if fields is not None:
-                received = fields.wait()
-                for index, tensor in zip(self.captured.plan.batch_fields, received, strict=True):
-                    leaves[index] = tensor
-            batch = pytree.tree_unflatten(leaves, header.structure)
-        self._leaves = {}
-        started = time.perf_counter()
-        result = self._runner.replay(step, batch, self._seed + self._index, self._output)
-        self.executor.note(self._index, loss, started)
-        return result
 
     def _output(self, call: int, ref: ValueRef) -> Tensor:
         assert self._step is not None
@@ -365,9 +329,3 @@ class Engine:
             self.executor.drop_lookahead()
             self._ahead_units = None
 
-
-def _meta_leaves(leaves: Sequence[Any]) -> list[Any]:
-    return [
-        torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, TensorSpec) else x
-        for x in leaves
-    ]

@@ -116,6 +116,12 @@ class ChainNetwork:
         """The declared submodules of the chain."""
         return tuple(link.name for link in self._links if isinstance(link, Block))
 
+    def starts_like(self, other: ChainNetwork) -> bool:
+        """Whether the chain of ``other`` is this one, or its beginning."""
+        mine = [str(link) for link in self._links]
+        theirs = [str(link) for link in other._links]  # noqa: SLF001 - same class
+        return theirs == mine[: len(theirs)]
+
     def end_of(self, num_links: int) -> int:
         """One after the last atom of a call with so many links."""
         return self.ends[num_links - 1]

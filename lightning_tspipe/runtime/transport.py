@@ -95,19 +95,45 @@ class Transport(ABC):
         ]
 
 
+class _Mailbox:
+    """One channel between two threads; messages are handed out by their number."""
+
+    def __init__(self, timeout: float, description: str) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue()
+        self._arrived: dict[int, Any] = {}
+        self._num_arrived = 0
+        self._num_asked = 0
+        self._timeout = timeout
+        self._description = description
+
+    def put(self, message: Any) -> None:
+        self._queue.put(message)
+
+    def ask(self) -> int:
+        """The number of the next message that nobody asked for yet."""
+        self._num_asked += 1
+        return self._num_asked - 1
+
+    def take(self, number: int) -> Any:
+        while number not in self._arrived:
+            try:
+                message = self._queue.get(timeout=self._timeout)
+            except queue.Empty:
+                raise TransportError(
+                    f"{self._description} did not come within {self._timeout:.0f} s"
+                ) from None
+            self._arrived[self._num_arrived] = message
+            self._num_arrived += 1
+        return self._arrived.pop(number)
+
+
 @dataclass
 class _LocalReceipt(Receipt):
-    mailbox: queue.Queue[Any]
-    timeout: float
-    description: str
+    mailbox: _Mailbox
+    number: int
 
     def wait(self) -> list[Tensor]:
-        try:
-            tensors: list[Tensor] = self.mailbox.get(timeout=self.timeout)
-        except queue.Empty:
-            raise TransportError(
-                f"{self.description} did not come within {self.timeout:.0f} s"
-            ) from None
+        tensors: list[Tensor] = self.mailbox.take(self.number)
         return tensors
 
 
@@ -117,14 +143,16 @@ class LocalNetwork:
     def __init__(self, num_ranks: int, timeout: float = 60.0) -> None:
         self.num_ranks = num_ranks
         self.timeout = timeout
-        self._mailboxes: dict[tuple[int, int, int], queue.Queue[Any]] = {
-            (source, target, channel): queue.Queue()
+        self._mailboxes = {
+            (source, target, channel): _Mailbox(
+                timeout, f"rank {target}: a message of rank {source}"
+            )
             for source in range(num_ranks)
             for target in range(num_ranks)
             for channel in range(16)
         }
 
-    def mailbox(self, source: int, target: int, channel: int) -> queue.Queue[Any]:
+    def mailbox(self, source: int, target: int, channel: int) -> _Mailbox:
         """The queue of one channel."""
         return self._mailboxes[source, target, channel]
 
@@ -146,11 +174,8 @@ class LocalTransport(Transport):
         source: int,
         channel: int,
     ) -> Receipt:
-        return _LocalReceipt(
-            self._network.mailbox(source, self.rank, channel),
-            self._network.timeout,
-            f"rank {self.rank}: a message of rank {source}",
-        )
+        mailbox = self._network.mailbox(source, self.rank, channel)
+        return _LocalReceipt(mailbox, mailbox.ask())
 
     def finish_step(self) -> None:
         """Nothing is under way."""
@@ -159,12 +184,8 @@ class LocalTransport(Transport):
         self._network.mailbox(self.rank, target, CONTROL).put(pickle.dumps(value))
 
     def receive_object(self, source: int) -> Any:
-        receipt = _LocalReceipt(
-            self._network.mailbox(source, self.rank, CONTROL),
-            self._network.timeout,
-            f"rank {self.rank}: an object of rank {source}",
-        )
-        return pickle.loads(receipt.wait())  # type: ignore[arg-type]  # noqa: S301 - own data
+        mailbox = self._network.mailbox(source, self.rank, CONTROL)
+        return pickle.loads(mailbox.take(mailbox.ask()))  # noqa: S301 - own data
 
 
 class GlooTransport(Transport):

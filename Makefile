@@ -1,0 +1,56 @@
+# Everything below runs in .venv; `make env` creates it, and again when pyproject.toml changes.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --editable
+# One thread per process: a pipeline has several processes, and they share the cores.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: env demo test test-slow test-all lint types layers format bench docs clean
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) '.[dev]'
+	touch $@
+
+demo: env
+	$(BIN)/python examples/demo.py
+
+test: lint types layers
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: env
+	$(BIN)/python -m pytest -m slow
+
+test-all: lint types layers
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: env
+	$(BIN)/mypy
+
+layers: env
+	$(BIN)/lint-imports --no-logo
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: env
+	mkdir -p runs/bench
+	$(BIN)/python benchmarks/throughput/main.py --quick --json runs/bench/throughput.json
+
+docs: $(STAMP)-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(STAMP)-docs: $(STAMP)
+	$(PIP) '.[docs]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs site dist

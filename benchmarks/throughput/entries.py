@@ -1,0 +1,66 @@
+"""Which methods are compared, and in which variants."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Option = tuple[str, int | str]
+
+TINY_MICROBATCHES = 8
+"""Micro-batches per view where the executor's overhead is weighed: many actions per step."""
+TINY_ACTIONS = 3 * 2 * TINY_MICROBATCHES
+"""What one rank executes in such a step: F, B and T of two views; receives, sends, loss, update
+and the Trainer's own work come on top, and are part of what an action is said to cost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One variant of one method in a comparison.
+
+    Attributes:
+        name: Of the method, as in the figures. Of entries with one name the fastest counts.
+        method: What its processes run, see ``methods.METHODS``.
+        options: For the method.
+        num_ranks: How many processes it has.
+    """
+
+    name: str
+    method: str
+    options: tuple[Option, ...] = ()
+    num_ranks: int = 2
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.name}({options})" if options else self.name
+
+
+def comparison(num_microbatches: tuple[int, ...]) -> list[Entry]:
+    """All methods on two processes; the GPipes once for each number of micro-batches."""
+    return [
+        Entry("tspipe", "tspipe", (("schedule", "tspipe"),)),
+        Entry("ddp", "ddp"),
+        Entry("fsdp2", "fsdp2"),
+        Entry("sequential", "tspipe", (("schedule", "sequential"),)),
+        *(
+            Entry("gpipe", "tspipe", (("schedule", "gpipe"), ("num_microbatches", number)))
+            for number in num_microbatches
+        ),
+        *(
+            Entry("torch_gpipe", "torch_gpipe", (("num_microbatches", number),))
+            for number in num_microbatches
+        ),
+    ]
+
+
+def single_device() -> list[Entry]:
+    """The strategy with one process, and Lightning without it."""
+    return [
+        Entry("tspipe1", "tspipe", (("schedule", "tspipe"),), num_ranks=1),
+        Entry("plain", "plain", num_ranks=1),
+    ]
+
+
+def overhead() -> list[Entry]:
+    """A pipeline of nearly nothing, and one rank's arithmetic without the pipeline."""
+    options: tuple[Option, ...] = (("schedule", "tspipe"), ("num_microbatches", TINY_MICROBATCHES))
+    return [Entry("tspipe", "tspipe", options), Entry("half", "half", num_ranks=1)]

@@ -1,0 +1,17 @@
+"""Callbacks for ordinary and pipelining strategies, in both Lightning worlds."""
+
+from __future__ import annotations
+
+from lightning_tspipe.callbacks.delayed_teacher import DelayedTeacherUpdate
+from lightning_tspipe.callbacks.knn import KNNEvaluator
+from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
+from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor
+from lightning_tspipe.callbacks.timeline import PipelineTimeline
+
+__all__ = [
+    "DelayedTeacherUpdate",
+    "KNNEvaluator",
+    "MomentumEMA",
+    "PipelineThroughputMonitor",
+    "PipelineTimeline",
+]

@@ -1,0 +1,109 @@
+"""What the callbacks share: one base for both Lightning worlds, and how they see the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from lightning_tspipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+
+    from lightning_tspipe.simulation.timeline import Timeline
+else:
+    from lightning.pytorch import Callback
+
+    if find_spec("pytorch_lightning") is not None:
+        # ``lightning.pytorch`` and ``pytorch_lightning`` are separate worlds: each Trainer asks
+        # whether a callback is an instance of *its* base. One that derives from both is at home
+        # in both.
+        from pytorch_lightning import Callback as OtherCallback
+
+        class Callback(Callback, OtherCallback):
+            """The callback base of both Lightning worlds."""
+
+
+__all__ = ["Callback", "Names", "Pipelined", "as_names", "may_log", "pipelined_of", "submodules"]
+
+Names = str | Sequence[str]
+
+
+class Pipelined(Protocol):
+    """What a callback may ask of a pipelining strategy (``trainer.strategy.pipelined``)."""
+
+    is_loss_rank: bool
+    num_stages: int
+    bubble_ratio: float | None
+    data_parallel_size: int
+    delay: int
+
+    def evaluate(
+        self,
+        fn: Callable[[Any], Any],
+        loader: Iterable[Any],
+        *,
+        limit: int | None = None,
+    ) -> Iterator[Any]:
+        """Run ``fn`` on every batch through the pipeline; results on the loss rank, else None."""
+
+    def timeline(self) -> Timeline | None:
+        """Gather the last recorded window; every rank calls it, rank 0 gets the result."""
+
+    def record(self, num_steps: int) -> None:
+        """Start to record ``num_steps`` steps."""
+
+
+def pipelined_of(trainer: Trainer) -> Pipelined | None:
+    """The pipeline behind the trainer's strategy, or None on ordinary strategies."""
+    pipelined: Pipelined | None = getattr(trainer.strategy, "pipelined", None)
+    return pipelined
+
+
+def may_log(trainer: Trainer) -> bool:
+    """Whether this rank speaks: the loss rank of a pipeline, else global rank 0."""
+    pipelined = pipelined_of(trainer)
+    return trainer.is_global_zero if pipelined is None else pipelined.is_loss_rank
+
+
+def as_names(names: Names) -> tuple[str, ...]:
+    """One dotted name or several, as a tuple.
+
+    Raises:
+        ConfigurationError: Something other than names, or none at all.
+
+    >>> as_names("teacher")
+    ('teacher',)
+    """
+    result = (names,) if isinstance(names, str) else tuple(names)
+    if not result or not all(result):
+        raise ConfigurationError(f"expected the dotted name of a submodule, or several: {names!r}")
+    return result
+
+
+def submodules(pl_module: LightningModule, names: Names, argument: str) -> dict[str, nn.Module]:
+    """The submodules of those dotted names, in that order.
+
+    Args:
+        pl_module: The module that holds them.
+        names: One dotted name or several.
+        argument: The callback's argument, for the message.
+
+    Raises:
+        ConfigurationError: A name that is not a submodule.
+    """
+    found: dict[str, nn.Module] = {}
+    for name in as_names(names):
+        try:
+            found[name] = pl_module.get_submodule(name)
+        except AttributeError:
+            children = ", ".join(child for child, _ in pl_module.named_children()) or "none"
+            raise ConfigurationError(
+                f"{type(pl_module).__name__} has no submodule {name!r}; pass "
+                f"{argument}='name' or {argument}=['name', ...] with dotted names "
+                f"(its direct submodules: {children})"
+            ) from None
+    return found

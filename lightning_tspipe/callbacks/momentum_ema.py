@@ -1,0 +1,294 @@
+"""The teacher as the exponential moving average of the student."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_tspipe.callbacks.common import Callback, Names, as_names, may_log, submodules
+from lightning_tspipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from torch.utils.hooks import RemovableHandle
+
+Momentum = float | tuple[float, float] | Callable[[int, int], float]
+BuffersPolicy = Literal["keep", "copy", "average"]
+Pair = tuple[str, Tensor, Tensor]
+"""(name in the teacher, teacher tensor, student tensor)"""
+
+
+def cosine_momentum(step: int, num_steps: int, start: float, end: float) -> float:
+    """Momentum of update ``step`` (from 0) of ``num_steps`` on a cosine from start to end.
+
+    Source: BYOL (Grill et al., 2020), appendix A, "moving average"; the same formula as lightly's
+    ``cosine_schedule``, so that the first update uses ``start`` and the last one ``end``.
+
+    >>> [round(cosine_momentum(step, 3, 0.9, 1.0), 3) for step in range(3)]
+    [0.9, 0.95, 1.0]
+    """
+    if num_steps <= 1 or step >= num_steps - 1:
+        return end
+    return end - (end - start) * (math.cos(math.pi * step / (num_steps - 1)) + 1) / 2
+
+
+class MomentumEMA(Callback):
+    """``teacher = m * teacher + (1 - m) * student`` after every optimizer step.
+
+    Parameters are matched by name; the student may have more of them (a predictor). Accumulated
+    batches and optimizer steps that 16-bit mixed precision skipped leave the teacher alone. Under a
+    pipeline each rank averages what it owns.
+
+    Args:
+        momentum: A constant, ``(start, end)`` for a cosine over all optimizer steps, or
+            ``fn(step, num_steps)`` with the update's index from 0 and the planned number of
+            updates (-1 where training is unbounded).
+        student: Dotted name of the student, or several (``["backbone", "projection_head"]``).
+        teacher: The teacher's names, one for each of the student's.
+        buffers: What happens to the teacher's buffers (BatchNorm statistics): ``"keep"`` leaves
+            them to the teacher, ``"copy"`` takes the student's, ``"average"`` averages the
+            floating-point ones and copies the others.
+        log_momentum: Log the momentum as ``ema_momentum``.
+
+    Raises:
+        ConfigurationError: A momentum outside [0, 1], unequal numbers of names, a name that is
+            missing, a teacher parameter without a student parameter of its name and shape.
+    """
+
+    def __init__(
+        self,
+        momentum: Momentum = 0.996,
+        student: Names = "student",
+        teacher: Names = "teacher",
+        buffers: BuffersPolicy = "keep",
+        *,
+        log_momentum: bool = False,
+    ) -> None:
+        self.student = as_names(student)
+        self.teacher = as_names(teacher)
+        if len(self.student) != len(self.teacher):
+            raise ConfigurationError(
+                f"every student submodule needs its teacher: student={self.student}, "
+                f"teacher={self.teacher}"
+            )
+        if buffers not in {"keep", "copy", "average"}:
+            raise ConfigurationError(f"buffers={buffers!r}: choose 'keep', 'copy' or 'average'")
+        _check_momentum(momentum)
+        self.momentum = momentum
+        self.buffers = buffers
+        self.log_momentum = log_momentum
+        self._num_steps = -1
+        self._global_step = 0
+        self._has_stepped = False
+        self._parameters: list[Pair] = []
+        self._buffers: list[Pair] = []
+        self._handles: list[RemovableHandle] = []
+
+    def momentum_at(self, step: int, num_steps: int) -> float:
+        """The momentum of update ``step`` (from 0) of ``num_steps``.
+
+        Raises:
+            ConfigurationError: A user's schedule that leaves [0, 1].
+        """
+        if callable(self.momentum):
+            value = float(self.momentum(step, num_steps))
+            _check_momentum(value)
+            return value
+        if isinstance(self.momentum, tuple):
+            return cosine_momentum(step, num_steps, *self.momentum)
+        return self.momentum
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        # Before the strategy wraps the module: DDP must not wait for gradients of the teacher.
+        # A teacher that the module builds later (configure_model) is frozen in on_fit_start.
+        if stage == "fit" and all(_has_submodule(pl_module, name) for name in self.teacher):
+            self._freeze(pl_module)
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._freeze(pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        students = submodules(pl_module, self.student, "student")
+        teachers = submodules(pl_module, self.teacher, "teacher")
+        self._parameters, self._buffers = [], []
+        for student, teacher in zip(students.items(), teachers.items(), strict=True):
+            self._parameters += _pairs(student, teacher, "parameter")
+            if self.buffers != "keep":
+                self._buffers += _pairs(student, teacher, "buffer")
+        self._num_steps = self._planned_steps(trainer)
+        self._global_step = trainer.global_step
+        self._has_stepped = False
+        self._remove_handles()
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, Optimizer):
+                self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_step))
+
+    @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        # Lightning counts a step that the gradient scaler skipped, the optimizer's own hook does
+        # not see it: only both together mean that the student has changed.
+        advanced = trainer.global_step > self._global_step
+        if advanced and (self._has_stepped or not self._handles):
+            value = self.momentum_at(trainer.global_step - 1, self._num_steps)
+            self.update(value)
+            if self.log_momentum and may_log(trainer):
+                pl_module.log("ema_momentum", value, batch_size=1)
+        if advanced:
+            self._global_step = trainer.global_step
+            self._has_stepped = False
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._remove_handles()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._remove_handles()
+
+    @torch.no_grad()
+    def update(self, momentum: float) -> None:
+        """Average once, everything that this rank owns.
+
+        Raises:
+            ConfigurationError: Of a pair, this rank owns one half only.
+        """
+        _average(_owned(self._parameters), momentum)
+        pairs = _owned(self._buffers)
+        averaged = [pair for pair in pairs if self.buffers == "average" and _is_float(pair[1])]
+        _average(averaged, momentum)
+        taken = {name for name, _, _ in averaged}
+        for name, teacher, student in pairs:
+            if name not in taken:
+                teacher.copy_(student)
+
+    def _freeze(self, pl_module: LightningModule) -> None:
+        for module in submodules(pl_module, self.teacher, "teacher").values():
+            module.requires_grad_(requires_grad=False)
+
+    def _planned_steps(self, trainer: Trainer) -> int:
+        if isinstance(self.momentum, float | int):
+            return -1
+        total = trainer.estimated_stepping_batches
+        if math.isfinite(total):
+            return int(total)
+        if isinstance(self.momentum, tuple):
+            raise ConfigurationError(
+                "a momentum from start to end needs to know the end: give the Trainer max_steps "
+                "or max_epochs (and a loader with a length), or pass momentum as a function"
+            )
+        return -1
+
+    def _on_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
+        # Fused optimizers are always called; they skip by themselves when the scaler says so.
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not bool(found_inf):
+            self._has_stepped = True
+
+    def _remove_handles(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _check_momentum(momentum: Momentum) -> None:
+    if callable(momentum):
+        return
+    values = momentum if isinstance(momentum, tuple) else (momentum,)
+    if not all(0 <= value <= 1 for value in values) or len(values) > 2:
+        raise ConfigurationError(
+            f"momentum={momentum!r}: expected a number in [0, 1], a (start, end) pair of them, "
+            f"or a function of (step, num_steps)"
+        )
+
+
+def _has_submodule(module: nn.Module, name: str) -> bool:
+    try:
+        module.get_submodule(name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _pairs(
+    student: tuple[str, nn.Module],
+    teacher: tuple[str, nn.Module],
+    kind: Literal["parameter", "buffer"],
+) -> list[Pair]:
+    """Pair the teacher's tensors with the student's by their names within the two modules."""
+    student_name, student_module = student
+    teacher_name, teacher_module = teacher
+    sources = dict(_tensors(student_module, kind, remove_duplicate=False))
+    pairs: list[Pair] = []
+    for name, tensor in _tensors(teacher_module, kind, remove_duplicate=True):
+        source = sources.get(name)
+        where = f"{teacher_name}.{name}"
+        if source is None:
+            raise ConfigurationError(
+                f"the teacher's {kind} {where} has no {student_name}.{name} to follow; build the "
+                f"teacher as a copy of the student's submodules (copy.deepcopy), or name the "
+                f"matching submodules: student=[...], teacher=[...]"
+            )
+        if source is tensor:
+            raise ConfigurationError(
+                f"teacher and student share {where}; copy the student (copy.deepcopy) instead"
+            )
+        if source.shape != tensor.shape:
+            raise ConfigurationError(
+                f"{where} has shape {tuple(tensor.shape)}, {student_name}.{name} "
+                f"{tuple(source.shape)}; the teacher must be a copy of the student"
+            )
+        pairs.append((where, tensor, source))
+    return pairs
+
+
+def _tensors(
+    module: nn.Module, kind: Literal["parameter", "buffer"], *, remove_duplicate: bool
+) -> Iterable[tuple[str, Tensor]]:
+    if kind == "parameter":
+        return module.named_parameters(remove_duplicate=remove_duplicate)
+    return module.named_buffers(remove_duplicate=remove_duplicate)
+
+
+def _owned(pairs: Iterable[Pair]) -> list[Pair]:
+    """The pairs that this rank holds; other ranks' tensors are on the meta device."""
+    owned: list[Pair] = []
+    for name, teacher, student in pairs:
+        if teacher.is_meta != student.is_meta:
+            raise ConfigurationError(
+                f"{name} and the student tensor that it follows lie on different ranks; cut "
+                f"teacher and student at the same places (partition='auto' does)"
+            )
+        if not teacher.is_meta:
+            owned.append((name, teacher, student))
+    return owned
+
+
+def _average(pairs: list[Pair], momentum: float) -> None:
+    if not pairs:
+        return
+    teachers = [teacher for _, teacher, _ in pairs]
+    # lerp reads and writes each teacher tensor once; a product and a sum would pass over it twice.
+    sources = [student.to(teacher) for _, teacher, student in pairs]
+    torch._foreach_lerp_(teachers, sources, 1.0 - momentum)

@@ -1,0 +1,275 @@
+"""Proof, before anything runs, that a schedule computes the right thing and comes to an end.
+
+Five checks, in this order, so that each may rely on those before it:
+
+1. every cell is on the rank that holds its stage;
+2. every action is there exactly once: a whole batch of student work, and all or nothing of the
+   teacher's work for this batch and for the next;
+3. a rank's step begins with the effects and ends with the optimizer, so every action reads the
+   weights that :func:`weight_versions` says;
+4. walking all ranks at once comes to an end: whatever is waited for comes earlier (what is missing
+   of the teacher ran in the step before);
+5. the messages are those that the order asks for, and each channel's are in the order of sending.
+
+An error shows the schedule and marks the cells::
+
+    rank 0 has 0L before 0F1, which it waits for
+    rank 0: 0E 0F0 0L 0F1 0B1 0B0 0O
+                   ^^ ^^^
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from itertools import product
+
+from lightning_tspipe.errors import ScheduleError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.dependencies import depends_on
+from lightning_tspipe.ir.lowering import Message, Program, lower
+from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.schedule import Schedule
+
+
+def validate(checked: Program | Schedule, *, before: Schedule | None = None) -> None:
+    """Check one step.
+
+    Args:
+        checked: A schedule, or a program whose messages are checked too.
+        before: The step before, if it is known; then the teacher of this batch must have run in
+            exactly one of the two. Without it, what this step doesn't run counts as done.
+
+    Raises:
+        ScheduleError: Shows the schedule and marks what is wrong.
+    """
+    schedule = checked.schedule if isinstance(checked, Program) else checked
+    _check_places(schedule)
+    _check_complete(schedule)
+    _check_frame(schedule)
+    if before is not None:
+        _check_teacher_ran_once(schedule, before)
+    _check_order(schedule)
+    if isinstance(checked, Program):
+        _check_messages(checked)
+
+
+def weight_versions(schedule: Schedule) -> dict[Action, int]:
+    """The version of the weights that each forward and backward reads.
+
+    Versions count from the weights that are due in this step: for the student those after the
+    optimizer step before it, for the teacher those after this step's effects. So
+    ``batch - version`` is an action's staleness in updates: 0 for the student, and 1 for a teacher
+    that ran ahead.
+    """
+    versions: dict[Action, int] = {}
+    for actions in schedule.ranks:
+        effects, updates = -1, 0
+        for action in actions:
+            effects += action.op is Op.EFFECTS
+            updates += action.op is Op.OPTIMIZER
+            if not action.op.is_rank_wide:
+                versions[action] = effects if action.op is Op.TEACHER else updates
+    return versions
+
+
+def draw(schedule: Schedule, marked: Collection[Action] = ()) -> str:
+    """One line per rank, with carets below the marked cells."""
+    lines = []
+    for rank, actions in enumerate(schedule.ranks):
+        head = f"rank {rank}: "
+        cells = [str(action) for action in actions]
+        lines.append(head + " ".join(cells))
+        carets = [
+            "^" * len(c) if a in marked else " " * len(c)
+            for a, c in zip(actions, cells, strict=True)
+        ]
+        if "^" in "".join(carets):
+            lines.append(" " * len(head) + " ".join(carets).rstrip())
+    return "\n".join(lines)
+
+
+def _fail(schedule: Schedule, message: str, *marked: Action) -> ScheduleError:
+    return ScheduleError(f"{message}\n{draw(schedule, marked)}")
+
+
+def _check_places(schedule: Schedule) -> None:
+    pipeline = schedule.pipeline
+    if len(schedule.ranks) != pipeline.num_ranks:
+        message = f"the schedule has {len(schedule.ranks)} ranks, the pipeline {pipeline.num_ranks}"
+        raise _fail(schedule, message)
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if not _exists(action, pipeline):
+                raise _fail(schedule, f"{action}: no such stage or unit in the pipeline", action)
+            owner = pipeline.rank_of(action)
+            if owner != rank:
+                raise _fail(schedule, f"{action} belongs to rank {owner}, not {rank}", action)
+
+
+def _exists(action: Action, pipeline: Pipeline) -> bool:
+    if action.unit is None:
+        return action.stage < pipeline.num_ranks
+    layout = pipeline.teacher if action.op is Op.TEACHER else pipeline.student
+    return (
+        layout is not None and action.stage < layout.num_stages and action.unit < layout.num_units
+    )
+
+
+def _check_complete(schedule: Schedule) -> None:
+    counts = Counter(action for actions in schedule.ranks for action in actions)
+    expected = dict.fromkeys(_expected(schedule))
+    for action in expected:
+        if action not in counts:
+            raise _fail(schedule, f"{action} is missing", *_kin(action, counts))
+    for action, count in counts.items():
+        if count > 1:
+            raise _fail(schedule, f"{action} is there {count} times", action)
+        if action not in expected:
+            raise _fail(schedule, f"{action} does not belong into this step", action)
+
+
+def _kin(action: Action, others: Collection[Action]) -> list[Action]:
+    """The cells of the same row of units: between them one is missing."""
+    return [
+        other
+        for other in others
+        if (other.op, other.stage, other.batch) == (action.op, action.stage, action.batch)
+    ]
+
+
+def _expected(schedule: Schedule) -> Iterator[Action]:
+    """Everything that must be there, given the teacher batches and the split that are there."""
+    pipeline, split = schedule.pipeline, schedule.split
+    present = {(action.op, action.batch) for rank in schedule.ranks for action in rank}
+    for rank in range(pipeline.num_ranks):
+        yield Action(Op.EFFECTS, rank)
+        yield Action(Op.OPTIMIZER, rank)
+    yield Action(Op.DATA, pipeline.data_rank)
+    yield Action(Op.LOSS, pipeline.loss_rank)
+    yield from _grid(Op.FORWARD, pipeline.student)
+    for stage, unit in _cells(pipeline.student):
+        halves = [Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD] if stage in split else [Op.BACKWARD]
+        yield from (Action(op, stage, unit) for op in halves)
+    for batch in (0, 1):
+        if pipeline.teacher is not None and (Op.TEACHER, batch) in present:
+            yield from _grid(Op.TEACHER, pipeline.teacher, batch)
+            if batch:
+                yield Action(Op.DATA, pipeline.data_rank, batch=batch)
+
+
+def _cells(layout: NetworkLayout) -> Iterator[tuple[int, int]]:
+    return product(range(layout.num_stages), range(layout.num_units))
+
+
+def _grid(op: Op, layout: NetworkLayout, batch: int = 0) -> Iterator[Action]:
+    return (Action(op, stage, unit, batch) for stage, unit in _cells(layout))
+
+
+def _check_frame(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.ranks):
+        first, last = actions[0], actions[-1]
+        if first.op is not Op.EFFECTS:
+            message = (
+                f"rank {rank} runs {first} before its effects: with the weights of the step before"
+            )
+            raise _fail(schedule, message, first)
+        if last.op is not Op.OPTIMIZER:
+            message = (
+                f"rank {rank} runs {last} after its optimizer step: with the next step's weights"
+            )
+            raise _fail(schedule, message, last)
+
+
+def _check_teacher_ran_once(schedule: Schedule, before: Schedule) -> None:
+    now = _teacher_cells(schedule, batch=0)
+    ahead = _teacher_cells(before, batch=1)
+    if now and ahead:
+        raise _fail(schedule, "the teacher of this batch ran in the step before already", *now)
+    if schedule.pipeline.teacher is not None and not now and not ahead:
+        loss = Action(Op.LOSS, schedule.pipeline.loss_rank)
+        message = "nobody runs the teacher of this batch, neither this step nor the one before"
+        raise _fail(schedule, message, loss)
+
+
+def _teacher_cells(schedule: Schedule, batch: int) -> list[Action]:
+    return [
+        action
+        for actions in schedule.ranks
+        for action in actions
+        if action.op is Op.TEACHER and action.batch == batch
+    ]
+
+
+def _check_order(schedule: Schedule) -> None:
+    """Walk all ranks as far as they get; what is left waits for ever."""
+    needs = _needs(schedule)
+    done: set[Action] = set()
+    places = [0] * len(schedule.ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.ranks):
+            while places[rank] < len(actions) and needs[actions[places[rank]]] <= done:
+                done.add(actions[places[rank]])
+                places[rank] += 1
+                moved = True
+    blocked = [
+        (rank, actions[place])
+        for rank, (actions, place) in enumerate(zip(schedule.ranks, places, strict=True))
+        if place < len(actions)
+    ]
+    if blocked:
+        raise _deadlock(schedule, blocked, {action: needs[action] - done for _, action in blocked})
+
+
+def _needs(schedule: Schedule) -> dict[Action, set[Action]]:
+    """What each action waits for in this step; a teacher that isn't in it ran before."""
+    teacher_ran = not _teacher_cells(schedule, batch=0)
+    return {
+        action: {
+            need.producer
+            for need in depends_on(action, schedule.pipeline, schedule.split)
+            if not (teacher_ran and need.producer.op is Op.TEACHER and not need.producer.batch)
+        }
+        for actions in schedule.ranks
+        for action in actions
+    }
+
+
+def _deadlock(
+    schedule: Schedule, blocked: list[tuple[int, Action]], missing: dict[Action, set[Action]]
+) -> ScheduleError:
+    for rank, action in blocked:
+        late = [cell for cell in schedule.ranks[rank] if cell in missing[action]]
+        if late:
+            message = f"rank {rank} has {action} before {late[0]}, which it waits for"
+            return _fail(schedule, message, action, *late)
+    waits = "; ".join(
+        f"rank {rank} at {action} for {', '.join(sorted(map(str, missing[action])))}"
+        for rank, action in blocked
+    )
+    return _fail(schedule, f"the ranks wait for each other for ever: {waits}", *missing)
+
+
+def _check_messages(program: Program) -> None:
+    expected = _by_channel(lower(program.schedule).messages)
+    found = _by_channel(program.messages)
+    for channel in sorted(expected.keys() | found.keys()):
+        sent, posted = expected.get(channel, []), found.get(channel, [])
+        if sent != posted:
+            pairs = [(a, b) for a, b in zip(sent, posted, strict=False) if a != b]
+            first = pairs[0][0] if pairs else (sent + posted)[min(len(sent), len(posted))]
+            source, target, payload, _ = channel
+            message = (
+                f"rank {source} sends {payload}s to rank {target} in the order "
+                f"{' '.join(map(str, sent))}; the program has {' '.join(map(str, posted))}"
+            )
+            raise _fail(program.schedule, message, first.producer, first.consumer)
+
+
+def _by_channel(messages: tuple[Message, ...]) -> dict[tuple[int, int, str, bool], list[Message]]:
+    channels: dict[tuple[int, int, str, bool], list[Message]] = {}
+    for message in messages:
+        channels.setdefault(message.channel, []).append(message)
+    return channels

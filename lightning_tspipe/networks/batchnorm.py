@@ -1,0 +1,167 @@
+"""BatchNorm over micro-batches: normalise with each one's statistics, update the running ones once.
+
+A call that runs as u micro-batches would otherwise move the running statistics u times. As in
+GPipe (Huang et al., NeurIPS 2019, section 2.2) and TSPipe (Lim et al., ICML 2022), the layers
+normalise with the statistics of the micro-batch; the running statistics are updated once per call,
+with the mean and the unbiased variance of all samples of the call together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class DeferredStatistics:
+    """Collects the statistics of micro-batches and updates the running ones once per call.
+
+    Layers that are in eval mode or track nothing behave as always; ``SyncBatchNorm`` is left alone.
+
+    Args:
+        modules: The modules whose BatchNorm layers, at any depth, are meant.
+
+    Example:
+        >>> layer = nn.BatchNorm1d(3)
+        >>> statistics = DeferredStatistics([layer])
+        >>> for micro_batch in torch.ones(8, 3).chunk(2):
+        ...     with statistics.accumulate():
+        ...         output = layer(micro_batch)
+        >>> statistics.commit()
+        >>> layer.running_mean, layer.num_batches_tracked
+        (tensor([0.1000, 0.1000, 0.1000]), tensor(1))
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        layers = {child: None for module in modules for child in module.modules()}
+        self._layers = [
+            _Layer(layer)
+            for layer in layers
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        ]
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within: forwards in train mode collect statistics and leave the running ones alone."""
+        active = [layer for layer in self._layers if layer.is_tracking()]
+        for layer in active:
+            layer.attach()
+        try:
+            yield
+        finally:
+            for layer in active:
+                layer.detach()
+
+    def commit(self) -> None:
+        """Update the running statistics with what was collected, as one batch; forget it."""
+        groups: dict[int, list[_Layer]] = {}
+        for layer in self._layers:
+            if layer.observed:
+                groups.setdefault(len(layer.observed), []).append(layer)
+        with torch.no_grad():
+            for layers in groups.values():
+                merged = combine_statistics([layer.observed for layer in layers])
+                for layer, (mean, variance) in zip(layers, merged, strict=True):
+                    layer.update(mean, variance)
+
+    def discard(self) -> None:
+        """Forget what was collected."""
+        for layer in self._layers:
+            layer.observed.clear()
+
+
+class _Layer:
+    """One BatchNorm layer and, per micro-batch, its count, mean and unbiased variance."""
+
+    def __init__(self, module: _BatchNorm) -> None:
+        self.observed: list[tuple[int, Tensor, Tensor]] = []
+        self._module = module
+        self._forward: Callable[..., Tensor] = module.forward
+        self._own_forward: Callable[..., Tensor] | None = None
+
+    def is_tracking(self) -> bool:
+        module = self._module
+        return module.training and module.track_running_stats and module.running_mean is not None
+
+    def attach(self) -> None:
+        """Route calls of the layer through ``_observe``, whatever its class does in ``forward``."""
+        attributes = vars(self._module)
+        self._own_forward = attributes.get("forward")
+        self._forward = self._module.forward
+        attributes["forward"] = self._observe
+
+    def detach(self) -> None:
+        if self._own_forward is None:
+            del vars(self._module)["forward"]
+        else:
+            vars(self._module)["forward"] = self._own_forward
+
+    def _observe(self, x: Tensor) -> Tensor:
+        # With momentum 1 the kernel writes this micro-batch's statistics into the running buffers:
+        # lend it buffers of ours. They start at zero since it computes 0 * old + 1 * new.
+        module = self._module
+        buffers, momentum = module._buffers, module.momentum  # noqa: SLF001 - assigning by name is slow
+        lent = {
+            "running_mean": torch.zeros_like(buffers["running_mean"]),  # type: ignore[arg-type]
+            "running_var": torch.zeros_like(buffers["running_var"]),  # type: ignore[arg-type]
+            "num_batches_tracked": None,
+        }
+        own = {name: buffers[name] for name in lent}
+        buffers.update(lent)
+        module.momentum = 1.0
+        try:
+            output = self._forward(x)
+        finally:
+            buffers.update(own)
+            module.momentum = momentum
+        count = x.numel() // x.shape[1]
+        self.observed.append((count, lent["running_mean"], lent["running_var"]))  # type: ignore[arg-type]
+        return output
+
+    def update(self, mean: Tensor, variance: Tensor) -> None:
+        """Move the running statistics towards these, and forget what was observed."""
+        self.observed.clear()
+        module = self._module
+        module.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        momentum = module.momentum
+        if momentum is None:  # cumulative average
+            momentum = 1.0 / float(module.num_batches_tracked)  # type: ignore[arg-type]
+        for running, new in ((module.running_mean, mean), (module.running_var, variance)):
+            assert isinstance(running, Tensor)
+            running.mul_(1.0 - momentum).add_(new, alpha=momentum)
+
+
+Part = tuple[int, Tensor, Tensor]
+
+
+def combine_statistics(layers: Sequence[Sequence[Part]]) -> list[tuple[Tensor, Tensor]]:
+    """Per layer, the statistics of a batch of which those of the micro-batches are known.
+
+    Computed in float64 as in Chan, Golub, LeVeque (1979), all parts and all layers at once: the
+    squared deviations of the whole are those of the parts around their means, plus those of the
+    means around theirs.
+
+    Args:
+        layers: For each layer and part: count, mean and unbiased variance, of shape (channels,).
+            All layers have the same number of parts and live on one device.
+
+    Returns:
+        For each layer mean and unbiased variance, shape (channels,).
+    """
+    if len(layers[0]) == 1:
+        return [(mean, variance) for ((_, mean, variance),) in layers]
+    rows = list(zip(*layers, strict=True))  # rows[part][layer]
+    channels = [len(mean) for _, mean, _ in rows[0]]
+    means = torch.stack([torch.cat([part[1] for part in row]) for row in rows]).double()
+    variances = torch.stack([torch.cat([part[2] for part in row]) for row in rows]).double()
+    counts = torch.tensor([[part[0] for part in row] for row in rows], dtype=torch.float64)
+    counts = counts.repeat_interleave(torch.tensor(channels), dim=1)
+    counts = counts.to(means.device, non_blocking=True)
+    total = counts.sum(0)
+    mean = (counts * means).sum(0) / total
+    squares = ((counts - 1) * variances + counts * (means - mean).square()).sum(0)
+    variance = squares / (total - 1)
+    return list(zip(mean.split(channels), variance.split(channels), strict=True))

@@ -1,0 +1,290 @@
+"""Measures what each atom of a network costs: seconds by micro-batch size, and bytes.
+
+The chain is walked in rounds. A round runs every atom once, forward and backward, at one size; the
+rounds of different sizes take turns, so that a busy moment of the machine hits all sizes alike, and
+the shortest time of an atom counts. The first rounds are warm-ups.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.chain import Atom, OutputRef
+from lightning_tspipe.networks.split_backward import SplitBackward
+from lightning_tspipe.planning.profile import AtomProfile
+
+Seconds = dict[int, float]
+
+
+def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tell
+    atoms: Sequence[Atom],
+    inputs: Tensor,
+    sizes: Sequence[int],
+    *,
+    trainable: bool,
+    wanted: Collection[OutputRef] | None = None,
+    repeats: int = 3,
+    max_seconds: float = math.inf,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[AtomProfile]:
+    """Measure every atom of a chain, in the present modes; the network's state stays as it is.
+
+    Args:
+        atoms: The chain.
+        inputs: What the first atom gets, shape (batch, ...); at least ``max(sizes)`` samples.
+        sizes: The numbers of samples to measure at. A size that the network cannot run (BatchNorm
+            refuses a single value per channel) is left out of the results.
+        trainable: Whether to measure backward passes too.
+        wanted: The outputs that the loss gets; None stands for all that the atoms emit.
+        repeats: Rounds per size after the warm-up.
+        max_seconds: No round starts after this time, except the first one of each size.
+        progress: Called with the number of rounds done and planned.
+
+    Returns:
+        One record per atom. Memory that two atoms keep for their backward counts for the first.
+
+    Raises:
+        PartitionError: The network can run none of the sizes.
+    """
+    walk = _Walk(atoms, inputs, trainable=trainable)
+    deadline = time.perf_counter() + max_seconds
+    rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
+    with _state_kept(atoms, inputs.device), torch.set_grad_enabled(trainable):
+        for done, (repeat, size) in enumerate(rounds, start=1):
+            if repeat == 0 or time.perf_counter() < deadline:
+                walk.measure(size, repeat)
+            if progress is not None:
+                progress(done, len(rounds))
+        return walk.profiles(wanted)
+
+
+@dataclass(slots=True)
+class _Times:
+    """Shortest times of one atom by size."""
+
+    forward: Seconds = field(default_factory=dict)
+    backward: Seconds = field(default_factory=dict)
+    input_backward: Seconds = field(default_factory=dict)
+    weight_backward: Seconds = field(default_factory=dict)
+
+
+class _Walk:
+    """Runs the chain atom by atom and remembers times and bytes."""
+
+    def __init__(self, atoms: Sequence[Atom], inputs: Tensor, *, trainable: bool) -> None:
+        self._atoms = atoms
+        self._inputs = inputs
+        self._trainable = trainable
+        self._times = [_Times() for _ in atoms]
+        self._sizes: set[int] = set()  # that the network can run
+
+    def measure(self, size: int, repeat: int) -> None:
+        """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
+        if repeat and size not in self._sizes:
+            return
+        received = self._inputs[:size].clone()
+        try:
+            for atom, times in zip(self._atoms, self._times, strict=True):
+                passed = self._measure_atom(atom, times, received, size, repeat)
+                if passed is None:
+                    break
+                received = passed.detach().requires_grad_(passed.requires_grad)
+        except ValueError:  # a BatchNorm that needs more samples
+            return
+        self._sizes.add(size)
+
+    def _measure_atom(
+        self, atom: Atom, times: _Times, received: Tensor, size: int, repeat: int
+    ) -> Tensor | None:
+        def keep(kept: Seconds, seconds: float) -> None:
+            kept[size] = min(seconds, kept.get(size, seconds)) if repeat > 1 else seconds
+
+        clock = _Clock(received.device)
+        passed, emitted = atom(received)
+        keep(times.forward, clock.lap())
+        if not self._trainable:
+            return passed
+        roots = _roots(passed, emitted)
+        gradients = _gradients(roots)
+        clock.lap()
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        whole = clock.lap()
+        halves = (whole, 0.0)
+        if roots and received.requires_grad and atom.parameter_names:
+            halves = _time_halves(atom, received) or halves
+        for kept, seconds in zip(
+            (times.backward, times.input_backward, times.weight_backward),
+            (whole, *halves),
+            strict=True,
+        ):
+            keep(kept, seconds)
+        return passed
+
+    def profiles(self, wanted: Collection[OutputRef] | None) -> list[AtomProfile]:
+        """What was found out."""
+        if not self._sizes:
+            raise PartitionError(
+                f"the network cannot run {len(self._inputs)} samples or fewer in its present "
+                "modes; use larger batches"
+            )
+        memory = _memory(self._atoms, self._inputs[: min(self._sizes)].clone(), wanted)
+        joined = _joined(self._atoms)
+        return [
+            AtomProfile(
+                name=atom.name,
+                forward=self._runnable(times.forward),
+                backward=self._runnable(times.backward),
+                input_backward=self._runnable(times.input_backward),
+                weight_backward=self._runnable(times.weight_backward),
+                output_bytes_per_sample=size.output,
+                activation_bytes_per_sample=size.saved,
+                parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
+                trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
+                result_bytes_per_sample=size.results,
+                joined=index in joined,
+            )
+            for index, (atom, times, size) in enumerate(
+                zip(self._atoms, self._times, memory, strict=True)
+            )
+        ]
+
+    def _runnable(self, times: Seconds) -> Seconds:
+        return {size: seconds for size, seconds in times.items() if size in self._sizes}
+
+
+class _Clock:
+    """Seconds between laps, with everything that was asked of the device done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last = 0.0
+        self.lap()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        return seconds
+
+
+def _roots(passed: Tensor | None, emitted: Sequence[Tensor]) -> list[Tensor]:
+    """What a backward through an atom starts from."""
+    tensors = {id(tensor): tensor for tensor in (passed, *emitted) if tensor is not None}
+    return [tensor for tensor in tensors.values() if tensor.requires_grad]
+
+
+def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
+    # Random, since a constant one vanishes in a BatchNorm, and denormal numbers are slow.
+    return [torch.randn_like(root) for root in roots]
+
+
+def _time_halves(atom: Atom, received: Tensor) -> tuple[float, float] | None:
+    """Seconds of the input half and of the weight half of an atom's backward."""
+    received = received.detach().requires_grad_()
+    roots = _roots(*atom(received))
+    gradients = _gradients(roots)
+    split = SplitBackward(roots, [received])
+    clock = _Clock(received.device)
+    try:
+        split.input_half(gradients)
+        first = clock.lap()
+        split.weight_half()
+    except RuntimeError:  # a custom function that cannot be run in part: not split at all
+        return None
+    return first, clock.lap()
+
+
+class _Bytes(NamedTuple):
+    """Bytes per sample that an atom passes on, keeps for its backward, and sends to the loss."""
+
+    output: int
+    saved: int
+    results: int
+
+
+def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | None) -> list[_Bytes]:
+    """Bytes per sample of each atom."""
+    size = len(x)
+    counted = {tensor.untyped_storage().data_ptr() for tensor in _state(atoms)}
+    saved: list[Tensor] = []
+    alive: list[object] = []  # so that no address is used twice
+    found: list[_Bytes] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    received = x
+    for index, atom in enumerate(atoms):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            passed, emitted = atom(received)
+        alive += [received, passed, emitted, *saved]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+        kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
+        counted |= storages.keys()
+        saved.clear()
+        results = [
+            tensor
+            for slot, tensor in enumerate(emitted)
+            if wanted is None or OutputRef(index, slot) in wanted
+        ]
+        sent = 0 if passed is None else passed.nbytes
+        found.append(_Bytes(*(math.ceil(n / size) for n in (sent, kept, _bytes(results)))))
+        if passed is not None:
+            received = passed.detach().requires_grad_(passed.requires_grad)
+    return found
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _joined(atoms: Sequence[Atom]) -> set[int]:
+    """Atoms that must share a stage with the next one, since a parameter is read on both sides."""
+    readers: dict[int, list[int]] = {}
+    for index, atom in enumerate(atoms):
+        for parameter in atom.parameters():
+            readers.setdefault(id(parameter), []).append(index)
+    spans = (range(indices[0], indices[-1]) for indices in readers.values())
+    return {index for span in spans for index in span}
+
+
+def _modules(atoms: Sequence[Atom]) -> list[nn.Module]:
+    modules = (segment.program.module for atom in atoms for segment in atom.segments)
+    return list(dict.fromkeys(module for module in modules if module is not None))
+
+
+def _state(atoms: Sequence[Atom]) -> list[Tensor]:
+    return [t for module in _modules(atoms) for t in (*module.parameters(), *module.buffers())]
+
+
+@contextmanager
+def _state_kept(atoms: Sequence[Atom], device: torch.device) -> Iterator[None]:
+    """Leave gradients, buffers and random number generators as they were."""
+    modules = _modules(atoms)
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    gradients = [(p, p.grad) for module in modules for p in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

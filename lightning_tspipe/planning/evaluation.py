@@ -1,0 +1,74 @@
+"""How long a step takes under a layout: quickly, for searching; exactly, for what was found."""
+
+from __future__ import annotations
+
+from lightning_tspipe.ir.lowering import lower
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.planning.layout import Layout
+from lightning_tspipe.schedules.gpipe import gpipe
+from lightning_tspipe.schedules.registry import build_schedule, runs_ahead
+from lightning_tspipe.schedules.sequential import sequential
+from lightning_tspipe.schedules.synthesis import estimate_step_time
+from lightning_tspipe.schedules.tspipe import tspipe
+from lightning_tspipe.schedules.zero_bubble import split_backward
+from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.simulation.graph import StepGraph
+from lightning_tspipe.simulation.simulator import graph_step_time, steady_step_time
+
+
+class Evaluator:
+    """Simulates layouts. Actions depend on few properties of a layout, so they are kept.
+
+    Args:
+        schedule: Name of the schedule.
+        runs_ahead: Whether the teacher of the next batch may run early, if the schedule does that.
+    """
+
+    def __init__(self, schedule: str, *, ahead: bool = True) -> None:
+        self._name = schedule
+        self._ahead = runs_ahead(schedule) and ahead
+        self._graphs: dict[tuple[Pipeline, frozenset[int]], StepGraph] = {}
+        self.num_simulated = 0
+
+    def estimate(self, layout: Layout) -> float:
+        """Seconds per steady step, from one simulation."""
+        self.num_simulated += 1
+        graph, costs = self._graph(layout), layout.costs
+        if self._name == "tspipe":
+            return estimate_step_time(graph, costs)
+        return graph_step_time(graph, costs)
+
+    def exact(self, layout: Layout) -> float:
+        """Seconds per steady step of the schedule that will run."""
+        self.num_simulated += 1
+        costs = layout.costs
+        return steady_step_time(self._build(layout.pipeline, costs, layout.split), costs)
+
+    def _build(self, pipeline: Pipeline, costs: CostTable, split: frozenset[int]) -> Schedule:
+        return build_schedule(
+            self._name,
+            pipeline,
+            costs,
+            teacher_now=not self._ahead,
+            teacher_next=self._ahead,
+            split=split,
+        )
+
+    def num_actions(self, layout: Layout) -> int:
+        """Actions of a step."""
+        return len(self._graph(layout).actions)
+
+    def _graph(self, layout: Layout) -> StepGraph:
+        key = (layout.pipeline, layout.split)
+        if key not in self._graphs:
+            schedule = split_backward(self._fixed(key[0]), layout.split)
+            self._graphs[key] = StepGraph.of(lower(schedule))
+        return self._graphs[key]
+
+    def _fixed(self, pipeline: Pipeline) -> Schedule:
+        if self._name == "gpipe":
+            return gpipe(pipeline)
+        if self._name == "sequential":
+            return sequential(pipeline)
+        return tspipe(pipeline, teacher_now=not self._ahead, teacher_next=self._ahead)

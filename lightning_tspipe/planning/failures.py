@@ -1,0 +1,67 @@
+"""What to tell a user whose network fits no device."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.layout import Layout
+from lightning_tspipe.planning.partition import megabytes
+from lightning_tspipe.planning.workload import Workload
+
+_REMEDY = "Use more devices, smaller batches or a smaller network, or raise the limit"
+
+
+def does_not_fit(closest: Layout) -> PartitionError:
+    """Name the atom that no rank can hold, or else the rank that is short of memory.
+
+    Args:
+        closest: The layout that comes closest to the limits.
+    """
+    workload = closest.workload
+    limit = min(workload.state_limit, workload.memory_limit)
+    for name, size in _atom_sizes(workload):
+        if size > limit:
+            return PartitionError(
+                f"atom {name!r} alone needs {megabytes(size)} for its parameters, gradients and "
+                f"optimizer state, and a rank may hold {megabytes(limit)}. An atom is never "
+                f"divided. {_REMEDY}"
+            )
+    over_state = max(closest.state_bytes) > workload.state_limit
+    held = closest.state_bytes if over_state else closest.memory_bytes
+    limit = workload.state_limit if over_state else workload.memory_limit
+    what = "parameters, gradients and optimizer state" if over_state else "state and activations"
+    rank = held.index(max(held))
+    return PartitionError(
+        f"rank {rank} would need {megabytes(held[rank])} for {what}, and may hold "
+        f"{megabytes(limit)}; {_largest_atom(closest, rank)}. {_REMEDY}"
+    )
+
+
+def _atom_sizes(workload: Workload) -> list[tuple[str, float]]:
+    """Name and state of every atom that is placed on its own."""
+    sizes = []
+    for network, sums in (
+        (workload.student, workload.state_sums),
+        (workload.independent_teacher, workload.teacher_state_sums),
+    ):
+        if network is not None:
+            needs = (stop - start for start, stop in pairwise(sums))
+            sizes += list(zip((atom.name for atom in network.atoms), needs, strict=True))
+    return sizes
+
+
+def _largest_atom(layout: Layout, rank: int) -> str:
+    workload = layout.workload
+    stages = zip(pairwise(layout.cuts.student), layout.student_ranks, strict=True)
+    held = [atom for (start, stop), r in stages if r == rank for atom in range(start, stop)]
+    size = {
+        atom: sum(
+            sums[atom + 1] - sums[atom] for sums in (workload.state_sums, workload.activation_sums)
+        )
+        for atom in held
+    }
+    largest = max(size, key=size.__getitem__)
+    return (
+        f"its largest atom is {workload.student.atoms[largest].name!r}: {megabytes(size[largest])}"
+    )

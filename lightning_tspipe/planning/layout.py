@@ -1,0 +1,221 @@
+"""One way to cut the networks and place the stages, and what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.simulation.cost import CostTable, StageCost
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Where both networks are cut.
+
+    Attributes:
+        student: First atom of each stage, and the number of atoms. Stage s is on rank
+            ``(S - 1 - s) % P``: the last one on rank 0, and with more stages than ranks *folded*
+            (for P = 2 and S = 3: stages 0 and 2 on rank 0, stage 1 on rank 1).
+        teacher: The same for an independent teacher, for its parts on ranks P - 1, ..., 0, of
+            which some may be empty; () for a teacher that is paired, or not there.
+    """
+
+    student: tuple[int, ...]
+    teacher: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the student."""
+        return len(self.student) - 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Cuts, priced for a number of micro-batches and a choice of backward halves."""
+
+    workload: Workload
+    cuts: Cuts
+    num_microbatches: int
+    split: frozenset[int] = frozenset()
+
+    @property
+    def student_ranks(self) -> tuple[int, ...]:
+        """Stage to rank."""
+        return default_ranks(self.cuts.num_stages, self.workload.num_ranks)
+
+    @property
+    def teacher_parts(self) -> tuple[tuple[int, int, int], ...]:
+        """First atom, one after the last, and rank, of each teacher stage."""
+        teacher = self.workload.teacher
+        if teacher is None:
+            return ()
+        bounds, ranks = self.cuts.student, self.student_ranks
+        if not self.workload.paired:
+            bounds = self.cuts.teacher
+            ranks = default_ranks(self.workload.num_ranks, self.workload.num_ranks)
+        end = teacher.num_atoms
+        return tuple(
+            (start, min(stop, end), rank)
+            for (start, stop), rank in zip(pairwise(bounds), ranks, strict=True)
+            if start < min(stop, end)
+        )
+
+    @property
+    def teacher_cuts(self) -> tuple[int, ...]:
+        """First atom of each teacher stage, and the number of atoms; () without a teacher."""
+        parts = self.teacher_parts
+        return (*(start for start, _, _ in parts), parts[-1][1]) if parts else ()
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """What schedules are made for."""
+        workload = self.workload
+        ranks = self.student_ranks
+        teacher = None
+        if workload.teacher is not None:
+            teacher = self._network(
+                workload.teacher,
+                self.teacher_cuts,
+                tuple(rank for _, _, rank in self.teacher_parts),
+                workload.num_calls[1],
+            )
+        student = self._network(workload.student, self.cuts.student, ranks, workload.num_calls[0])
+        return Pipeline(workload.num_ranks, student, teacher, data_rank=ranks[0])
+
+    def _network(
+        self, network: NetworkProfile, cuts: tuple[int, ...], ranks: tuple[int, ...], num_calls: int
+    ) -> NetworkLayout:
+        outputs = {
+            stage
+            for stage, (start, stop) in enumerate(pairwise(cuts))
+            if any(atom.result_bytes_per_sample for atom in network.atoms[start:stop])
+        }
+        return NetworkLayout(
+            ranks, num_calls, self.num_microbatches, frozenset(outputs | {len(ranks) - 1})
+        )
+
+    @cached_property
+    def costs(self) -> CostTable:
+        """What the simulator needs."""
+        workload, units = self.workload, self.workload.units(self.num_microbatches)
+        overhead = workload.action_overhead
+        own, other = units.samples
+        student = tuple(
+            StageCost(
+                forward=_part(units.forward, start, stop) + overhead,
+                backward=_part(units.backward, start, stop) + overhead,
+                input_backward=_part(units.input_backward, start, stop) + overhead,
+                weight_backward=_part(units.weight_backward, start, stop) + overhead,
+                output_bytes=_output_bytes(workload.student, stop, own),
+                result_bytes=_result_bytes(workload.student, start, stop, own),
+            )
+            for start, stop in pairwise(self.cuts.student)
+        )
+        teacher = tuple(
+            StageCost(
+                forward=_part(units.teacher, start, stop) + overhead,
+                output_bytes=_output_bytes(workload.teacher, stop, other),
+                result_bytes=_result_bytes(workload.teacher, start, stop, other),
+            )
+            for start, stop, _ in self.teacher_parts
+            if workload.teacher is not None
+        )
+        return CostTable(
+            student=student,
+            teacher=teacher,
+            loss=workload.loss_seconds,
+            optimizer=self._per_rank(workload.update_sums),
+            effects=self._per_rank(workload.effect_sums),
+            latency=workload.latency,
+            bandwidth=workload.bandwidth,
+            data=workload.data_seconds,
+            input_bytes=round(workload.input_bytes_per_sample * own),
+        )
+
+    @cached_property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each rank works in a step: no schedule is faster than the largest."""
+        workload, units = self.workload, self.workload.units(self.num_microbatches)
+        overhead = workload.action_overhead
+        own, other = (calls * self.num_microbatches for calls in workload.num_calls)
+        seconds = [
+            a + b
+            for a, b in zip(
+                self._per_rank(workload.update_sums),
+                self._per_rank(workload.effect_sums),
+                strict=True,
+            )
+        ]
+        seconds[0] += workload.loss_seconds
+        seconds[self.student_ranks[0]] += workload.data_seconds
+        bounds = pairwise(self.cuts.student)
+        for stage, ((start, stop), rank) in enumerate(zip(bounds, self.student_ranks, strict=True)):
+            kinds = [units.forward, units.backward]
+            if stage in self.split:
+                kinds = [units.forward, units.input_backward, units.weight_backward]
+            seconds[rank] += own * sum(_part(kind, start, stop) + overhead for kind in kinds)
+        for start, stop, rank in self.teacher_parts:
+            seconds[rank] += other * (_part(units.teacher, start, stop) + overhead)
+        return tuple(seconds)
+
+    @cached_property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Parameters, gradients and optimizer state of both networks, per rank."""
+        held = list(self._per_rank(self.workload.state_sums))
+        if not self.workload.paired:
+            for start, stop, rank in self.teacher_parts:
+                held[rank] += _part(self.workload.teacher_state_sums, start, stop)
+        return tuple(map(round, held))
+
+    @cached_property
+    def memory_bytes(self) -> tuple[int, ...]:
+        """State, and what the student keeps from forward to backward, per rank."""
+        activations = self._per_rank(self.workload.activation_sums)
+        held = [a + b for a, b in zip(self.state_bytes, activations, strict=True)]
+        samples = sum(self.workload.samples())
+        # What a stage received stays until its backward.
+        for start, rank in list(zip(self.cuts.student, self.student_ranks, strict=False))[1:]:
+            held[rank] += self.workload.student.atoms[start - 1].output_bytes_per_sample * samples
+        return tuple(map(round, held))
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank keeps within the limits."""
+        limits = self.workload.state_limit, self.workload.memory_limit
+        if max(self.state_bytes) > limits[0]:
+            return False
+        return limits[1] == float("inf") or max(self.memory_bytes) <= limits[1]
+
+    def _per_rank(self, sums: tuple[float, ...]) -> tuple[float, ...]:
+        amounts = [0.0] * self.workload.num_ranks
+        for (start, stop), rank in zip(
+            pairwise(self.cuts.student), self.student_ranks, strict=True
+        ):
+            amounts[rank] += _part(sums, start, stop)
+        return tuple(amounts)
+
+
+def _part(sums: tuple[float, ...], start: int, stop: int) -> float:
+    return sums[stop] - sums[start]
+
+
+def _output_bytes(network: NetworkProfile | None, stop: int, samples: float) -> int:
+    """Bytes that a stage passes on to the next one; nothing behind the last."""
+    if network is None or stop == network.num_atoms:
+        return 0
+    return round(network.atoms[stop - 1].output_bytes_per_sample * samples)
+
+
+def _result_bytes(network: NetworkProfile | None, start: int, stop: int, samples: float) -> int:
+    """Bytes that a stage sends to the loss; the network's output if no tap is known."""
+    if network is None:
+        return 0
+    amount = sum(atom.result_bytes_per_sample for atom in network.atoms[start:stop])
+    if not amount and stop == network.num_atoms:
+        amount = network.atoms[-1].output_bytes_per_sample
+    return round(amount * samples)

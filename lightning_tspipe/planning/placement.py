@@ -1,0 +1,42 @@
+"""Who holds which atoms: the decision that a plan makes and an engine carries out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The cuts of both networks, and the ranks of their stages.
+
+    Attributes:
+        num_ranks: Ranks of the pipeline.
+        student_cuts: First atom of each student stage, and the number of atoms.
+        student_ranks: The rank of each student stage.
+        teacher_cuts: The same for the teacher; empty without one.
+        teacher_ranks: The rank of each teacher stage.
+        num_microbatches: Micro-batches per call.
+        split: Student stages whose backward runs in two halves.
+    """
+
+    num_ranks: int
+    student_cuts: tuple[int, ...]
+    student_ranks: tuple[int, ...]
+    teacher_cuts: tuple[int, ...] = ()
+    teacher_ranks: tuple[int, ...] = ()
+    num_microbatches: int = 1
+    split: frozenset[int] = frozenset()
+
+    @property
+    def data_rank(self) -> int:
+        """The rank that reads the data: the last, whatever stages it holds."""
+        return self.num_ranks - 1
+
+
+def default_ranks(num_stages: int, num_ranks: int) -> tuple[int, ...]:
+    """The last stage on rank 0, the others behind it; folded if there are more stages than ranks.
+
+    >>> default_ranks(3, 3), default_ranks(3, 2)
+    ((2, 1, 0), (0, 1, 0))
+    """
+    return tuple((num_stages - 1 - stage) % num_ranks for stage in range(num_stages))

@@ -1,0 +1,172 @@
+"""What the planner decided, and what it expects."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.planning.partition import megabytes
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.simulation.cost import CostTable, StageCost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that all ranks must agree on before the first step.
+
+    Attributes:
+        schedule: Name of the schedule.
+        pipeline: Who holds which stage.
+        student_cuts: First atom of each stage, and the number of atoms.
+        teacher_cuts: The same; () without a teacher.
+        num_microbatches: Micro-batches per call.
+        split: Student stages whose backward runs in two halves.
+        costs: What the order of the schedule is chosen by.
+        step_seconds: Simulated, in the steady state.
+        samples_per_second: Simulated.
+        bubble_ratio: Simulated share of the ranks' time in which they wait.
+        memory_bytes: Per rank: state, and activations kept for the backward.
+        state_bytes: Per rank: parameters, gradients and optimizer state of both networks.
+        reason: Why this plan, in a sentence.
+    """
+
+    schedule: str
+    pipeline: Pipeline
+    student_cuts: tuple[int, ...]
+    teacher_cuts: tuple[int, ...]
+    num_microbatches: int
+    split: frozenset[int]
+    costs: CostTable
+    step_seconds: float
+    samples_per_second: float
+    bubble_ratio: float
+    memory_bytes: tuple[int, ...]
+    state_bytes: tuple[int, ...]
+    reason: str
+
+    @property
+    def placement(self) -> Placement:
+        """The part that an engine carries out."""
+        teacher = self.pipeline.teacher
+        return Placement(
+            num_ranks=self.pipeline.num_ranks,
+            student_cuts=self.student_cuts,
+            student_ranks=self.pipeline.student.ranks,
+            teacher_cuts=self.teacher_cuts,
+            teacher_ranks=() if teacher is None else teacher.ranks,
+            num_microbatches=self.num_microbatches,
+            split=self.split,
+        )
+
+    def to_json(self) -> str:
+        """Everything, as JSON that :meth:`from_json` reads."""
+        data = asdict(self)
+        data["split"] = sorted(self.split)
+        for name in ("student", "teacher"):
+            if data["pipeline"][name] is not None:
+                data["pipeline"][name]["output_stages"] = sorted(
+                    data["pipeline"][name]["output_stages"]
+                )
+        if math.isinf(self.costs.bandwidth):  # JSON has no infinity
+            data["costs"]["bandwidth"] = None
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what :meth:`to_json` wrote."""
+        data = json.loads(text)
+        pipeline = data["pipeline"]
+        for name in ("student", "teacher"):
+            if pipeline[name] is not None:
+                pipeline[name] = _network(pipeline[name])
+        data["pipeline"] = Pipeline(**pipeline)
+        data["costs"] = _costs(data["costs"])
+        data["split"] = frozenset(data["split"])
+        for name in ("student_cuts", "teacher_cuts", "memory_bytes", "state_bytes"):
+            data[name] = tuple(data[name])
+        return cls(**data)
+
+    def __str__(self) -> str:
+        rows = [("rank", "student", "teacher", "busy", "state", "memory")]
+        for rank in range(self.pipeline.num_ranks):
+            busy = self._busy(rank) / self.step_seconds if self.step_seconds else 0.0
+            rows.append(
+                (
+                    str(rank),
+                    _held(self.pipeline.student, self.student_cuts, rank),
+                    _held(self.pipeline.teacher, self.teacher_cuts, rank),
+                    f"{busy:.0%}",
+                    megabytes(self.state_bytes[rank]),
+                    megabytes(self.memory_bytes[rank]),
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join([self._title(), *lines, self.reason])
+
+    def _title(self) -> str:
+        halves = f", backward in halves on stages {sorted(self.split)}" if self.split else ""
+        return (
+            f"{self.schedule}: {self.num_microbatches} micro-batch"
+            f"{'' if self.num_microbatches == 1 else 'es'} per call{halves}; simulated "
+            f"{self.step_seconds * 1e3:.1f} ms per step, {self.samples_per_second:.0f} samples/s, "
+            f"bubble {self.bubble_ratio:.0%}"
+        )
+
+    def _busy(self, rank: int) -> float:
+        """Seconds that ``rank`` works in a step."""
+        student, costs = self.pipeline.student, self.costs
+        seconds = costs.optimizer[rank] + costs.effects[rank]
+        seconds += costs.loss * (rank == self.pipeline.loss_rank)
+        seconds += costs.data * (rank == self.pipeline.data_rank)
+        for stage, cost in enumerate(costs.student):
+            backward = cost.backward
+            if stage in self.split:
+                backward = cost.input_backward + cost.weight_backward
+            seconds += (
+                student.num_units * (cost.forward + backward) * (student.ranks[stage] == rank)
+            )
+        teacher = self.pipeline.teacher
+        if teacher is not None:
+            for stage, cost in enumerate(costs.teacher):
+                seconds += teacher.num_units * cost.forward * (teacher.ranks[stage] == rank)
+        return seconds
+
+
+def _held(layout: NetworkLayout | None, cuts: tuple[int, ...], rank: int) -> str:
+    """The stages of a rank and their atoms: ``0: atoms 0-11, 2: atoms 31-40``."""
+    if layout is None:
+        return "-"
+    held = [
+        f"{stage}: atoms {start}-{stop - 1}"
+        for stage, (start, stop) in enumerate(pairwise(cuts))
+        if layout.ranks[stage] == rank
+    ]
+    return ", ".join(held) or "-"
+
+
+def _network(data: dict[str, Any]) -> NetworkLayout:
+    return NetworkLayout(
+        tuple(data["ranks"]),
+        data["num_calls"],
+        data["num_microbatches"],
+        frozenset(data["output_stages"]),
+    )
+
+
+def _costs(data: dict[str, Any]) -> CostTable:
+    values = dict(data)
+    for name in ("student", "teacher"):
+        values[name] = tuple(StageCost(**stage) for stage in data[name])
+    for name in ("optimizer", "effects"):
+        values[name] = tuple(data[name])
+    if values["bandwidth"] is None:
+        values["bandwidth"] = math.inf
+    return CostTable(**values)

@@ -1,0 +1,333 @@
+"""Chooses cuts, micro-batches and halves together: by simulated step time, under memory limits.
+
+1. For every number of micro-batches and of stages: cuts whose ranks are evenly busy.
+2. Each with and without halves of the backward: one quick simulation, best bounds first.
+3. The best few: their boundaries are moved as long as that helps.
+4. The best of those: the schedule that will run is built and simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.planning.evaluation import Evaluator
+from lightning_tspipe.planning.failures import does_not_fit
+from lightning_tspipe.planning.layout import Layout
+from lightning_tspipe.planning.partition import partition as cut_evenly
+from lightning_tspipe.planning.partition import too_few_atoms
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.search import (
+    CutSpace,
+    atom_seconds,
+    excess_and_bound,
+    joined_atoms,
+)
+from lightning_tspipe.planning.workload import Workload
+
+_NUM_MICROBATCHES = (1, 2, 4, 8)
+_NUM_EXACT = 5
+_REFINED_ACTIONS = 90_000
+"""Bounds the time of all refinements: neighbours that are simulated, times actions per step."""
+
+_NEAR = 1.05
+"""Estimates this close may change places when the real schedule is built."""
+
+_TIE = 1.002
+"""Times this close are equal: then fewer micro-batches, fewer stages, fewer halves."""
+
+
+def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
+    student: NetworkProfile,
+    teacher: NetworkProfile | None,
+    *,
+    num_ranks: int,
+    num_calls: tuple[int, int],
+    batch_sizes: Sequence[int],
+    paired: bool = True,
+    memory_limit: int | None = None,
+    state_limit: int | None = None,
+    optimizer_bytes_per_parameter_byte: float = 1.0,
+    schedule: str = "tspipe",
+    ahead: bool = True,
+    num_microbatches: int | Literal["auto"] = "auto",
+    partition: Sequence[int] | Literal["auto"] = "auto",
+    split: bool | Literal["auto"] = "auto",
+    link: tuple[float, float] = (0.0, math.inf),
+    loss_seconds: float = 0.0,
+    data_seconds: float = 0.0,
+    action_overhead: float = 0.0,
+    update_seconds_per_byte: float = 0.0,
+    input_bytes_per_sample: int = 0,
+) -> Plan:
+    """Find the plan with the smallest simulated steady step time that fits the memory.
+
+    Args:
+        student: Profile of the trainable network.
+        teacher: Profile of the forward-only network, or None.
+        num_ranks: Ranks of the pipeline.
+        num_calls: Calls per step of the student and of the teacher.
+        batch_sizes: Samples in each call of the student; the teacher's are the first of them. One
+            number serves all.
+        paired: Whether the teacher's atoms are the student's first ones, and must lie on the same
+            ranks (an EMA); otherwise the teacher is cut where that is best.
+        memory_limit: Bytes per rank for state and activations.
+        state_limit: Bytes per rank for parameters, gradients and optimizer state.
+        optimizer_bytes_per_parameter_byte: 0 for SGD, 1 with momentum, 2 for Adam.
+        schedule: Name of the schedule.
+        ahead: Whether the teacher may run ahead, if the schedule does that.
+        num_microbatches: Micro-batches per call.
+        partition: Number of atoms in each stage of the student.
+        split: Whether backwards run in halves; "auto" decides by cost, for "tspipe" only.
+        link: Seconds of latency, and bytes per second.
+        loss_seconds: The loss of the whole batch.
+        data_seconds: Reading one batch.
+        action_overhead: Seconds that each action costs besides its computation.
+        update_seconds_per_byte: Of the optimizer step, per byte of trained parameters.
+        input_bytes_per_sample: One sample of a call's input.
+
+    Raises:
+        PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
+        ConfigurationError: A partition or a number of micro-batches that cannot be.
+    """
+    workload = Workload(
+        student=student,
+        teacher=teacher,
+        num_ranks=num_ranks,
+        num_calls=num_calls,
+        batch_sizes=tuple(batch_sizes),
+        paired=paired,
+        memory_limit=math.inf if memory_limit is None else memory_limit,
+        state_limit=math.inf if state_limit is None else state_limit,
+        optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte,
+        latency=link[0],
+        bandwidth=link[1],
+        loss_seconds=loss_seconds,
+        data_seconds=data_seconds,
+        action_overhead=action_overhead,
+        update_seconds_per_byte=update_seconds_per_byte,
+        input_bytes_per_sample=input_bytes_per_sample,
+    )
+    wishes = _Wishes(
+        schedule=schedule,
+        ahead=ahead,
+        num_microbatches=num_microbatches,
+        cuts=None if partition == "auto" else _explicit(partition, workload),
+        split=split,
+    )
+    return _Planner(workload, wishes).plan()
+
+
+@dataclass(frozen=True)
+class _Wishes:
+    """What the user decided already."""
+
+    schedule: str
+    ahead: bool
+    num_microbatches: int | Literal["auto"]
+    cuts: tuple[int, ...] | None
+    split: bool | Literal["auto"]
+
+    def microbatch_counts(self, workload: Workload) -> tuple[int, ...]:
+        """Numbers of micro-batches to try: their units must have been measured."""
+        if self.num_microbatches != "auto":
+            return (self.num_microbatches,)
+        if self.schedule == "sequential":
+            return (1,)
+        networks = [n for n in (workload.student, workload.teacher) if n is not None]
+        smallest = max((network.sizes[0] for network in networks if network.sizes), default=1)
+        samples = min(workload.batch_sizes)
+        return tuple(n for n in _NUM_MICROBATCHES if n == 1 or samples // n >= smallest)
+
+    def splits(self, workload: Workload, num_stages: int) -> tuple[frozenset[int], ...]:
+        """Sets of stages to split. Nobody waits for stage 0, so it stays whole."""
+        later = frozenset(range(1, num_stages))
+        if self.split != "auto":
+            return (later if self.split else frozenset(),)
+        if self.schedule != "tspipe" or not workload.student.can_split:
+            return (frozenset(),)
+        return tuple(dict.fromkeys([frozenset(), later & {num_stages - 1}, later]))
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """A layout and its step time."""
+
+    seconds: float
+    layout: Layout
+    space: CutSpace
+
+
+class _Planner:
+    """The search, from all possibilities to one plan."""
+
+    def __init__(self, workload: Workload, wishes: _Wishes) -> None:
+        self._workload, self._wishes = workload, wishes
+        self._evaluator = Evaluator(wishes.schedule, ahead=wishes.ahead)
+
+    def plan(self) -> Plan:
+        found = [scored for scored in self._simulate_starts() if scored.seconds < math.inf]
+        if self._wishes.schedule != "sequential":
+            found = self._refine_best(found)
+        finalists = sorted(found, key=_seconds)
+        exact = [
+            replace(scored, seconds=self._evaluator.exact(scored.layout))
+            for scored in finalists[:_NUM_EXACT]
+            if scored.seconds <= finalists[0].seconds * _NEAR
+        ]
+        fastest = min(scored.seconds for scored in exact)
+        best = min(
+            (scored for scored in exact if scored.seconds <= fastest * _TIE), key=_simplicity
+        )
+        return self._describe(best)
+
+    def _simulate_starts(self) -> list[_Scored]:
+        """The best layout of each number of micro-batches, stages and halves; best first."""
+        spaces = list(self._spaces())
+        starts = self._starts(spaces)
+        if not starts:
+            raise does_not_fit(spaces[0].closest())
+        if self._wishes.schedule == "sequential":
+            # One rank works at a time, so cuts differ in memory only: take the most even one.
+            starts = [(space, layouts[:1]) for space, layouts in starts]
+        found: list[_Scored] = []
+        best = math.inf
+        for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
+            for split in self._wishes.splits(self._workload, space.num_stages):
+                own = _Scored(math.inf, layouts[0], space)
+                for layout in (replace(start, split=split) for start in layouts):
+                    if max(layout.busy) < best:
+                        seconds = self._evaluator.estimate(layout)
+                        own = min(own, _Scored(seconds, layout, space), key=_seconds)
+                best = min(best, own.seconds)
+                found.append(own)
+        return sorted(found, key=_seconds)
+
+    @staticmethod
+    def _starts(spaces: Sequence[CutSpace]) -> list[tuple[CutSpace, list[Layout]]]:
+        """The layouts of each space that fit; spaces without one are left out."""
+        found = []
+        hints: dict[int, list[Layout]] = {}
+        for space in spaces:
+            layouts = space.starts(hints.get(space.num_stages, ()))
+            hints.setdefault(space.num_stages, layouts)
+            if layouts:
+                found.append((space, layouts))
+        return found
+
+    def _spaces(self) -> Iterator[CutSpace]:
+        workload, fixed = self._workload, self._wishes.cuts
+        counts = self._wishes.microbatch_counts(workload)
+        if fixed is not None:
+            yield from (CutSpace(workload, len(fixed) - 1, n, fixed) for n in counts)
+            return
+        num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
+        if num_pieces < workload.num_ranks:
+            raise too_few_atoms(num_pieces, workload.num_ranks)
+        for num_stages in self._stage_counts(num_pieces, counts[0]):
+            yield from (CutSpace(workload, num_stages, count) for count in counts)
+
+    def _stage_counts(self, num_pieces: int, num_microbatches: int) -> list[int]:
+        """As many stages as ranks; more, to be folded, if the most even cut doesn't fit."""
+        workload = self._workload
+        num_ranks = workload.num_ranks
+        even = cut_evenly(
+            atom_seconds(workload, num_microbatches), num_ranks, joined=joined_atoms(workload)
+        )
+        unlimited = CutSpace(workload, num_ranks, num_microbatches, even)
+        if num_ranks == 1 or unlimited.starts():
+            return [num_ranks]
+        folded = sorted({num_ranks + 1, 2 * num_ranks - 1, 2 * num_ranks})
+        return [num_ranks, *(count for count in folded if count <= num_pieces)]
+
+    def _refine_best(self, found: Sequence[_Scored]) -> list[_Scored]:
+        """Refine from the best on, as long as there is time; the rest stays as it is."""
+        budget = _REFINED_ACTIONS
+        refined = []
+        for scored in found:
+            num_actions = self._evaluator.num_actions(scored.layout)
+            before = self._evaluator.num_simulated
+            # No refinement takes more than a third of the time.
+            most = min(budget, _REFINED_ACTIONS // 3) // num_actions
+            refined.append(self._refine(scored, most))
+            budget -= num_actions * (self._evaluator.num_simulated - before)
+        return refined
+
+    def _refine(self, scored: _Scored, num_simulations: int) -> _Scored:
+        """Move boundaries as long as a simulation says that it helps; promising moves first."""
+        best, left = scored, num_simulations
+        moves = self._moves(best)
+        while moves and left > 0:
+            layout = moves.pop(0)
+            # What cannot win needs no simulation.
+            if not layout.fits or max(layout.busy) >= best.seconds:
+                continue
+            left -= 1
+            seconds = self._evaluator.estimate(layout)
+            if seconds < best.seconds:
+                best = replace(best, seconds=seconds, layout=layout)
+                moves = self._moves(best)
+        return best
+
+    def _moves(self, scored: _Scored) -> list[Layout]:
+        return sorted(scored.space.neighbours(scored.layout), key=excess_and_bound)
+
+    def _describe(self, best: _Scored) -> Plan:
+        layout, seconds = best.layout, best.seconds
+        busy = layout.busy
+        return Plan(
+            schedule=self._wishes.schedule,
+            pipeline=layout.pipeline,
+            student_cuts=layout.cuts.student,
+            teacher_cuts=layout.teacher_cuts,
+            num_microbatches=layout.num_microbatches,
+            split=layout.split,
+            costs=layout.costs,
+            step_seconds=seconds,
+            samples_per_second=max(self._workload.batch_sizes) / seconds if seconds else 0.0,
+            bubble_ratio=max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0,
+            memory_bytes=layout.memory_bytes,
+            state_bytes=layout.state_bytes,
+            reason=self._reason(layout, seconds),
+        )
+
+    def _reason(self, layout: Layout, seconds: float) -> str:
+        share = max(layout.busy) / seconds if seconds else 1.0
+        text = (
+            f"fastest of {self._evaluator.num_simulated} simulations: the busiest rank works "
+            f"{share:.0%} of the step"
+        )
+        if layout.cuts.num_stages > self._workload.num_ranks and self._wishes.cuts is None:
+            text += "; stages are folded over the ranks to fit the memory limit"
+        return text
+
+
+def _seconds(scored: _Scored) -> float:
+    return scored.seconds
+
+
+def _simplicity(scored: _Scored) -> tuple[int, int, int, float]:
+    layout = scored.layout
+    return layout.num_microbatches, layout.cuts.num_stages, len(layout.split), scored.seconds
+
+
+def _explicit(counts: Sequence[int], workload: Workload) -> tuple[int, ...]:
+    """Cuts from the user's numbers of atoms per stage."""
+    num_atoms = workload.student.num_atoms
+    if any(count < 1 for count in counts) or len(counts) < workload.num_ranks:
+        raise ConfigurationError(
+            f"partition={list(counts)}: give at least one atom to each stage, and at least "
+            f"{workload.num_ranks} stages, one for each device"
+        )
+    if sum(counts) != num_atoms:
+        names = ", ".join(atom.name for atom in workload.student.atoms)
+        raise PartitionError(
+            f"partition={list(counts)} cuts {sum(counts)} atoms, and the student has {num_atoms}: "
+            f"{names}"
+        )
+    return tuple(accumulate(counts, initial=0))

@@ -1,0 +1,127 @@
+"""What the atoms of a network cost, as measured: the planner's only knowledge of a network."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from lightning_tspipe.errors import ConfigurationError
+
+Seconds = Mapping[int, float]
+"""Seconds by micro-batch size."""
+
+
+@dataclass(frozen=True)
+class AtomProfile:
+    """Costs of one atom.
+
+    Attributes:
+        name: As users know it (``"backbone.layer1.0"``).
+        forward: Seconds by micro-batch size.
+        backward: Seconds by micro-batch size; empty for a network that is never trained.
+        input_backward: Seconds of the half that makes the input's gradient; empty if unknown.
+        weight_backward: Seconds of the half that makes the weights' gradients.
+        output_bytes_per_sample: What the next atom gets.
+        activation_bytes_per_sample: What is kept from forward to backward.
+        parameter_bytes: All parameters and buffers.
+        trainable_bytes: The parameters that get a gradient.
+        result_bytes_per_sample: What the loss gets from here: a tap, or the network's output.
+        joined: Whether the next atom must be in the same stage (they share a parameter).
+    """
+
+    name: str
+    forward: Seconds
+    backward: Seconds = field(default_factory=dict)
+    input_backward: Seconds = field(default_factory=dict)
+    weight_backward: Seconds = field(default_factory=dict)
+    output_bytes_per_sample: int = 0
+    activation_bytes_per_sample: int = 0
+    parameter_bytes: int = 0
+    trainable_bytes: int = 0
+    result_bytes_per_sample: int = 0
+    joined: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> AtomProfile:
+        """Read what :meth:`to_dict` gave, also after JSON has made the sizes strings."""
+        values = dict(data)
+        for name in ("forward", "backward", "input_backward", "weight_backward"):
+            values[name] = {int(size): time for size, time in values.get(name, {}).items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class NetworkProfile:
+    """The atoms of one network, in order."""
+
+    atoms: tuple[AtomProfile, ...]
+
+    @property
+    def num_atoms(self) -> int:
+        """Number of atoms."""
+        return len(self.atoms)
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that every atom was measured at, ascending."""
+        if not self.atoms:
+            return ()
+        return tuple(sorted(set.intersection(*(set(atom.forward) for atom in self.atoms))))
+
+    @property
+    def can_split(self) -> bool:
+        """Whether the halves of the backward were measured."""
+        return all(atom.input_backward for atom in self.atoms)
+
+    def sums(self, kind: str, size: int) -> tuple[float, ...]:
+        """Running sums over the atoms, from 0: seconds of ``kind`` for ``size`` samples.
+
+        Args:
+            kind: ``"forward"``, ``"backward"``, ``"input_backward"`` or ``"weight_backward"``.
+            size: Samples; between measured sizes the time is interpolated.
+
+        Returns:
+            One number more than there are atoms: atoms i to j - 1 take ``sums[j] - sums[i]``.
+        """
+        times = (seconds_at(getattr(atom, kind), size) for atom in self.atoms)
+        return tuple(accumulate(times, initial=0.0))
+
+    def byte_sums(self, kind: str) -> tuple[int, ...]:
+        """Running sums over the atoms, from 0, of an attribute that counts bytes."""
+        return tuple(accumulate((getattr(atom, kind) for atom in self.atoms), initial=0))
+
+
+def seconds_at(times: Seconds, size: int) -> float:
+    """Seconds for ``size`` samples: measured, or interpolated between the sizes beside it.
+
+    Beyond the measured sizes the time grows along the last two; below them it shrinks along the
+    first two, but not below a proportional share.
+
+    Raises:
+        ConfigurationError: A size of 0 or less.
+
+    >>> seconds_at({2: 1.0, 4: 1.5}, 3)
+    1.25
+    """
+    if size <= 0:
+        raise ConfigurationError(f"a micro-batch of {size} samples; at least 1 is needed")
+    if size in times:
+        return times[size]
+    sizes = sorted(times)
+    if not sizes:
+        return 0.0
+    if len(sizes) == 1:
+        return times[sizes[0]] * size / sizes[0]
+    # The segment that holds the size, or the outermost one.
+    right = min(max(bisect_left(sizes, size), 1), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    slope = (times[high] - times[low]) / (high - low)
+    return max(times[low] + slope * (size - low), times[low] * min(1.0, size / low), 0.0)

@@ -1,0 +1,244 @@
+"""Cuts worth simulating: balanced ones to start from, and their neighbours.
+
+No schedule is faster than its busiest rank, so cuts are tried in the order of that bound, and those
+whose bound is above the best time so far are never simulated::
+
+    bound      10    10    11    12    14   ...
+    simulated  13    12    12    skipped: 12 is reached already
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.layout import Cuts, Layout
+from lightning_tspipe.planning.partition import partition
+from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.workload import Workload
+
+_MAX_ENUMERATED = 3000
+"""With so many cuts at most, all are priced; else the search starts from balanced ones."""
+
+_MAX_STARTS = 32
+_STRIDES = (1, -1, 2, -2, 4, -4)
+
+
+@dataclass(frozen=True)
+class CutSpace:
+    """All ways to cut for a number of stages and micro-batches.
+
+    Attributes:
+        workload: What is cut.
+        num_stages: Stages of the student.
+        num_microbatches: Micro-batches per call; the balance depends on them a little.
+        fixed: The student's cuts, if the user gave them.
+    """
+
+    workload: Workload
+    num_stages: int
+    num_microbatches: int
+    fixed: tuple[int, ...] | None = None
+
+    def layout(self, cuts: Cuts) -> Layout:
+        """Price ``cuts``."""
+        return Layout(self.workload, cuts, self.num_microbatches)
+
+    def starts(self, hints: Sequence[Layout] = ()) -> list[Layout]:
+        """Layouts that fit the memory, best bound first.
+
+        Args:
+            hints: Good layouts for another number of micro-batches: where a search is needed, they
+                are taken instead.
+        """
+        found: dict[int, Layout] = {}
+        for cuts in self._candidates(hints):
+            layout = self.layout(cuts)
+            # One for each first cut, so that those that are tried differ.
+            other = found.get(cuts.student[1])
+            if layout.fits and (other is None or _bound(layout) < _bound(other)):
+                found[cuts.student[1]] = layout
+        return sorted(found.values(), key=_bound)[:_MAX_STARTS]
+
+    def closest(self) -> Layout:
+        """A layout that needs little more memory than there is, or none."""
+        if self.fixed is not None:
+            return self.layout(self._with_teacher(self.fixed))
+        return min(self._climbed(), key=excess_and_bound)
+
+    def neighbours(self, layout: Layout) -> Iterator[Layout]:
+        """Layouts with one boundary moved a little."""
+        cuts = layout.cuts
+        if self.fixed is None:
+            for student in _moved(cuts.student, self._positions, gap=1):
+                yield replace(layout, cuts=replace(cuts, student=student))
+                if cuts.teacher and self.workload.num_ranks == 2:
+                    # With more ranks too slow; there the teacher's own moves follow.
+                    yield replace(layout, cuts=self._with_teacher(student))
+        for teacher in _moved(cuts.teacher, self._teacher_positions, gap=0):
+            yield replace(layout, cuts=replace(cuts, teacher=teacher))
+
+    @property
+    def _positions(self) -> tuple[int, ...]:
+        """Where the student may be cut."""
+        joined = joined_atoms(self.workload)
+        return tuple(n for n in range(1, self.workload.student.num_atoms) if n - 1 not in joined)
+
+    @property
+    def _teacher_positions(self) -> tuple[int, ...]:
+        """Where an independent teacher may be cut; at its ends a part of it is empty."""
+        teacher = self.workload.independent_teacher
+        if teacher is None:
+            return ()
+        joined = _joined(teacher)
+        return tuple(n for n in range(teacher.num_atoms + 1) if n - 1 not in joined)
+
+    def _candidates(self, hints: Sequence[Layout]) -> Iterator[Cuts]:
+        if self.fixed is not None:
+            yield self._with_teacher(self.fixed)
+        elif self._is_small:
+            for inner in combinations(self._positions, self.num_stages - 1):
+                yield self._with_teacher((0, *inner, self.workload.student.num_atoms))
+        elif hints:
+            yield from (layout.cuts for layout in hints)
+        else:
+            yield from self._optimum()
+            yield from (layout.cuts for layout in self._climbed())
+
+    @property
+    def _is_small(self) -> bool:
+        # For each cut of the student, a teacher that is cut on its own must be balanced anew.
+        price = 1 if self.workload.independent_teacher is None else 10
+        num_cuts = math.comb(len(self._positions), self.num_stages - 1)
+        return num_cuts * price <= _MAX_ENUMERATED
+
+    def _optimum(self) -> Iterator[Cuts]:
+        """The exact optimum, where every rank has one stage and the teacher follows."""
+        workload = self.workload
+        if self.num_stages > workload.num_ranks or workload.independent_teacher is not None:
+            return
+        limit = min(workload.state_limit, 2**62)
+        try:
+            cuts = partition(
+                atom_seconds(workload, self.num_microbatches),
+                self.num_stages,
+                memory=[round(stop - start) for start, stop in pairwise(workload.state_sums)],
+                memory_limits=[round(limit)] * self.num_stages,
+                joined=joined_atoms(workload),
+            )
+        except PartitionError:
+            return
+        yield Cuts(cuts)
+
+    def _climbed(self) -> list[Layout]:
+        """Local optima of the bound, under the limits if there is a way."""
+        workload = self.workload
+        seconds = atom_seconds(workload, self.num_microbatches)
+        states = [stop - start for start, stop in pairwise(workload.state_sums)]
+        cuts = [
+            partition(costs, self.num_stages, joined=joined_atoms(workload))
+            for costs in (seconds, states)
+        ]
+        starts = [self.layout(self._with_teacher(found)) for found in dict.fromkeys(cuts)]
+        return [self._climb(start) for start in starts]
+
+    def _climb(self, start: Layout) -> Layout:
+        """Move to the best neighbour as long as one is better."""
+        best, score = start, excess_and_bound(start)
+        while True:
+            layout = min(self.neighbours(best), key=excess_and_bound, default=best)
+            if excess_and_bound(layout) >= score:
+                return best
+            best, score = layout, excess_and_bound(layout)
+
+    def _with_teacher(self, student: tuple[int, ...]) -> Cuts:
+        """Cut an independent teacher such that the ranks' sums are even, given the student."""
+        workload = self.workload
+        teacher = workload.independent_teacher
+        if teacher is None:
+            return Cuts(student)
+        alone = replace(workload, teacher=None)
+        own = Layout(alone, Cuts(student), self.num_microbatches)
+        sums = workload.units(self.num_microbatches).teacher
+        num_units = workload.num_calls[1] * self.num_microbatches
+        held = workload.teacher_state_sums
+        free = [
+            min(workload.state_limit - state, workload.memory_limit - memory)
+            for state, memory in zip(own.state_bytes, own.memory_bytes, strict=True)
+        ]
+        try:
+            bounds = partition(
+                [num_units * (b - a) for a, b in pairwise(sums)],
+                workload.num_ranks,
+                memory=[round(b - a) for a, b in pairwise(held)],
+                memory_limits=[round(min(room, 2**62)) for room in free[::-1]],
+                loads=own.busy[::-1],
+                joined=_joined(teacher),
+                allow_empty=True,
+            )
+        except PartitionError:
+            # The student alone is too large for a rank, or leaves too little: see ``fits``.
+            bounds = (*(0,) * workload.num_ranks, teacher.num_atoms)
+        return Cuts(student, bounds)
+
+
+def joined_atoms(workload: Workload) -> frozenset[int]:
+    """Atoms of the student that stay with the one after them, or whose paired ones do."""
+    joined = _joined(workload.student)
+    if workload.paired and workload.teacher is not None:
+        joined |= _joined(workload.teacher)
+    return joined
+
+
+def atom_seconds(workload: Workload, num_microbatches: int) -> list[float]:
+    """Seconds per step of each atom of the student, with its paired teacher."""
+    units = workload.units(num_microbatches)
+    own, other = (calls * num_microbatches for calls in workload.num_calls)
+    teacher = list(pairwise(units.teacher)) if workload.paired else []
+    teacher += [(0.0, 0.0)] * (workload.student.num_atoms - len(teacher))
+    return [
+        own * (f1 - f0 + b1 - b0) + other * (t1 - t0)
+        for (f0, f1), (b0, b1), (t0, t1) in zip(
+            pairwise(units.forward), pairwise(units.backward), teacher, strict=True
+        )
+    ]
+
+
+def _joined(network: NetworkProfile) -> frozenset[int]:
+    return frozenset(place for place, atom in enumerate(network.atoms) if atom.joined)
+
+
+def _bound(layout: Layout) -> float:
+    return max(layout.busy)
+
+
+def excess_and_bound(layout: Layout) -> tuple[float, float, float]:
+    """Bytes over the limits, then the busiest rank, then all ranks: the evener the better."""
+    workload = layout.workload
+    over = [max(0, held - workload.state_limit) for held in layout.state_bytes]
+    over += [max(0, held - workload.memory_limit) for held in layout.memory_bytes]
+    return (sum(over), max(layout.busy), sum(time * time for time in layout.busy))
+
+
+def _moved(cuts: tuple[int, ...], positions: Sequence[int], gap: int) -> Iterator[tuple[int, ...]]:
+    """``cuts`` with an inner cut, or two that follow each other, moved by a few positions.
+
+    Args:
+        cuts: Ascending, the ends included.
+        positions: Where cuts may be.
+        gap: How far apart cuts must be at least.
+    """
+    places = {position: place for place, position in enumerate(positions)}
+    inner = range(1, len(cuts) - 1)
+    moves = [{index: stride} for index in inner for stride in _STRIDES]
+    moves += [{index: a, index + 1: b} for index in inner[:-1] for a in (1, -1) for b in (1, -1)]
+    for move in moves:
+        moved = list(cuts)
+        for index, stride in move.items():
+            place = places[cuts[index]] + stride
+            moved[index] = positions[place] if 0 <= place < len(positions) else -1
+        if all(stop - start >= gap for start, stop in pairwise(moved)):
+            yield tuple(moved)

@@ -1,0 +1,175 @@
+"""The profiles of one training step, summed such that any cut is priced in a few additions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_tspipe.planning.profile import NetworkProfile
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What has to be done in a step, and on what. Arguments of :func:`~.planner.plan`.
+
+    Attributes:
+        student: Profile of the trainable network.
+        teacher: Profile of the forward-only network, or None.
+        num_ranks: Ranks of the pipeline.
+        num_calls: Calls per step of the student and of the teacher.
+        batch_sizes: Samples in each call of the student; the teacher's calls are the first of them.
+            A single number serves all calls.
+        paired: Whether the teacher is cut where the student is.
+        memory_limit: Bytes per rank for everything.
+        state_limit: Bytes per rank for parameters, gradients and optimizer state of both networks.
+        optimizer_bytes_per_parameter_byte: 1 for momentum, 2 for Adam.
+        latency: Seconds until a message arrives.
+        bandwidth: Bytes per second of a link.
+        loss_seconds: The loss of the whole batch.
+        data_seconds: Reading a batch.
+        action_overhead: Seconds that running any one action costs besides its computation.
+        update_seconds_per_byte: Optimizer step, per byte of trained parameters; a paired teacher's
+            update costs as much per byte.
+        input_bytes_per_sample: One sample of a call's input.
+    """
+
+    student: NetworkProfile
+    teacher: NetworkProfile | None
+    num_ranks: int
+    num_calls: tuple[int, int]
+    batch_sizes: tuple[int, ...]
+    paired: bool = True
+    memory_limit: float = math.inf
+    state_limit: float = math.inf
+    optimizer_bytes_per_parameter_byte: float = 1.0
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    loss_seconds: float = 0.0
+    data_seconds: float = 0.0
+    action_overhead: float = 0.0
+    update_seconds_per_byte: float = 0.0
+    input_bytes_per_sample: int = 0
+    _units: dict[int, UnitSums] = field(default_factory=dict, repr=False, compare=False)
+
+    def samples(self, *, teacher: bool = False) -> tuple[int, ...]:
+        """Samples in each call of a network."""
+        num_calls = self.num_calls[teacher]
+        sizes = self.batch_sizes
+        return (sizes * num_calls if len(sizes) == 1 else sizes)[:num_calls]
+
+    @property
+    def independent_teacher(self) -> NetworkProfile | None:
+        """The teacher, if it is cut on its own."""
+        return None if self.paired else self.teacher
+
+    def units(self, num_microbatches: int) -> UnitSums:
+        """Running sums of the seconds of one unit."""
+        if num_microbatches not in self._units:
+            self._units[num_microbatches] = UnitSums.of(self, num_microbatches)
+        return self._units[num_microbatches]
+
+    @cached_property
+    def state_sums(self) -> tuple[float, ...]:
+        """Running sums over the student's atoms: parameters, gradients, optimizer state.
+
+        A paired teacher's parameters are among them.
+        """
+        held = self.student.byte_sums("parameter_bytes")
+        trained = self.student.byte_sums("trainable_bytes")
+        sums = [
+            everything + (1 + self.optimizer_bytes_per_parameter_byte) * part
+            for everything, part in zip(held, trained, strict=True)
+        ]
+        if self.paired and self.teacher is not None:
+            copies = self.teacher.byte_sums("parameter_bytes")
+            sums = [own + copies[min(atom, len(copies) - 1)] for atom, own in enumerate(sums)]
+        return tuple(sums)
+
+    @cached_property
+    def teacher_state_sums(self) -> tuple[float, ...]:
+        """Running sums over an independent teacher's atoms."""
+        teacher = self.independent_teacher
+        return () if teacher is None else tuple(map(float, teacher.byte_sums("parameter_bytes")))
+
+    @cached_property
+    def activation_sums(self) -> tuple[float, ...]:
+        """Running sums of what the student keeps for its backward: of all units, at the loss."""
+        samples = sum(self.samples())
+        sums = self.student.byte_sums("activation_bytes_per_sample")
+        return tuple(float(samples * amount) for amount in sums)
+
+    @cached_property
+    def update_sums(self) -> tuple[float, ...]:
+        """Running sums over the student's atoms: seconds of the optimizer step."""
+        rate = self.update_seconds_per_byte
+        return tuple(rate * amount for amount in self.student.byte_sums("trainable_bytes"))
+
+    @cached_property
+    def effect_sums(self) -> tuple[float, ...]:
+        """Running sums over the student's atoms: seconds of a paired teacher's update."""
+        if not self.paired or self.teacher is None:
+            return (0.0,) * (self.student.num_atoms + 1)
+        sums = self.teacher.byte_sums("parameter_bytes")
+        rate = self.update_seconds_per_byte
+        last = len(sums) - 1
+        return tuple(rate * sums[min(atom, last)] for atom in range(self.student.num_atoms + 1))
+
+
+@dataclass(frozen=True)
+class UnitSums:
+    """Running sums over atoms of the seconds that one unit takes.
+
+    Attributes:
+        forward: Over the student's atoms.
+        backward: Whole backward.
+        input_backward: First half.
+        weight_backward: Second half.
+        teacher: Forward, over the teacher's atoms; empty without a teacher.
+        samples: Samples in a unit of the student and of the teacher, on average.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    input_backward: tuple[float, ...]
+    weight_backward: tuple[float, ...]
+    teacher: tuple[float, ...]
+    samples: tuple[float, float]
+
+    @classmethod
+    def of(cls, workload: Workload, num_microbatches: int) -> UnitSums:
+        """Price units of ``num_microbatches`` micro-batches per call, averaged over the calls."""
+        student, teacher = workload.student, workload.teacher
+        own = _unit_sizes(workload.samples(), num_microbatches)
+        other = _unit_sizes(workload.samples(teacher=True), num_microbatches)
+        backward = _mean_sums(student, "backward", own)
+        half = tuple(amount / 2 for amount in backward)
+        split = student.can_split
+        return cls(
+            forward=_mean_sums(student, "forward", own),
+            backward=backward,
+            input_backward=_mean_sums(student, "input_backward", own) if split else half,
+            weight_backward=_mean_sums(student, "weight_backward", own) if split else half,
+            teacher=() if teacher is None else _mean_sums(teacher, "forward", other),
+            samples=(_mean(own), _mean(other)),
+        )
+
+
+def _unit_sizes(calls: Sequence[int], num_microbatches: int) -> list[int]:
+    """Samples of every unit; where a batch doesn't divide, the first ones get one more."""
+    return [
+        max(1, size // num_microbatches + (place < size % num_microbatches))
+        for size in calls
+        for place in range(num_microbatches)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _mean_sums(network: NetworkProfile, kind: str, sizes: Sequence[int]) -> tuple[float, ...]:
+    by_size = {size: network.sums(kind, size) for size in set(sizes)}
+    rows = [by_size[size] for size in sizes]
+    return tuple(map(_mean, zip(*rows, strict=True)))

@@ -1,0 +1,167 @@
+"""Forward-only steps through the pipeline: validation, prediction, feature extraction.
+
+Batches follow each other without a barrier: while the loss rank works on one, the first stage is
+at the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
+from lightning_tspipe.capture.replay import StepRunner
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.lowering import Program, lower
+from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
+from lightning_tspipe.runtime.header import StepHeader
+from lightning_tspipe.runtime.units import StepUnits
+from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.schedules.gpipe import gpipe
+
+if TYPE_CHECKING:
+    from lightning_tspipe.capture.trace import Step
+    from lightning_tspipe.runtime.engine import Engine
+
+_FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
+
+
+class Evaluation:
+    """Runs one kind of forward-only step on a placed pipeline.
+
+    Args:
+        engine: The engine that holds the stages.
+        step: The step, a function of the batch; calls pipelined submodules like a training step,
+            from the start of their chain up to any block of it.
+        batch: A first batch, the same on all ranks.
+
+    Raises:
+        CaptureError: The step can't be captured, or takes another way through a network.
+    """
+
+    def __init__(self, engine: Engine, step: Step, batch: Any) -> None:
+        self._engine = engine
+        self._index = 0
+        captured = engine.capture(step, batch, training=False)
+        plan, networks = captured.plan, captured.networks
+        trained = engine.captured.networks
+        cuts: dict[NetworkName, tuple[int, ...]] = {}
+        for name, network in networks.items():
+            if name not in trained or not trained[name].starts_like(network):
+                raise CaptureError(
+                    f"this step goes another way through the {name} than training_step: call its "
+                    "blocks in the same order, from the first on"
+                )
+            cuts[name] = tuple(min(cut, len(network.atoms)) for cut in engine.cuts[name])
+        self._plan = plan
+        self._runner = StepRunner(
+            engine.module, engine.names, plan, is_loss_rank=engine.is_loss_rank
+        )
+        statistics = {
+            name: DeferredStatistics([engine.module.get_submodule(b) for b in n.block_names])
+            for name, n in networks.items()
+        }
+        self._executor = Executor(
+            engine.transport, networks, statistics, engine.context, engine.device
+        )
+        self._program = _forward_program(engine, captured_layouts(engine, plan, networks, cuts))
+
+        def units(inputs: tuple[TensorSpec, ...]) -> StepUnits:
+            return StepUnits(plan, networks, cuts, 1, inputs, engine.context)
+
+        self._units: Callable[[tuple[TensorSpec, ...]], StepUnits] = units
+
+    def run(self, step: Step, batch: Any) -> Any:
+        """One batch.
+
+        Args:
+            step: The step.
+            batch: The batch, on the data rank.
+
+        Returns:
+            On the loss rank what the step returns, elsewhere None.
+        """
+        with _no_grad():
+            return self._run(step, batch)
+
+    def _run(self, step: Step, batch: Any) -> Any:
+        engine, executor, plan = self._engine, self._executor, self._plan
+        inputs: dict[int, tuple[Tensor, ...]] = {}
+        if engine.is_data_rank:
+            inputs[0] = self._runner.inputs(step, batch, self._index, effects=False)
+            header = StepHeader.of(batch, inputs[0])
+            header.send(engine.transport)
+        else:
+            header = StepHeader.receive(engine.transport, engine.placement.data_rank)
+        context = StepContext(self._index, self._program, {0: self._units(header.inputs)}, inputs)
+        executor.post_receives(context)
+        if engine.is_data_rank:
+            executor.send_inputs(context, 0)
+        fields = header.exchange_fields(
+            plan.batch_fields, batch, engine.transport, engine.placement.data_rank, BATCH_CHANNEL
+        )
+        executor.run(context, self._program.schedule.ranks[engine.rank])
+        result = None
+        if engine.is_loss_rank:
+            executor.await_outputs(context, Action(Op.LOSS, LOSS_RANK))
+            whole = batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
+
+            def output(call: int, ref: ValueRef) -> Tensor:
+                return executor.output(context, call, ref)
+
+            result = self._runner.replay(step, whole, self._index, output)
+        executor.finish(context)
+        self._index += 1
+        return result
+
+
+def captured_layouts(
+    engine: Engine,
+    plan: Any,
+    networks: dict[NetworkName, Any],
+    cuts: dict[NetworkName, tuple[int, ...]],
+) -> Pipeline:
+    """The pipeline of a forward-only step, on the stages of the training."""
+    layouts = {
+        name: NetworkLayout(
+            engine.ranks[name], len(plan.calls_of(name)), 1, network.output_stages(cuts[name])
+        )
+        for name, network in networks.items()
+    }
+    # A step that calls only the teacher has no student units.
+    student = layouts.get(
+        "student", NetworkLayout(engine.ranks["student"], 0, 1, frozenset())
+    )
+    return Pipeline(
+        engine.transport.num_ranks, student, layouts.get("teacher"), engine.placement.data_rank
+    )
+
+
+def _forward_program(engine: Engine, pipeline: Pipeline) -> Program:
+    schedule = gpipe(pipeline)
+    ranks = tuple(
+        tuple(action for action in actions if action.op in _FORWARD_OPS)
+        for actions in schedule.ranks
+    )
+    del engine
+    return lower(Schedule(pipeline, ranks))
+
+
+def _no_grad() -> AbstractContextManager[Any]:
+    """No gradients, but ordinary tensors: buffers are shared with the training."""
+    from contextlib import ExitStack  # noqa: PLC0415
+
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(mode=False))
+    stack.enter_context(torch.no_grad())
+    return stack

@@ -1,0 +1,47 @@
+"""Inter-layer model parallelism: one device works at a time, as in TSPipe's baseline (table 3).
+
+Actions start as soon as their inputs are there, so the order alone must keep every other device
+waiting: each stage begins with what the stage before it finished *last*. So the units go forth and
+back, and each stage's backwards are, as everywhere, the reverse of its forwards. Three stages
+(rank 2 holds stage 0) and two units::
+
+    rank 0 |                T0T1F0F1B1──B0──                |
+    rank 1 |        F1F0T1T0                B0──B1──        |
+    rank 2 |T0T1F0F1                                B1──B0──|
+
+A teacher with fewer stages than the student, or more, overlaps a little where they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.schedules.phases import assemble, loss
+
+
+def sequential(pipeline: Pipeline) -> Schedule:
+    """Stage after stage: teacher and student forwards; the loss; backwards, stage after stage."""
+    forwards = list(_forwards(pipeline))
+    backwards = [
+        Action(Op.BACKWARD, action.stage, action.unit)
+        for action in reversed(forwards)
+        if action.op is Op.FORWARD
+    ]
+    return assemble(pipeline, [*forwards, loss(pipeline), *backwards], teacher_next=False)
+
+
+def _forwards(pipeline: Pipeline) -> Iterator[Action]:
+    networks = [(Op.FORWARD, pipeline.student)]
+    if pipeline.teacher is not None:
+        networks.insert(0, (Op.TEACHER, pipeline.teacher))
+    for stage in range(max(layout.num_stages for _, layout in networks)):
+        cells = [
+            Action(op, stage, unit)
+            for op, layout in networks
+            if stage < layout.num_stages
+            for unit in range(layout.num_units)
+        ]
+        yield from cells if stage % 2 == 0 else reversed(cells)

@@ -1,0 +1,95 @@
+"""The best order known for the costs at hand: the paper's, or one that list scheduling finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lightning_tspipe.ir.lowering import lower
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.schedules.list_scheduling import Policy, list_schedule, list_step_time
+from lightning_tspipe.schedules.tspipe import tspipe
+from lightning_tspipe.schedules.zero_bubble import split_backward
+from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.simulation.graph import StepGraph
+from lightning_tspipe.simulation.simulator import graph_seconds, graph_step_time
+
+_STEPS = 5
+_MIDDLE = 3
+"""The step whose order is taken: by then the walk is in its steady state."""
+
+
+def synthesize(
+    pipeline: Pipeline,
+    costs: CostTable,
+    *,
+    teacher_now: bool,
+    teacher_next: bool,
+    split: frozenset[int] = frozenset(),
+) -> Schedule:
+    """The order with the smallest simulated step time; never slower than TSPipe's.
+
+    Args:
+        pipeline: Who holds what.
+        costs: Seconds per action and bytes per message.
+        teacher_now: The teacher of this batch runs in this step: nothing ran ahead.
+        teacher_next: The teacher of the next batch runs ahead in this step.
+        split: Student stages whose backward runs in two halves.
+    """
+    costs.check(pipeline)
+    # Ties go to the order that comes first: the paper's.
+    best, _ = min(
+        candidates(
+            pipeline, costs, teacher_now=teacher_now, teacher_next=teacher_next, split=split
+        ),
+        key=lambda scored: scored[1],
+    )
+    return best
+
+
+def estimate_step_time(graph: StepGraph, costs: CostTable) -> float:
+    """Seconds per step that :func:`synthesize` will find or beat; much faster than finding it.
+
+    Args:
+        graph: Any order of a step that repeats, split as wanted.
+        costs: Of the same pipeline.
+    """
+    return list_step_time([graph] * _STEPS, costs, Policy(patience=0.5))
+
+
+def candidates(
+    pipeline: Pipeline,
+    costs: CostTable,
+    *,
+    teacher_now: bool,
+    teacher_next: bool,
+    split: frozenset[int] = frozenset(),
+) -> Iterator[tuple[Schedule, float]]:
+    """Orders with their simulated steady step time, the paper's first."""
+    fixed = split_backward(
+        tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next), split
+    )
+    graph = StepGraph.of(lower(fixed))
+    # The first and the last step of an epoch don't repeat.
+    repeats = pipeline.teacher is None or teacher_now != teacher_next
+    score = graph_step_time if repeats else graph_seconds
+    yield fixed, score(graph, costs)
+    seen = {fixed.ranks}
+    for policy in _policies(pipeline, split, ahead=teacher_next):
+        steps = list_schedule([graph] * (_STEPS if repeats else 1), costs, policy)
+        order = steps[_MIDDLE if repeats else 0]
+        if order not in seen:
+            seen.add(order)
+            schedule = Schedule(pipeline, order)
+            yield schedule, score(StepGraph.of(lower(schedule)), costs)
+
+
+def _policies(pipeline: Pipeline, split: frozenset[int], *, ahead: bool) -> Iterator[Policy]:
+    """The variants worth trying: only those that can differ for this pipeline."""
+    ranks = pipeline.student.ranks
+    return (
+        Policy(patience, weights_first=weights_first, deep_first=deep_first)
+        for patience in (0.5, 0.0, 1.0)
+        for weights_first in ((True, False) if split and ahead else (True,))
+        for deep_first in ((False, True) if len(set(ranks)) < len(ranks) else (False,))
+    )

@@ -1,0 +1,159 @@
+"""What each action and each message of a pipeline costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lightning_tspipe.errors import ScheduleError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.lowering import Message
+from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Costs of one stage, for one unit.
+
+    Attributes:
+        forward: Seconds of a forward.
+        backward: Seconds of a whole backward; 0 for a teacher.
+        input_backward: Seconds of the half that makes the gradients of the stage's input.
+        weight_backward: Seconds of the half that makes the gradients of its weights. The halves
+            together may cost more than the whole.
+        output_bytes: Activation that travels to the next stage; its gradient is as large.
+        result_bytes: What travels to the loss, if the stage is an output stage.
+    """
+
+    forward: float
+    backward: float = 0.0
+    input_backward: float = 0.0
+    weight_backward: float = 0.0
+    output_bytes: int = 0
+    result_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Costs of a whole pipeline. Times are in seconds.
+
+    Attributes:
+        student: One entry per student stage.
+        teacher: One entry per teacher stage; empty without a teacher.
+        loss: The loss of the whole batch.
+        optimizer: One entry per rank.
+        effects: One entry per rank.
+        latency: From the end of sending a message to its arrival.
+        bandwidth: Bytes per second between two ranks, in each direction.
+        data: Reading one batch on the data rank.
+        input_bytes: One unit's call input, where stage 0 is not on the data rank.
+        batch_bytes: The batch fields that travel to the loss.
+    """
+
+    student: tuple[StageCost, ...]
+    teacher: tuple[StageCost, ...]
+    loss: float
+    optimizer: tuple[float, ...]
+    effects: tuple[float, ...]
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    data: float = 0.0
+    input_bytes: int = 0
+    batch_bytes: int = 0
+
+    @classmethod
+    def uniform(  # noqa: PLR0913 -- one number per kind of action
+        cls,
+        pipeline: Pipeline,
+        *,
+        forward: float = 1.0,
+        backward: float = 2.0,
+        teacher: float = 1.0,
+        loss: float = 0.0,
+        optimizer: float = 0.0,
+        latency: float = 0.0,
+    ) -> CostTable:
+        """The same cost for every stage, half of the backward in each half, free links."""
+        student = StageCost(forward, backward, backward / 2, backward / 2)
+        layout = pipeline.teacher
+        return cls(
+            student=(student,) * pipeline.student.num_stages,
+            teacher=() if layout is None else (StageCost(teacher),) * layout.num_stages,
+            loss=loss,
+            optimizer=(optimizer,) * pipeline.num_ranks,
+            effects=(0.0,) * pipeline.num_ranks,
+            latency=latency,
+        )
+
+    def check(self, pipeline: Pipeline) -> None:
+        """Refuse a table made for another pipeline.
+
+        Raises:
+            ScheduleError: The number of stages or ranks differs.
+        """
+        for name, costs, expected in (
+            ("student stages", self.student, pipeline.student.num_stages),
+            ("teacher stages", self.teacher, _num_stages(pipeline.teacher)),
+            ("optimizer ranks", self.optimizer, pipeline.num_ranks),
+            ("effects ranks", self.effects, pipeline.num_ranks),
+        ):
+            if len(costs) != expected:
+                raise ScheduleError(f"costs for {len(costs)} {name}; the pipeline has {expected}")
+
+    def seconds(self, action: Action) -> float:
+        """Seconds that ``action`` keeps its rank busy."""
+        stage = action.stage
+        match action.op:
+            case Op.TEACHER:
+                return self.teacher[stage].forward
+            case Op.EFFECTS:
+                return self.effects[stage]
+            case Op.OPTIMIZER:
+                return self.optimizer[stage]
+            case Op.DATA:
+                return self.data
+            case Op.LOSS:
+                return self.loss
+            case _:
+                return float(getattr(self.student[stage], _FIELDS[action.op]))
+
+    def message_bytes(self, message: Message) -> int:
+        """Size of ``message`` in bytes."""
+        producer, consumer = message.producer, message.consumer
+        match message.payload:
+            case "input":
+                return self.input_bytes
+            case "batch":
+                return self.batch_bytes
+            case "output":
+                return self._stage(producer).result_bytes
+            case "gradient":
+                # A gradient has the size of the forward's payload between the same two ends.
+                stage = self.student[consumer.stage]
+                return stage.result_bytes if producer.op is Op.LOSS else stage.output_bytes
+            case _:
+                return self._stage(producer).output_bytes
+
+    def occupancy_seconds(self, message: Message) -> float:
+        """Seconds that ``message`` keeps its link busy: the next one waits."""
+        return self.message_bytes(message) / self.bandwidth
+
+    def transfer_seconds(self, message: Message) -> float:
+        """Seconds from sending ``message`` over an idle link to its arrival."""
+        return self.latency + self.occupancy_seconds(message)
+
+    def _stage(self, action: Action) -> StageCost:
+        network = self.teacher if action.op is Op.TEACHER else self.student
+        return network[action.stage]
+
+
+_FIELDS = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.INPUT_BACKWARD: "input_backward",
+    Op.WEIGHT_BACKWARD: "weight_backward",
+}
+
+
+def _num_stages(layout: NetworkLayout | None) -> int:
+    return 0 if layout is None else layout.num_stages

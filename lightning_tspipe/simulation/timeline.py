@@ -1,0 +1,175 @@
+"""When each rank did what: simulated or measured, drawn and stored alike.
+
+Over the steady window (all steps but the first and the last) the drawing of a step shows::
+
+    rank 0 |F0F1I1I0W1W0t0t1|      capital letters: this batch
+    rank 1 |t1B1──B0──F0F1t0|      t: teacher forward of the next batch; spaces: idle
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+_LABEL = re.compile(r"\d+(?P<op>[A-Z])(?P<unit>\d*)(?P<batch>\+\d+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action of one rank.
+
+    Attributes:
+        rank: Who ran it.
+        action: What, printed (``"2T0+1"``).
+        op: Its letter.
+        step: The step that ran it, counted from 0.
+        start: Seconds, on a clock that all ranks share.
+        end: Seconds.
+    """
+
+    rank: int
+    action: str
+    op: str
+    step: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Spans of several ranks over several steps.
+
+    Attributes:
+        spans: In any order; those of one rank don't overlap.
+        num_ranks: Ranks of the pipeline, also those without spans.
+    """
+
+    spans: tuple[Span, ...]
+    num_ranks: int
+
+    @property
+    def start(self) -> float:
+        """When the first action started; seconds."""
+        return min((span.start for span in self.spans), default=0.0)
+
+    @property
+    def end(self) -> float:
+        """When the last action ended; seconds."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps that have spans, ascending."""
+        return tuple(sorted({span.step for span in self.spans}))
+
+    @cached_property
+    def windows(self) -> tuple[tuple[float, float], ...]:
+        """Each rank's steady window: from the end of its first step to that of its last but one.
+
+        The ranks work shifted in time, so each has a window of its own. With fewer than three
+        steps nothing is steady, and the window is the whole timeline.
+        """
+        if len(self.steps) < 3:
+            return ((self.start, self.end),) * self.num_ranks
+        first, last = self.steps[0], self.steps[-2]
+        return tuple(
+            (self._step_end(rank, first), self._step_end(rank, last))
+            for rank in range(self.num_ranks)
+        )
+
+    @property
+    def step_time(self) -> float:
+        """Seconds per step in the steady window, of the slowest rank."""
+        steady = len(self.steps) - 2
+        num_steps = steady if steady > 0 else max(1, len(self.steps))
+        return max(end - start for start, end in self.windows) / num_steps
+
+    def busy(self, rank: int) -> float:
+        """Seconds that ``rank`` works within its steady window."""
+        start, end = self.windows[rank]
+        return sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in self._of(rank))
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Share of the ranks' time in the steady window in which they wait: 0 is perfect."""
+        total = sum(end - start for start, end in self.windows)
+        if total <= 0:
+            return 0.0
+        return max(0.0, 1.0 - sum(map(self.busy, range(self.num_ranks))) / total)
+
+    def between(self, first: int, last: int) -> Timeline:
+        """The part made of the steps ``first`` to ``last``, both included."""
+        kept = tuple(span for span in self.spans if first <= span.step <= last)
+        return Timeline(kept, self.num_ranks)
+
+    def draw(self, width: int = 100) -> str:
+        """Draw for a terminal, one line per rank, ``width`` columns of time."""
+        seconds = self.end - self.start
+        scale = width / seconds if seconds > 0 else 0.0
+        lines = []
+        for rank in range(self.num_ranks):
+            cells = [" "] * width
+            for span in self._of(rank):
+                left = round((span.start - self.start) * scale)
+                right = round((span.end - self.start) * scale)
+                cells[left:right] = _cell(span.action, right - left)
+            lines.append(f"rank {rank} |{''.join(cells)}|")
+        return "\n".join(lines)
+
+    def to_chrome_trace(self) -> dict[str, Any]:
+        """The trace event format that ``chrome://tracing`` and Perfetto read; microseconds."""
+        names: list[dict[str, Any]] = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": r, "args": {"name": f"rank {r}"}}
+            for r in range(self.num_ranks)
+        ]
+        events = [
+            {
+                "name": span.action,
+                "cat": span.op,
+                "ph": "X",
+                "pid": 0,
+                "tid": span.rank,
+                "ts": (span.start - self.start) * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+                "args": {"step": span.step},
+            }
+            for span in self.spans
+        ]
+        return {"traceEvents": names + events, "displayTimeUnit": "ms"}
+
+    def to_json(self) -> str:
+        """Everything, as JSON that :meth:`from_json` reads."""
+        return json.dumps({"num_ranks": self.num_ranks, "spans": list(map(asdict, self.spans))})
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read what :meth:`to_json` wrote."""
+        data = json.loads(text)
+        return cls(tuple(Span(**span) for span in data["spans"]), data["num_ranks"])
+
+    @cached_property
+    def _by_rank(self) -> dict[int, tuple[Span, ...]]:
+        grouped: dict[int, list[Span]] = {}
+        for span in sorted(self.spans, key=lambda span: span.start):
+            grouped.setdefault(span.rank, []).append(span)
+        return {rank: tuple(spans) for rank, spans in grouped.items()}
+
+    def _of(self, rank: int) -> Iterable[Span]:
+        return self._by_rank.get(rank, ())
+
+    def _step_end(self, rank: int, step: int) -> float:
+        ends = (span.end for span in self._of(rank) if span.step <= step)
+        return max(ends, default=self.start)
+
+
+def _cell(action: str, width: int) -> list[str]:
+    """``width`` columns for one action: its label if there is room, else its letter."""
+    match = _LABEL.fullmatch(action)
+    op, unit, batch = (match["op"], match["unit"], match["batch"]) if match else (action, "", None)
+    letter = op.lower() if batch else op
+    label = letter + unit if len(letter + unit) <= width else letter
+    return list(label.ljust(width, "─")[:width])

@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+
+
+def pytest_configure() -> None:
+    # One thread: sums have one order, and several processes of one test share few cores.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    no_gpu = pytest.mark.skip(reason="needs a GPU")
+    for item in items:
+        if "cuda" in item.keywords:
+            item.add_marker(no_gpu)
+
+
+@pytest.fixture
+def free_port() -> Callable[[], int]:
+    """A function that returns a TCP port of this machine that nobody listens on."""
+
+    def find() -> int:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    return find

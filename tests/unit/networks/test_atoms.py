@@ -1,0 +1,530 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+import torchvision
+from torch import Tensor, nn
+from torch.utils._pytree import tree_unflatten
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.atoms import AtomChain, OutputRef, atomize, join_atoms
+
+IMAGES = (2, 3, 64, 64)
+
+
+def vision_transformer() -> nn.Module:
+    network: nn.Module = torchvision.models.VisionTransformer(
+        64, 16, 3, 4, 32, 64, dropout=0.1, attention_dropout=0.1
+    )
+    return network
+
+
+def transformer_encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, nn.LayerNorm(16), enable_nested_tensor=False)
+
+
+def convolutions() -> nn.Module:
+    layers: nn.Module = torchvision.models.vgg.make_layers([8, "M", 16, 16], batch_norm=True)
+    return layers
+
+
+def projection_head() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+NETWORKS: list[tuple[Callable[[], nn.Module], tuple[int, ...], int]] = [
+    (torchvision.models.resnet18, IMAGES, 14),
+    (torchvision.models.resnet50, IMAGES, 22),
+    (convolutions, (2, 3, 16, 16), 5),
+    (torchvision.models.mobilenet_v2, IMAGES, 55),
+    (torchvision.models.efficientnet_b0, IMAGES, 60),
+    (torchvision.models.densenet121, IMAGES, 20),
+    (torchvision.models.swin_t, IMAGES, 41),
+    (vision_transformer, IMAGES, 13),
+    (transformer_encoder, (2, 5, 16), 4),
+    (projection_head, (4, 8), 4),
+]
+
+
+def run(atoms: AtomChain, x: Tensor) -> Tensor:
+    y, _ = atoms.run(x, 0, len(atoms.atoms))
+    assert y is not None
+    return y
+
+
+def run_staged(chain: AtomChain, x: Tensor, head: Callable[[Tensor], Tensor]) -> None:
+    """Forward and backward with every atom a stage of its own."""
+    received: list[Tensor] = []
+    passed: list[Tensor] = []
+    value = x
+    for k in range(len(chain.atoms)):
+        received.append(value.detach().requires_grad_(k > 0))
+        result, _ = chain.run(received[-1], k, k + 1)
+        assert result is not None
+        value = result
+        passed.append(value)
+    (gradient,) = torch.autograd.grad(head(value), value)
+    for k in reversed(range(len(passed))):
+        if passed[k].requires_grad:
+            passed[k].backward(gradient)
+        if k:
+            last = received[k].grad
+            assert last is not None
+            gradient = last
+
+
+@pytest.mark.parametrize(("build", "shape", "num_atoms"), NETWORKS)
+def test_a_chain_computes_what_the_network_computes(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], num_atoms: int
+) -> None:
+    torch.manual_seed(0)
+    reference = build()
+    network = copy.deepcopy(reference)
+    x = torch.randn(shape)
+    atoms = atomize(network).atoms
+    assert len(atoms) >= num_atoms
+    for mode in (True, False, True):
+        reference.train(mode)
+        network.train(mode)
+        torch.manual_seed(1)
+        expected = reference(x)
+        torch.manual_seed(1)
+        assert torch.equal(run(AtomChain(atoms), x), expected)
+    assert_state_equal(network, reference)
+
+
+@pytest.mark.parametrize(("build", "shape", "num_atoms"), NETWORKS)
+def test_gradients_through_single_atom_stages(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], num_atoms: int
+) -> None:
+    del num_atoms
+    torch.manual_seed(0)
+    reference = build().double()
+    network = copy.deepcopy(reference)
+    x = torch.randn(shape, dtype=torch.float64)
+    torch.manual_seed(1)
+    reference(x).square().mean().backward()
+    torch.manual_seed(1)
+    run_staged(AtomChain(atomize(network).atoms), x, lambda y: y.square().mean())
+    for (name, mine), theirs in zip(
+        network.named_parameters(), reference.parameters(), strict=True
+    ):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
+    assert_state_equal(network, reference)
+
+
+def assert_state_equal(network: nn.Module, reference: nn.Module) -> None:
+    for (name, mine), theirs in zip(network.named_buffers(), reference.buffers(), strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize(("build", "shape", "num_atoms"), NETWORKS)
+def test_atoms_name_all_parameters_and_buffers(
+    build: Callable[[], nn.Module], shape: tuple[int, ...], num_atoms: int
+) -> None:
+    del shape, num_atoms
+    network = build()
+    before = list(network.state_dict())
+    atoms = atomize(network).atoms
+    assert {n for atom in atoms for n in atom.parameter_names} == {
+        n for n, _ in network.named_parameters()
+    }
+    assert {n for atom in atoms for n in atom.buffer_names} == {
+        n for n, _ in network.named_buffers()
+    }
+    assert list(network.state_dict()) == before
+
+
+class Residual(nn.Module):
+    """Nothing can be cut between the fork and the sum, nor before the in-place ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + self.second(x)
+        return self.last(F.relu_(x))  # type: ignore[no-any-return]
+
+
+def test_cuts_spare_skip_connections_and_writes_in_place() -> None:
+    atoms = atomize(Residual()).atoms
+    assert [atom.name for atom in atoms] == ["first", "second..relu_", "last"]
+    assert atoms[1].parameter_names == ("second.weight", "second.bias")
+
+
+def test_a_write_through_a_view_is_joined_with_the_call_that_owns_the_memory() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Dropout(), nn.ReLU(inplace=True))
+    assert [len(atom.segments) for atom in atomize(network).atoms] == [4]
+
+
+def test_join_atoms_reaches_over_the_boundary_of_two_networks() -> None:
+    first = atomize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    second = atomize(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)))
+    atoms, places = join_atoms([*first.atoms, *second.atoms])
+    assert [len(atom.segments) for atom in atoms] == [1, 2, 1]
+    assert places == (OutputRef(0, 0), OutputRef(1, 0), OutputRef(1, 1), OutputRef(2, 0))
+    _, outputs = AtomChain(atoms).run(torch.randn(3, 4), 0, 3)
+    assert [(atom, slot) for atom, slot, _ in outputs] == [(1, 0), (2, 0)]
+
+
+@dataclass
+class Features:
+    logits: Tensor
+    maps: list[Tensor]
+    name: str = "features"
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 8)
+        self.body = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Features:
+        a = self.stem(x)
+        b = self.body(a)
+        return Features(self.head(b), [a, b.tanh()])
+
+
+def test_a_structured_return_value_is_emitted_where_it_is_computed() -> None:
+    network = Structured()
+    x = torch.randn(3, 4)
+    expected = network(x)
+    cut = atomize(network)
+    chain = AtomChain(cut.atoms)
+    value, first = chain.run(x, 0, 1)
+    assert value is not None
+    end, rest = chain.run(value, 1, len(cut.atoms))
+    assert end is None
+    tensors = {OutputRef(atom, slot): tensor for atom, slot, tensor in first + rest}
+    found = tree_unflatten([tensors[ref] for ref in cut.outputs], cut.output_spec)
+    assert (found.name, type(found)) == ("features", Features)
+    assert torch.equal(found.logits, expected.logits)
+    assert all(map(torch.equal, found.maps, expected.maps))
+    assert [(atom, slot) for atom, slot, _ in first] == [(0, 0)]
+
+
+def test_only_wanted_outputs_are_reported() -> None:
+    cut = atomize(Structured())
+    _, outputs = AtomChain(cut.atoms, wanted={cut.outputs[0]}).run(
+        torch.randn(3, 4), 0, len(cut.atoms)
+    )
+    assert [OutputRef(atom, slot) for atom, slot, _ in outputs] == [cut.outputs[0]]
+
+
+class TokenMixer(nn.Module):
+    """Reads a parameter, makes a random tensor and a constant, and stops gradients, by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(1, 1, 4))
+        self.register_buffer("scale", torch.tensor(2.0))
+        self.inner = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.rand(1, 4)
+        batch, _, _ = x.shape
+        x = torch.cat([self.token.expand(batch, -1, -1), x], 1)
+        x = self.inner(x) * self.scale + noise
+        with torch.no_grad():
+            x = self.frozen(x) + torch.arange(4)
+        return F.dropout(self.inner(x), 0.5, self.training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_plain_tracing_would_bake_in_is_computed_anew(training: bool) -> None:
+    torch.manual_seed(0)
+    network = TokenMixer().train(not training)
+    chain = AtomChain(atomize(network).atoms)
+    network.train(training)
+    for _ in range(2):
+        x = torch.randn(5, 3, 4)
+        with torch.no_grad():
+            network.scale.mul_(1.5)  # type: ignore[operator]
+        state = torch.get_rng_state()
+        expected = network(x)
+        torch.set_rng_state(state)
+        assert torch.equal(run(chain, x), expected)
+        network.zero_grad()
+        run(chain, x).sum().backward()
+        assert network.frozen.weight.grad is None
+        assert network.token.grad is None
+        assert network.inner.weight.grad is not None
+
+
+def test_parameters_are_read_from_their_owner_at_run_time() -> None:
+    network = TokenMixer().eval()
+    other = TokenMixer().eval()
+    chain = AtomChain(atomize(network).atoms)
+    x = torch.randn(5, 3, 4)
+    for name, parameter in other.named_parameters():
+        torch.utils.swap_tensors(network.get_parameter(name), nn.Parameter(parameter.detach()))
+    torch.manual_seed(0)
+    expected = other(x)
+    torch.manual_seed(0)
+    assert torch.equal(run(chain, x), expected)
+    network._parameters["token"] = nn.Parameter(torch.zeros(1, 1, 4))
+    other.token.data.zero_()
+    torch.manual_seed(0)
+    expected = other(x)
+    torch.manual_seed(0)
+    assert torch.equal(run(chain, x), expected)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 4)
+        self.right = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) if x.sum() > 0 else self.right(x)  # type: ignore[no-any-return]
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls = self.num_calls + 1
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.middle = middle
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.middle(self.stem(x)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("middle", [Branching, Counting])
+def test_a_submodule_that_cannot_be_traced_is_called_as_a_whole(
+    middle: type[Branching | Counting],
+) -> None:
+    network = Wrapper(middle())
+    atoms = atomize(network).atoms
+    assert [atom.name for atom in atoms] == ["stem", "middle", "head"]
+    x = torch.randn(3, 4)
+    assert torch.equal(run(AtomChain(atoms), x), network(x))
+    if isinstance(network.middle, Counting):
+        assert network.middle.num_calls == 2
+
+
+def test_hooks_on_submodules_run() -> None:
+    network = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    network.middle.register_forward_hook(lambda _module, _args, output: output * 2)
+    x = torch.randn(3, 4)
+    assert torch.equal(run(AtomChain(atomize(network).atoms), x), network(x))
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (Branching(), ["Branching", "control flow", "pipeline_blocks"]),
+        (Counting(), ["Counting", "attributes", "pipeline_blocks"]),
+        (nn.Sequential(nn.Linear(4, 4), Branching()), ["1 (Branching)"]),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_a_remedy(network: nn.Module, words: list[str]) -> None:
+    before = {name: vars(child).copy() for name, child in network.named_modules()}
+    with pytest.raises(PartitionError) as caught:
+        atomize(network)
+    assert all(word in str(caught.value) for word in words)
+    assert before == {name: vars(child) for name, child in network.named_modules()}
+
+
+def test_on_request_what_cannot_be_cut_is_one_atom() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), Branching(), nn.Linear(4, 4))
+    cut = atomize(network, allow_whole=True)
+    assert [atom.name for atom in cut.atoms] == ["0.Linear", "1.Branching", "2.Linear"]
+    assert len(cut.notes) == 1
+    assert "pipeline_blocks" in cut.notes[0]
+    x = torch.randn(3, 4)
+    assert torch.equal(run(AtomChain(cut.atoms), x), network(x))
+
+
+class Blocks(Branching):
+    def pipeline_blocks(self) -> list[nn.Module]:
+        return [self.left, self.right]
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_pipeline_blocks_replace_tracing(wrap: bool) -> None:
+    blocks = Blocks()
+    atoms = atomize(Wrapper(blocks) if wrap else blocks).atoms
+    assert len(atoms) == (4 if wrap else 2)
+    names = [name for atom in atoms for name in atom.parameter_names]
+    assert ("middle.left.weight" if wrap else "left.weight") in names
+
+
+def test_pipeline_blocks_that_are_no_submodules_are_refused() -> None:
+    blocks = Blocks()
+    blocks.pipeline_blocks = lambda: [nn.Linear(4, 4)]  # type: ignore[method-assign]
+    with pytest.raises(PartitionError, match="must return submodules"):
+        atomize(blocks)
+
+
+class ModeDependent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.noise = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.noise(x) if self.training else x
+
+
+def test_modes_with_different_atoms_are_refused() -> None:
+    network = ModeDependent()
+    chain = AtomChain(atomize(network).atoms)
+    network.eval()
+    with pytest.raises(PartitionError, match="train and eval"):
+        run(chain, torch.randn(3, 4))
+
+
+def test_a_frozen_submodule_keeps_its_mode() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(self.layer(x), 0.5, self.training)
+
+    network = Wrapper(Noisy())
+    chain = AtomChain(atomize(network).atoms)
+    network.middle.eval()
+    x = torch.randn(3, 4)
+    assert torch.equal(run(chain, x), network(x))
+
+
+def test_a_module_that_passes_on_a_tuple_is_refused_when_it_runs() -> None:
+    chain = AtomChain(atomize(nn.Sequential(nn.LSTM(4, 4), nn.Identity())).atoms)
+    with pytest.raises(PartitionError, match="passes on a tuple"):
+        chain.run(torch.randn(2, 3, 4), 0, 1)
+
+
+def test_a_recurrent_layer_and_what_reads_its_result_are_one_atom() -> None:
+    class First(nn.Module):
+        def forward(self, pair: tuple[Tensor, object]) -> Tensor:
+            return pair[0]
+
+    network = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4), First(), nn.Linear(4, 4))
+    x = torch.randn(2, 3, 4)
+    atoms = atomize(network).atoms
+    assert [atom.name for atom in atoms] == ["0", "1..2", "3"]
+    assert torch.equal(run(AtomChain(atoms), x), network(x))
+
+
+def test_a_device_read_while_tracing_stands_for_that_of_the_input() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, device="meta")
+
+        def forward(self, x: Tensor) -> Tensor:
+            device = next(self.parameters()).device
+            return self.layer(x) + torch.arange(4, device=device)  # type: ignore[no-any-return]
+
+    network = Positions()
+    chain = AtomChain(atomize(network).atoms)
+    network.to_empty(device="cpu")
+    nn.init.ones_(network.layer.weight)
+    nn.init.zeros_(network.layer.bias)
+    assert torch.equal(run(chain, torch.ones(2, 4)), torch.arange(4.0).expand(2, 4) + 4)
+
+
+def test_tied_parameters_go_by_one_name() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    network[1].weight = network[0].weight
+    names = [atom.parameter_names for atom in atomize(network).atoms]
+    assert names == [("0.weight", "0.bias"), ("0.weight", "1.bias")]
+
+
+def test_a_shape_read_early_and_used_late_forbids_cuts_between() -> None:
+    class Flattening(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            tokens = x.shape[1]
+            x = self.layers(x.flatten(0, 1))
+            return self.head(x.unflatten(0, (-1, tokens)))
+
+    network = Flattening()
+    x = torch.randn(2, 3, 4)
+    atoms = atomize(network).atoms
+    assert torch.equal(run(AtomChain(atoms), x), network(x))
+    assert [atom.name for atom in atoms] == ["flatten..unflatten", "head"]
+
+
+def test_a_batch_size_read_early_is_read_where_it_is_used() -> None:
+    class Convolutions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 4, 3)
+            self.second = nn.Conv2d(4, 4, 3)
+            self.head = nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Any:
+            batch = x.shape[0]
+            x = F.relu(self.second(F.relu(self.first(x))))
+            return self.head(x.view(batch, -1))
+
+    network = Convolutions()
+    atoms = atomize(network).atoms
+    assert [atom.name for atom in atoms] == ["first", "relu", "second", "relu", "view", "head"]
+    for batch in (2, 5):
+        x = torch.randn(batch, 3, 6, 6)
+        assert torch.equal(run(AtomChain(atoms), x), network(x))
+
+
+def test_other_modes_are_traced_when_foreign_parameters_are_on_meta() -> None:
+    network = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
+    x = torch.randn(3, 4)
+    chain = AtomChain(atomize(network).atoms)
+    expected = network.stem(x)
+    for name, parameter in network.named_parameters():
+        if not name.startswith("stem"):
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta")))
+    network.eval()
+    value, _ = chain.run(x, 0, 1)
+    assert value is not None
+    assert torch.equal(value, expected)
+
+
+def test_an_error_in_a_network_shows_the_line() -> None:
+    class Mistaken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) @ x  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError) as caught:
+        run(AtomChain(atomize(Mistaken()).atoms), torch.randn(3, 4))
+    assert any("return" not in str(entry.statement) for entry in caught.traceback)
+    assert "v1 = " in str(caught.traceback[-1].statement)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.atoms import OutputRef, atomize
+from lightning_tspipe.networks.profiler import profile_atoms
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def test_times_at_every_size_and_for_both_halves() -> None:
+    profiles = profile_atoms(
+        atomize(perceptron()).atoms, torch.randn(8, 4), [2, 8], trainable=True, repeats=1
+    )
+    assert [profile.name for profile in profiles] == ["0.Linear", "1.ReLU", "2.Linear"]
+    for profile in profiles:
+        for times in (profile.forward, profile.backward, profile.input_backward):
+            assert set(times) == {2, 8}
+            assert all(seconds > 0 for seconds in times.values())
+    weights = [profile.weight_backward[8] for profile in profiles]
+    assert weights[:2] == [0.0, 0.0]  # nobody waits for the first atom's input half
+    assert weights[2] > 0
+
+
+def test_bytes() -> None:
+    network = perceptron()
+    network[2].bias.requires_grad_(False)
+    profiles = profile_atoms(
+        atomize(network).atoms, torch.randn(8, 4), [4], trainable=True, repeats=0
+    )
+    assert [p.output_bytes_per_sample for p in profiles] == [32, 32, 8]
+    # The batch, and what ReLU made, which the second product keeps too; no parameters.
+    assert [p.activation_bytes_per_sample for p in profiles] == [16, 32, 0]
+    assert [p.parameter_bytes for p in profiles] == [160, 0, 72]
+    assert [p.trainable_bytes for p in profiles] == [160, 0, 64]
+    assert [p.result_bytes_per_sample for p in profiles] == [0, 0, 8]
+
+
+def test_only_wanted_results_count() -> None:
+    profiles = profile_atoms(
+        atomize(perceptron()).atoms,
+        torch.randn(4, 4),
+        [4],
+        trainable=False,
+        wanted={OutputRef(0, 0)},
+        repeats=0,
+    )
+    assert [p.result_bytes_per_sample for p in profiles] == [0, 0, 0]
+    assert [dict(p.backward) for p in profiles] == [{}, {}, {}]
+    assert [p.activation_bytes_per_sample for p in profiles] == [0, 0, 0]
+
+
+def test_the_network_stays_as_it_is() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 4))
+    network[0].weight.grad = torch.ones(4, 4)
+    before = copy.deepcopy(network.state_dict())
+    state = torch.get_rng_state()
+    inputs = torch.randn(6, 4)
+    torch.set_rng_state(state)
+    kept = inputs.clone()
+    profile_atoms(atomize(network).atoms, inputs, [3, 6], trainable=True, repeats=1)
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(inputs, kept)
+    grads = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    assert list(grads) == ["0.weight"]
+    assert torch.equal(grads["0.weight"], torch.ones(4, 4))
+
+
+def test_sizes_that_batchnorm_refuses_are_left_out() -> None:
+    atoms = atomize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).atoms
+    profiles = profile_atoms(atoms, torch.randn(4, 4), [1, 2, 4], trainable=True, repeats=1)
+    assert [set(profile.forward) for profile in profiles] == [{2, 4}, {2, 4}]
+    with pytest.raises(PartitionError, match="larger batches"):
+        profile_atoms(atoms, torch.randn(1, 4), [1], trainable=True)
+
+
+def test_out_of_time_each_size_is_still_measured_once() -> None:
+    done: list[tuple[int, int]] = []
+    profiles = profile_atoms(
+        atomize(perceptron()).atoms,
+        torch.randn(8, 4),
+        [2, 8],
+        trainable=True,
+        repeats=3,
+        max_seconds=0.0,
+        progress=lambda current, total: done.append((current, total)),
+    )
+    assert set(profiles[0].forward) == {2, 8}
+    assert done == [(k, 8) for k in range(1, 9)]
+
+
+def test_atoms_that_share_a_parameter_are_joined() -> None:
+    network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
+    network[2].weight = network[0].weight
+    profiles = profile_atoms(
+        atomize(network).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
+    )
+    assert [profile.joined for profile in profiles] == [True, True, False, False]
+
+
+def test_a_frozen_beginning_has_no_backward() -> None:
+    network = perceptron()
+    network[0].requires_grad_(False)
+    profiles = profile_atoms(
+        atomize(network).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
+    )
+    assert profiles[0].activation_bytes_per_sample == 0
+    assert profiles[2].activation_bytes_per_sample > 0

@@ -1,0 +1,82 @@
+"""The Python of README and docs runs: each page is one script, run as a reader would run it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(
+    r"^(?P<indent>[ ]*)```(?P<info>python[^\n]*)\n(?P<code>.*?)^(?P=indent)```[ ]*$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def script_of(text: str) -> str:
+    """All Python blocks of a page, at their own line numbers, so that tracebacks point there."""
+    lines = [""] * (text.count("\n") + 1)
+    for block in FENCE.finditer(text):
+        first = text.count("\n", 0, block.start("code"))
+        indent = len(block["indent"])
+        for number, line in enumerate(block["code"].splitlines(), start=first):
+            lines[number] = line[indent:]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def with_python() -> list[Path]:
+    return [page for page in PAGES if FENCE.search(page.read_text())]
+
+
+PAGE = """\
+# Title
+```python
+x = 1
+```
+```bash
+make
+```
+- item
+    ```python
+    y = x
+    ```
+"""
+
+
+def test_script_keeps_line_numbers_and_leaves_other_languages_out() -> None:
+    assert script_of(PAGE).splitlines() == ["", "", "x = 1", "", "", "", "", "", "", "y = x"]
+
+
+def test_readme_has_python() -> None:
+    assert ROOT / "README.md" in with_python()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("page", with_python(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_page_runs(page: Path, tmp_path: Path) -> None:
+    # A process of its own, because a strategy with several devices starts the script once for each.
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(script_of(page.read_text()))
+    with subprocess.Popen(  # noqa: S603 -- the script is a page of this repository
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            errors = process.communicate(timeout=100)[1]
+        finally:
+            # The processes of the other devices too: one that is left would hold the pipe open.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors[-4000:]
