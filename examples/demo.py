@@ -241,7 +241,7 @@ def summarize(trainer: Trainer, monitor: PipelineThroughputMonitor) -> dict[str,
     return {
         "num_stages": 1 if pipelined is None else pipelined.num_stages,
         "images_per_second": speed["samples_per_second"],
-        "bubble_ratio": speed.get("bubble_ratio", 0.0),
+        "bubble_ratio": getattr(pipelined, "bubble_ratio", 0.0),  # of the recorded steps
         "seconds": speed["elapsed"],
         "loss_first": losses[0],
         "loss_last": losses[-1],

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from benchmarks.throughput.entries import Entry
+from benchmarks.throughput.entries import TINY_ACTIONS, Entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +97,15 @@ def single_device_figures(results: Sequence[Result]) -> dict[str, float]:
     return {} if ratio is None else {"single_device_over_plain_lightning": ratio.median}
 
 
-def overhead_figures(results: Sequence[Result], num_actions: int) -> dict[str, float]:
-    """Milliseconds that the executor adds to each action of one rank.
-
-    Args:
-        results: The pipeline's, and the same arithmetic without a pipeline.
-        num_actions: Forwards, backwards and teacher forwards of one rank in one step.
-    """
+def overhead_figures(results: Sequence[Result]) -> dict[str, float]:
+    """Milliseconds that the pipeline adds to each action of one rank."""
     by_name = {result.entry.name: result for result in results}
     pipeline, arithmetic = by_name["tspipe"], by_name["half"]
     if not pipeline.seconds or not arithmetic.seconds:
         return {}
     pairs = zip(pipeline.seconds, arithmetic.seconds, strict=True)
     added = range_of(whole - part for whole, part in pairs)
-    return {"action_overhead_ms": added.median * 1e3 / num_actions}
+    return {"action_overhead_ms": added.median * 1e3 / TINY_ACTIONS}
 
 
 def rows_of(results: Sequence[Result]) -> list[dict[str, object]]:

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.throughput.gate import GatedLoader
+from benchmarks.throughput.gate import Gate, GatedLoader
 from benchmarks.throughput.job import Job
 from benchmarks.throughput.memory import count_at_step
 from benchmarks.throughput.tiny import TINY, HalfOfTiny
@@ -75,9 +75,7 @@ def _loader(job: Job, workload: Workload, gate: Gate, *, split: bool = False) ->
     return GatedLoader(gate, workload.batches(size, seed=job.rank if split else 0))
 
 
-def _fit(
-    job: Job, module: LightningModule, strategy: str | Strategy, loader: GatedLoader
-) -> None:
+def _fit(job: Job, module: LightningModule, strategy: str | Strategy, loader: GatedLoader) -> None:
     gate = loader.gate
     count_at_step(module, lambda held: setattr(gate, "held", held))
     trainer = Trainer(
@@ -107,5 +105,3 @@ def _sharded(kind: type[LightningModule]) -> type[LightningModule]:
             fully_shard(self.teacher, mesh=mesh, reshard_after_forward=True)
 
     return Sharded
-
-

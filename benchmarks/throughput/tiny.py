@@ -65,7 +65,8 @@ class HalfOfTiny(Tiny):
         for output, part in zip(outputs[1:], gradient[1:], strict=True):
             output.backward(part)
         # The Trainer runs the last unit's backward: this loss has the gradient that is due.
-        return (outputs[0] * gradient[0]).sum()
+        first: Tensor = (outputs[0] * gradient[0]).sum()
+        return first
 
 
 TINY = TinyWorkload("tiny", Tiny, 2, labelled=False)

@@ -10,6 +10,7 @@ outputs of the whole batch: every loss here is a mean over rows, and comes out e
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,16 @@ from benchmarks.throughput.workloads import (
     distillation_loss,
 )
 
-RowLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(student outputs of some rows, those rows, teacher outputs of all rows, labels)"""
+
+class Targets(NamedTuple):
+    """What the losses of one batch compare with: teacher outputs of all rows, and labels."""
+
+    teacher: Tensor
+    labels: Tensor
+
+
+RowLoss = Callable[[Tensor, Tensor, Targets], Tensor]
+"""The loss of (student outputs of some rows, those rows, what there is to compare with)."""
 
 
 class PatchEmbedding(nn.Module):
@@ -48,7 +57,8 @@ class PatchEmbedding(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         patches = self.conv_proj(images).flatten(2).transpose(1, 2)
         class_tokens = self.class_token.expand(len(images), -1, -1)
-        return torch.cat([class_tokens, patches], dim=1) + self.pos_embedding
+        tokens: Tensor = torch.cat([class_tokens, patches], dim=1) + self.pos_embedding
+        return tokens
 
 
 class ClassToken(nn.Module):
@@ -86,23 +96,22 @@ def halves(network: nn.Module) -> tuple[nn.Sequential, nn.Sequential]:
     raise TypeError(f"no cut is written down for a {type(network).__name__}")
 
 
-def _byol(outputs: Tensor, rows: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-    return byol_loss(outputs, targets[_other_view(rows, len(targets))])
+def _byol(outputs: Tensor, rows: Tensor, targets: Targets) -> Tensor:
+    num_rows = len(targets.teacher)
+    other_view = (rows + num_rows // 2) % num_rows
+    return byol_loss(outputs, targets.teacher[other_view])
 
 
-def _moco(outputs: Tensor, rows: Tensor, keys: Tensor, labels: Tensor) -> Tensor:
+def _moco(outputs: Tensor, rows: Tensor, targets: Targets) -> Tensor:
     # A micro-batch lies within one view; its keys are all rows of the other one.
-    batch_size = len(keys) // 2
-    other = keys[batch_size:] if int(rows[0]) < batch_size else keys[:batch_size]
-    return 2 * contrastive_loss(outputs, other, rows % batch_size)
+    batch_size = len(targets.teacher) // 2
+    keys0, keys1 = targets.teacher.chunk(2)
+    keys = keys1 if int(rows[0]) < batch_size else keys0
+    return 2 * contrastive_loss(outputs, keys, rows % batch_size)  # the views' losses add up
 
 
-def _kd(outputs: Tensor, rows: Tensor, soft_targets: Tensor, labels: Tensor) -> Tensor:
-    return distillation_loss(outputs, soft_targets[rows], labels[rows])
-
-
-def _other_view(rows: Tensor, num_rows: int) -> Tensor:
-    return (rows + num_rows // 2) % num_rows
+def _kd(outputs: Tensor, rows: Tensor, targets: Targets) -> Tensor:
+    return distillation_loss(outputs, targets.teacher[rows], targets.labels[rows])
 
 
 LOSSES: dict[str, RowLoss] = {"byol": _byol, "moco": _moco, "kd": _kd}
@@ -115,8 +124,9 @@ TEACHER_TAG = 1
 def train_torch_gpipe(job: Job, module: LightningModule, loader: GatedLoader) -> None:
     """Train as one rank of two, with ``job.num_microbatches`` micro-batches per view."""
     dist.init_process_group("gloo", rank=job.rank, world_size=job.num_ranks)
-    student = halves(module.student)[job.rank]
-    before, teacher = halves(module.teacher)[0], halves(module.teacher)[job.rank]
+    student = halves(module.get_submodule("student"))[job.rank]
+    teacher_halves = halves(module.get_submodule("teacher"))
+    teacher = teacher_halves[job.rank]
     optimizer = _optimizer_of(module, student)
     mine = nn.ModuleList([student, teacher])
     count_at_step(mine, lambda held: setattr(loader.gate, "held", held))
@@ -126,9 +136,9 @@ def train_torch_gpipe(job: Job, module: LightningModule, loader: GatedLoader) ->
         step = _First(job, student, teacher, num_views)
     else:
         with torch.no_grad():
-            boundary = before(torch.cat(loader.batches[0][:num_views]))
+            boundary = teacher_halves[0](torch.cat(loader.batches[0][:num_views]))
         step = _Second(job, student, teacher, boundary)
-    del module, before  # the other half's weights are the other rank's
+    del module, teacher_halves  # the other half's weights are the other rank's
     for batch in loader:
         if job.workload != "kd":
             update_momentum(student[: len(teacher)], teacher, m=0.99)  # all but the predictor
@@ -170,17 +180,16 @@ class _Second:
         num_units = len(boundary) // job.batch_size * job.num_microbatches
         self.buffers = list(boundary.chunk(num_units))
         self.loss = LOSSES[job.workload]
-        self.targets = self.labels = torch.empty(0)
+        self.targets = Targets(torch.empty(0), torch.empty(0))
         stage = PipelineStage(student, job.rank, job.num_ranks, torch.device("cpu"))
         self.schedule = ScheduleGPipe(stage, num_units, loss_fn=self._loss)
 
     def __call__(self, batch: Batch) -> None:
-        self.labels = batch[-1]
-        self.targets = self._receive_teacher()
+        self.targets = Targets(self._receive_teacher(), labels=batch[-1])
         self.schedule.step(target=self.rows, losses=[])
 
     def _loss(self, outputs: Tensor, rows: Tensor) -> Tensor:
-        return self.loss(outputs, rows, self.targets, self.labels)
+        return self.loss(outputs, rows, self.targets)
 
     @torch.no_grad()
     def _receive_teacher(self) -> Tensor:

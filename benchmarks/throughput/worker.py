@@ -27,7 +27,7 @@ def work(job: Job, connection: Connection, log: Path) -> None:
 
         train(job, connection)
         connection.send(Failed("the loader came to its end"))
-    except BaseException:  # noqa: BLE001: whatever it was, it is reported and ends here
+    except BaseException:  # noqa: BLE001 (whatever it was, it is reported and ends here)
         connection.send(Failed(traceback.format_exc()))
     # Threads of a broken process group may never end by themselves.
     sys.stdout.flush()

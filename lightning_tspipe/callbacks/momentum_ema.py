@@ -120,7 +120,8 @@ class MomentumEMA(Callback):
         students = submodules(pl_module, self.student, "student")
         teachers = submodules(pl_module, self.teacher, "teacher")
         self._parameters, self._buffers = [], []
-        for student, teacher in zip(students.items(), teachers.items(), strict=True):
+        for names in zip(self.student, self.teacher, strict=True):
+            student, teacher = (names[0], students[names[0]]), (names[1], teachers[names[1]])
             self._parameters += _pairs(student, teacher, "parameter")
             if self.buffers != "keep":
                 self._buffers += _pairs(student, teacher, "buffer")

@@ -11,10 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal
 
-from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
@@ -28,12 +26,15 @@ from lightning_tspipe.planning.search import (
     excess_and_bound,
     joined_atoms,
 )
+from lightning_tspipe.planning.wishes import Wishes, explicit_cuts
 from lightning_tspipe.planning.workload import Workload
 
-_NUM_MICROBATCHES = (1, 2, 4, 8)
 _NUM_EXACT = 5
 _REFINED_ACTIONS = 90_000
 """Bounds the time of all refinements: neighbours that are simulated, times actions per step."""
+
+_CAREFUL_ACTIONS = 400
+"""Small steps are simulated several times, with as many ways to choose among actions."""
 
 _NEAR = 1.05
 """Estimates this close may change places when the real schedule is built."""
@@ -113,45 +114,14 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         update_seconds_per_byte=update_seconds_per_byte,
         input_bytes_per_sample=input_bytes_per_sample,
     )
-    wishes = _Wishes(
+    wishes = Wishes(
         schedule=schedule,
         ahead=ahead,
         num_microbatches=num_microbatches,
-        cuts=None if partition == "auto" else _explicit(partition, workload),
+        cuts=None if partition == "auto" else explicit_cuts(partition, workload),
         split=split,
     )
     return _Planner(workload, wishes).plan()
-
-
-@dataclass(frozen=True)
-class _Wishes:
-    """What the user decided already."""
-
-    schedule: str
-    ahead: bool
-    num_microbatches: int | Literal["auto"]
-    cuts: tuple[int, ...] | None
-    split: bool | Literal["auto"]
-
-    def microbatch_counts(self, workload: Workload) -> tuple[int, ...]:
-        """Numbers of micro-batches to try: their units must have been measured."""
-        if self.num_microbatches != "auto":
-            return (self.num_microbatches,)
-        if self.schedule == "sequential":
-            return (1,)
-        networks = [n for n in (workload.student, workload.teacher) if n is not None]
-        smallest = max((network.sizes[0] for network in networks if network.sizes), default=1)
-        samples = min(workload.batch_sizes)
-        return tuple(n for n in _NUM_MICROBATCHES if n == 1 or samples // n >= smallest)
-
-    def splits(self, workload: Workload, num_stages: int) -> tuple[frozenset[int], ...]:
-        """Sets of stages to split. Nobody waits for stage 0, so it stays whole."""
-        later = frozenset(range(1, num_stages))
-        if self.split != "auto":
-            return (later if self.split else frozenset(),)
-        if self.schedule != "tspipe" or not workload.student.can_split:
-            return (frozenset(),)
-        return tuple(dict.fromkeys([frozenset(), later & {num_stages - 1}, later]))
 
 
 @dataclass(frozen=True)
@@ -166,7 +136,7 @@ class _Scored:
 class _Planner:
     """The search, from all possibilities to one plan."""
 
-    def __init__(self, workload: Workload, wishes: _Wishes) -> None:
+    def __init__(self, workload: Workload, wishes: Wishes) -> None:
         self._workload, self._wishes = workload, wishes
         self._evaluator = Evaluator(wishes.schedule, ahead=wishes.ahead)
 
@@ -254,21 +224,22 @@ class _Planner:
             before = self._evaluator.num_simulated
             # No refinement takes more than a third of the time.
             most = min(budget, _REFINED_ACTIONS // 3) // num_actions
-            refined.append(self._refine(scored, most))
+            refined.append(self._refine(scored, most, effort=1 + _CAREFUL_ACTIONS // num_actions))
             budget -= num_actions * (self._evaluator.num_simulated - before)
         return refined
 
-    def _refine(self, scored: _Scored, num_simulations: int) -> _Scored:
+    def _refine(self, scored: _Scored, num_simulations: int, effort: int) -> _Scored:
         """Move boundaries as long as a simulation says that it helps; promising moves first."""
-        best, left = scored, num_simulations
+        best = replace(scored, seconds=self._evaluator.estimate(scored.layout, effort))
+        left = num_simulations
         moves = self._moves(best)
         while moves and left > 0:
             layout = moves.pop(0)
             # What cannot win needs no simulation.
             if not layout.fits or max(layout.busy) >= best.seconds:
                 continue
-            left -= 1
-            seconds = self._evaluator.estimate(layout)
+            left -= effort
+            seconds = self._evaluator.estimate(layout, effort)
             if seconds < best.seconds:
                 best = replace(best, seconds=seconds, layout=layout)
                 moves = self._moves(best)
@@ -314,20 +285,3 @@ def _seconds(scored: _Scored) -> float:
 def _simplicity(scored: _Scored) -> tuple[int, int, int, float]:
     layout = scored.layout
     return layout.num_microbatches, layout.cuts.num_stages, len(layout.split), scored.seconds
-
-
-def _explicit(counts: Sequence[int], workload: Workload) -> tuple[int, ...]:
-    """Cuts from the user's numbers of atoms per stage."""
-    num_atoms = workload.student.num_atoms
-    if any(count < 1 for count in counts) or len(counts) < workload.num_ranks:
-        raise ConfigurationError(
-            f"partition={list(counts)}: give at least one atom to each stage, and at least "
-            f"{workload.num_ranks} stages, one for each device"
-        )
-    if sum(counts) != num_atoms:
-        names = ", ".join(atom.name for atom in workload.student.atoms)
-        raise PartitionError(
-            f"partition={list(counts)} cuts {sum(counts)} atoms, and the student has {num_atoms}: "
-            f"{names}"
-        )
-    return tuple(accumulate(counts, initial=0))

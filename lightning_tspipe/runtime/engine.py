@@ -323,6 +323,10 @@ class Engine:
         self._index += 1
         self._step = None
 
+    def note_optimizer(self, started: float) -> None:
+        """The optimizer step of this rank ended, if a window is being recorded."""
+        self.executor.note(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
+
     def drain(self) -> None:
         """Forget what ran ahead: the next batch is not the one that was announced."""
         if self._ahead_units is not None:

@@ -116,6 +116,16 @@ class ChainNetwork:
         """The declared submodules of the chain."""
         return tuple(link.name for link in self._links if isinstance(link, Block))
 
+    @property
+    def wanted(self) -> frozenset[OutputRef]:
+        """The outputs of atoms that the step uses."""
+        return frozenset(self._refs.values())
+
+    def parameter_shapes(self, atom: int) -> list[tuple[int, ...]]:
+        """Shapes of the parameters of an atom."""
+        names = self.atoms[atom].parameter_names
+        return [tuple(self._module.get_parameter(name).shape) for name in names]
+
     def starts_like(self, other: ChainNetwork) -> bool:
         """Whether the chain of ``other`` is this one, or its beginning."""
         mine = [str(link) for link in self._links]

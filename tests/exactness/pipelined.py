@@ -1,10 +1,8 @@
-"""The pipelined side: an engine per rank, ranks as threads of this process."""
+"""The pipelined side: one engine per rank, ranks as threads of this process or as processes."""
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,107 +11,28 @@ from torch import nn
 
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
-from tests.exactness.reference import Record
+from lightning_tspipe.runtime.engine import Captured, Engine
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
+from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
 
 
-def even_cuts(num_atoms: int, num_stages: int) -> tuple[int, ...]:
-    """Stages of about equally many atoms."""
-    return tuple(round(stage * num_atoms / num_stages) for stage in range(num_stages + 1))
-
-
-def run_pipelined(  # noqa: PLR0913, PLR0917 - a whole training
-    module: nn.Module,
-    student: Sequence[str],
-    teacher: Sequence[str],
-    epochs: Sequence[Sequence[Any]],
-    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
-    *,
-    num_ranks: int,
-    num_microbatches: int,
-    schedule: str = "tspipe",
-    split: bool = False,
-    num_stages: int | None = None,
-    accumulate: int = 1,
-    after_step: Callable[[nn.Module], None] | None = None,
-) -> Record:
-    """Train copies of ``module`` on ``num_ranks`` threads, as one pipeline."""
-    network = LocalNetwork(num_ranks, timeout=30)
-    records = [Record() for _ in range(num_ranks)]
+def run_pipelined(setting: Setting) -> Record:
+    """Train on ``setting.num_ranks`` threads, as one pipeline."""
+    network = LocalNetwork(setting.num_ranks, timeout=30)
+    records: dict[int, Record] = {}
     failures: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
-            _train(rank, records[rank])
-        except BaseException as error:  # noqa: BLE001 - reported by the caller
+            records[rank] = train_rank(setting, modules[rank], LocalTransport(network, rank))
+        except BaseException as error:  # noqa: BLE001 - raised again below
             failures.append(error)
 
-    def _train(rank: int, record: Record) -> None:
-        mine = modules[rank]
-        engine = Engine(
-            mine, Networks(tuple(student), tuple(teacher)), LocalTransport(network, rank),
-            torch.device("cpu"),
-        )  # fmt: skip
-        first = epochs[0][0]
-        captured = engine.capture(partial(_step, mine, 0), first)
-        stages = num_stages or num_ranks
-        cuts = even_cuts(len(captured.networks["student"].atoms), stages)
-        placement = Placement(
-            num_ranks,
-            cuts,
-            default_ranks(stages, num_ranks),
-            num_microbatches=num_microbatches,
-            split=frozenset(range(stages)) if split else frozenset(),
-        )
-        if "teacher" in captured.networks:
-            # An EMA pair shares a rank: the teacher is cut where the student is.
-            atoms = len(captured.networks["teacher"].atoms)
-            kept = [s for s in range(stages) if cuts[s] < atoms]
-            placement = Placement(
-                num_ranks, cuts, placement.student_ranks,
-                (*[cuts[s] for s in kept], atoms),
-                tuple(placement.student_ranks[s] for s in kept),
-                num_microbatches, placement.split,
-            )  # fmt: skip
-        engine.place(captured, placement, schedule, None)
-        optimizer = make_optimizer(mine)
-        parameters = dict(mine.named_parameters())
-        count = 0
-        for batches in epochs:
-            engine.drain()
-            for index, batch in enumerate(batches):
-                following = index + 1 < len(batches) and schedule == "tspipe"
-                ahead = (batches[index + 1], partial(_step, mine, index + 1)) if following else None
-                loss = engine.forward(partial(_step, mine, index), batch, ahead)
-                if count % accumulate == 0:
-                    optimizer.zero_grad()
-                engine.backward(None if loss is None else (loss / accumulate).backward)
-                if loss is not None:
-                    record.losses.append(loss.detach().clone())
-                record.gradients.append(
-                    {
-                        k: p.grad.clone()
-                        for k, p in parameters.items()
-                        if p.grad is not None and engine.shards.owner(k) == rank
-                    }
-                )
-                count += 1
-                if count % accumulate == 0:
-                    optimizer.step()
-                    if after_step is not None:
-                        after_step(mine)
-        state = engine.shards.state_dict(rank, engine.transport)
-        record.weights = {k: v.clone() for k, v in state.items()}
-        names = {id(p): k for k, p in parameters.items()}
-        record.optimizer = {
-            names[id(p)]: dict(s)
-            for p, s in optimizer.state.items()
-            if engine.shards.owner(names[id(p)]) == rank
-        }
-
-    modules = [copy.deepcopy(module) for _ in range(num_ranks)]
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(num_ranks)]
+    modules = [setting.build() for _ in range(setting.num_ranks)]
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True)
+        for rank in range(setting.num_ranks)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -121,13 +40,97 @@ def run_pipelined(  # noqa: PLR0913, PLR0917 - a whole training
     if failures:
         raise failures[0]
     assert not any(thread.is_alive() for thread in threads), "a rank did not end"
-    merged = records[0]
+    return merge([records[rank] for rank in range(setting.num_ranks)])
+
+
+def train_rank(setting: Setting, module: nn.Module, transport: Transport) -> Record:
+    """One rank's part of a training; only what this rank holds is recorded."""
+    networks = Networks(module.student_names, module.teacher_names)
+    engine = Engine(module, networks, transport, torch.device("cpu"))
+    epochs = setting.epochs(module)
+    captured = engine.capture(partial(module.training_step, index=0), epochs[0][0])
+    engine.place(captured, make_placement(setting, module, captured), setting.schedule, None)
+    optimizer = setting.make_optimizer(module)
+    own = _own_parameters(engine)
+    record, count = Record(), 0
+    for batches in epochs:
+        engine.drain()
+        for index, batch in enumerate(batches):
+            loss = _forward(engine, setting, batches, index)
+            if count % setting.accumulate == 0:
+                optimizer.zero_grad()
+            engine.backward(None if loss is None else (loss / setting.accumulate).backward)
+            if loss is not None:
+                record.losses.append(loss.detach().clone())
+            record.gradients.append(gradients_of(own))
+            count += 1
+            if count % setting.accumulate == 0:
+                optimizer.step()
+                if hasattr(module, "after_step"):
+                    module.after_step()
+    state = engine.shards.state_dict(engine.rank, transport)
+    record.weights = {name: value.clone() for name, value in state.items()}
+    record.optimizer = state_of(optimizer, own)
+    return record
+
+
+def _forward(engine: Engine, setting: Setting, batches: list[Any], index: int) -> Any:
+    """The loss on the loss rank; only the data rank gets to see the batches."""
+    step = engine.module.training_step
+    batch, ahead = batches[index] if engine.is_data_rank else None, None
+    if setting.schedule == "tspipe" and index + 1 < len(batches) and engine.is_data_rank:
+        ahead = batches[index + 1], partial(step, index=index + 1)
+    result = engine.forward(partial(step, index=index), batch, ahead)
+    return None if result is None else loss_of(result)
+
+
+def _own_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+    """What this rank holds; everything else that is pipelined must be off this rank."""
+    own = {}
+    for name, parameter in engine.module.named_parameters():
+        is_own = engine.shards.owner(name) == engine.rank
+        assert parameter.is_meta == (not is_own and engine.shards.is_pipelined(name))
+        if is_own:
+            own[name] = parameter
+    return own
+
+
+def make_placement(setting: Setting, module: nn.Module, captured: Captured) -> Placement:
+    """Stages of about equally many atoms; an EMA pair shares a rank."""
+    cuts = even_cuts(len(captured.networks["student"].atoms), setting.num_stages)
+    ranks = default_ranks(setting.num_stages, setting.num_ranks)
+    teacher_cuts: tuple[int, ...] = ()
+    teacher_ranks: tuple[int, ...] = ()
+    if "teacher" in captured.networks:
+        num_atoms = len(captured.networks["teacher"].atoms)
+        if getattr(module, "unpaired", False):
+            # Cut on its own, and not even into as many stages.
+            num_stages = max(1, setting.num_stages - 1)
+            teacher_cuts = even_cuts(num_atoms, num_stages)
+            teacher_ranks = default_ranks(num_stages, setting.num_ranks)
+        else:
+            teacher_cuts = (*(cut for cut in cuts if cut < num_atoms), num_atoms)
+            teacher_ranks = ranks[: len(teacher_cuts) - 1]
+    split = frozenset(range(setting.num_stages)) if setting.split else frozenset()
+    return Placement(
+        setting.num_ranks, cuts, ranks, teacher_cuts, teacher_ranks,
+        setting.num_microbatches, split,
+    )  # fmt: skip
+
+
+def even_cuts(num_atoms: int, num_stages: int) -> tuple[int, ...]:
+    """Stages of about equally many atoms."""
+    assert num_atoms >= num_stages, "the model is too small to test so many stages"
+    return tuple(round(stage * num_atoms / num_stages) for stage in range(num_stages + 1))
+
+
+def merge(records: list[Record]) -> Record:
+    """What all ranks hold together; the loss rank comes first."""
+    whole = records[0]
     for other in records[1:]:
-        for mine, theirs in zip(merged.gradients, other.gradients, strict=True):
+        assert not other.losses, "only the loss rank computes the loss"
+        for mine, theirs in zip(whole.gradients, other.gradients, strict=True):
+            assert not mine.keys() & theirs.keys(), "a parameter has two owners"
             mine.update(theirs)
-        merged.optimizer.update(other.optimizer)
-    return merged
-
-
-def _step(module: nn.Module, index: int, batch: Any) -> Any:
-    return module.training_step(batch, index)  # type: ignore[operator]
+        whole.optimizer.update(other.optimizer)
+    return whole

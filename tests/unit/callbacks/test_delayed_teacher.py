@@ -228,6 +228,7 @@ def test_works_in_the_other_lightning_world(lab: SimpleNamespace, tmp_path: Path
         configure_optimizers = lab.module.configure_optimizers
         after_student = None
 
+    assert all(isinstance(callback, other.Callback) for callback in callbacks_for("callback"))
     loader = lab.loader(5)
     reference = lab.module()
     train_stale(reference, [loader.batches] * 2, ema="callback")

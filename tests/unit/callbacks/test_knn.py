@@ -182,20 +182,34 @@ def test_under_a_pipeline(lab: SimpleNamespace, is_loss_rank: bool) -> None:
         assert "val_knn_top1" not in trainer.callback_metrics
 
 
-@pytest.mark.parametrize("bar", [RichProgressBar, TQDMProgressBar])
-def test_shows_its_progress(
-    bar: type[Any], lab: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Validation adds a bar of Lightning's own after ours.
+@pytest.fixture
+def validated(lab: SimpleNamespace) -> LightningModule:
+    """A module with validation, for which Lightning adds a bar of its own beside ours."""
+
     class Validated(lab.module):  # type: ignore[misc, name-defined]
         def validation_step(self, batch: Tensor) -> None:
             self.log("val", self.student(batch).mean())
 
-    callbacks = [KNNEvaluator(Classes(8), Classes(8), batch_size=4), bar()]
+    return Validated()
+
+
+def test_shows_its_progress_with_rich(validated: LightningModule, lab: SimpleNamespace) -> None:
+    callbacks = [KNNEvaluator(Classes(8), Classes(8), batch_size=4), bar := RichProgressBar()]
     trainer = lab.trainer(callbacks=callbacks, enable_progress_bar=True, num_sanity_val_steps=0)
-    trainer.fit(Validated(), lab.loader(2), lab.loader(2))
-    output = capsys.readouterr()
-    assert "k-NN" in output.out + output.err or bar is RichProgressBar
+    trainer.fit(validated, lab.loader(2), lab.loader(2))
+    assert bar.progress is not None
+    (task,) = (task for task in bar.progress.tasks if task.description == "k-NN")
+    assert task.finished
+    assert not task.visible
+
+
+def test_shows_its_progress_with_tqdm(
+    validated: LightningModule, lab: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = [KNNEvaluator(Classes(8), Classes(8), batch_size=4), TQDMProgressBar()]
+    trainer = lab.trainer(callbacks=callbacks, enable_progress_bar=True, num_sanity_val_steps=0)
+    trainer.fit(validated, lab.loader(2), lab.loader(2))
+    assert "k-NN:" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"temperature": 0}, {"every_n_epochs": 0}])

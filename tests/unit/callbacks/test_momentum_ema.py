@@ -118,6 +118,18 @@ def test_several_named_submodules(lab: SimpleNamespace) -> None:
         assert student.requires_grad
 
 
+def test_two_teachers_of_one_student(lab: SimpleNamespace) -> None:
+    class Two(lab.module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = deepcopy(self.teacher)
+
+    module = Two()
+    ema = MomentumEMA(0.5, student=["student", "student"], teacher=["teacher", "other"])
+    lab.trainer(callbacks=[ema], max_epochs=1).fit(module, lab.loader(2))
+    torch.testing.assert_close(module.other.state_dict(), module.teacher.state_dict())
+
+
 def test_a_step_that_the_scaler_skips_changes_nothing(lab: SimpleNamespace) -> None:
     class Overflowing(LightningModule):
         def __init__(self) -> None:

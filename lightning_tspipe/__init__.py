@@ -1,0 +1,45 @@
+"""Pipeline parallelism for teacher/student models in PyTorch Lightning.
+
+Importing the package registers the strategies ``tspipe``, ``tspipe_gpipe`` and
+``tspipe_sequential``.
+"""
+
+from __future__ import annotations
+
+from lightning_tspipe.callbacks import (
+    DelayedTeacherUpdate,
+    KNNEvaluator,
+    MomentumEMA,
+    PipelineThroughputMonitor,
+    PipelineTimeline,
+)
+from lightning_tspipe.errors import (
+    CaptureError,
+    ConfigurationError,
+    PartitionError,
+    ScheduleError,
+    TransportError,
+    TSPipeError,
+)
+from lightning_tspipe.strategy import TSPipeStrategy
+from lightning_tspipe.worlds import installed_worlds
+
+__all__ = [
+    "CaptureError",
+    "ConfigurationError",
+    "DelayedTeacherUpdate",
+    "KNNEvaluator",
+    "MomentumEMA",
+    "PartitionError",
+    "PipelineThroughputMonitor",
+    "PipelineTimeline",
+    "ScheduleError",
+    "TSPipeError",
+    "TSPipeStrategy",
+    "TransportError",
+]
+
+for _world in installed_worlds():
+    _registry = _world.strategies.StrategyRegistry
+    if "tspipe" not in _registry:
+        TSPipeStrategy.register_strategies(_registry)

@@ -1,0 +1,130 @@
+"""What callbacks may ask of the pipeline: ``trainer.strategy.pipelined``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.simulation.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from lightning_tspipe.strategy import PipelineHooks
+
+_DONE = "no more batches"
+
+
+class Pipelined:
+    """The pipeline, as callbacks see it.
+
+    Args:
+        strategy: The strategy that runs it.
+
+    Attributes:
+        bubble_ratio: Share of the ranks' time without work in the last recorded window; None
+            before the first.
+    """
+
+    data_parallel_size = 1
+
+    def __init__(self, strategy: PipelineHooks) -> None:
+        self._strategy = strategy
+        self._steps_left = 0
+        self._timeline: Timeline | None = None
+        self._spans: list[Span] | None = None
+        self.bubble_ratio: float | None = None
+
+    @property
+    def is_loss_rank(self) -> bool:
+        """Whether this rank computes losses and logs."""
+        return self._strategy.is_loss_rank
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the student; 1 per rank before the first batch."""
+        engine = self._strategy.engine
+        return self._strategy.num_ranks if engine is None else engine.pipeline.student.num_stages
+
+    @property
+    def delay(self) -> int:
+        """How many updates the teacher is late in the steady state."""
+        return int(self._strategy.options.schedule == "tspipe")
+
+    def evaluate(
+        self,
+        fn: Callable[[Any], Any],
+        loader: Iterable[Any],
+        *,
+        limit: int | None = None,
+    ) -> Iterator[Any]:
+        """Run ``fn`` on every batch of a loader; every rank calls it.
+
+        Args:
+            fn: Calls pipelined submodules; its argument is a batch of the loader.
+            loader: Read on the data rank only.
+            limit: At most so many batches.
+
+        Yields:
+            What ``fn`` returns on the loss rank, None elsewhere.
+        """
+        strategy = self._strategy
+        key = object()
+        try:
+            for batch in self._batches(loader, limit):
+                yield strategy.evaluate_batch(fn, batch, key)
+        finally:
+            strategy.forget_evaluation(key)
+
+    def _batches(self, loader: Iterable[Any], limit: int | None) -> Iterator[Any]:
+        """The loader's batches on the data rank; as many placeholders elsewhere."""
+        strategy, transport = self._strategy, self._strategy.transport
+        if not strategy.is_data_rank:
+            while transport.receive_object(strategy.num_ranks - 1) != _DONE:
+                yield None
+            return
+        for batch in islice(loader, limit):
+            self._tell("next")
+            yield strategy.transfer(batch)
+        self._tell(_DONE)
+
+    def _tell(self, word: str) -> None:
+        strategy = self._strategy
+        for rank in range(strategy.num_ranks):
+            if rank != strategy.global_rank:
+                strategy.transport.send_object(word, rank)
+
+    def record(self, num_steps: int) -> None:
+        """Record what this rank does in the next steps."""
+        engine = self._strategy.engine
+        if engine is not None:
+            engine.executor.spans = []
+            self._steps_left = num_steps
+
+    def step_done(self) -> None:
+        """An optimizer step ended."""
+        if self._steps_left == 0:
+            return
+        self._steps_left -= 1
+        engine = self._strategy.engine
+        if self._steps_left == 0 and engine is not None:
+            self._spans, engine.executor.spans = engine.executor.spans, None
+
+    def timeline(self) -> Timeline | None:
+        """The last recorded window of all ranks, on the loss rank; every rank calls it."""
+        transport = self._strategy.transport
+        gathered = transport.gather_object(self._spans or [], LOSS_RANK)
+        if gathered is None:
+            return None
+        spans = tuple(span for spans in gathered for span in spans)
+        if not spans:
+            return self._timeline
+        start = min(span.start for span in spans)
+        self._timeline = Timeline(
+            tuple(
+                Span(s.rank, s.action, s.op, s.step, s.start - start, s.end - start) for s in spans
+            ),
+            transport.num_ranks,
+        )
+        self.bubble_ratio = self._timeline.bubble_ratio
+        return self._timeline

@@ -1,0 +1,361 @@
+"""The first batch: find the networks, trace the step, measure, plan, and place the stages."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.plan import StepPlan, TensorSpec
+from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.planner import plan as make_plan
+from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.runtime.engine import Captured, Engine
+from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.simulation.cost import CostTable
+
+log = logging.getLogger("lightning_tspipe")
+
+_SIZES = (1, 2, 4, 8)
+_PROFILE_SECONDS = 30.0
+_GLOO_LINK = (1.5e-4, 2.0e9)
+_ACTION_SECONDS = 1.0e-4
+_UPDATE_SECONDS_PER_BYTE = 5.0e-10
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class SetupOptions:
+    """What the user chose; see ``TSPipeStrategy``."""
+
+    student: str | Sequence[str] | None = None
+    teacher: str | Sequence[str] | None = None
+    num_microbatches: Literal["auto"] | int = "auto"
+    schedule: str = "tspipe"
+    partition: Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]] = "auto"
+    split_backward: Literal["auto"] | bool = "auto"
+    memory_limit: int | str | None = None
+    state_limit: int | float | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in {"tspipe", "gpipe", "sequential"}:
+            raise ConfigurationError(
+                f"schedule={self.schedule!r}: choose 'tspipe', 'gpipe' or 'sequential'"
+            )
+        number = self.num_microbatches
+        if number != "auto" and (not isinstance(number, int) or number < 1):
+            raise ConfigurationError(f"num_microbatches={number!r}: 'auto' or a number from 1 on")
+        if isinstance(self.partition, str) and self.partition != "auto":
+            raise ConfigurationError(
+                f"partition={self.partition!r}: 'auto', or the number of atoms of each stage"
+            )
+        parse_bytes(self.memory_limit)
+
+
+def parse_bytes(amount: int | str | None) -> int | None:
+    """Bytes from a number or a text.
+
+    >>> parse_bytes("1.5GiB"), parse_bytes(1000), parse_bytes(None)
+    (1610612736, 1000, None)
+    """
+    if amount is None or isinstance(amount, int):
+        return amount
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]i?B)?\s*", amount, re.IGNORECASE)
+    if match is None:
+        raise ConfigurationError(f"{amount!r} is not an amount of memory; write '16GiB' or '800MB'")
+    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
+
+
+def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
+    """The pipelined submodules: as declared, else the attributes ``student`` and ``teacher``.
+
+    Raises:
+        ConfigurationError: Not found, or found twice.
+    """
+    student = _names(module, options.student, "student")
+    teacher = _names(module, options.teacher, "teacher")
+    if not student:
+        children = ", ".join(name for name, _ in module.named_children()) or "none"
+        raise ConfigurationError(
+            f"{type(module).__name__} has no submodule `student`. Name the trained submodules in "
+            "the order in which training_step calls them: TSPipeStrategy(student=[...], "
+            f"teacher=[...]) (its submodules: {children})"
+        )
+    seen: dict[int, str] = {}
+    for name in (*student, *teacher):
+        for path, child in module.get_submodule(name).named_modules():
+            full = f"{name}.{path}".rstrip(".")
+            other = seen.setdefault(id(child), full)
+            if other != full:
+                raise ConfigurationError(
+                    f"{full!r} and {other!r} are the same submodule: student and teacher, and "
+                    "their parts, must be modules of their own (copy.deepcopy makes one)"
+                )
+            if full in {*student, *teacher} and full != name:
+                raise ConfigurationError(
+                    f"{full!r} is declared and lies inside {name!r}, which is declared too: "
+                    "declare the whole or its parts, not both"
+                )
+    return Networks(student, teacher)
+
+
+def _names(
+    module: nn.Module, declared: str | Sequence[str] | None, default: str
+) -> tuple[str, ...]:
+    if declared is None:
+        return (default,) if isinstance(getattr(module, default, None), nn.Module) else ()
+    names = (declared,) if isinstance(declared, str) else tuple(declared)
+    for name in names:
+        try:
+            module.get_submodule(name)
+        except AttributeError:
+            children = ", ".join(child for child, _ in module.named_children()) or "none"
+            raise ConfigurationError(
+                f"TSPipeStrategy({default}={declared!r}): {type(module).__name__} has no submodule "
+                f"{name!r} (its submodules: {children})"
+            ) from None
+    if len(set(names)) < len(names):
+        raise ConfigurationError(f"TSPipeStrategy({default}={declared!r}) names a submodule twice")
+    return names
+
+
+def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
+    module: nn.Module,
+    options: SetupOptions,
+    transport: Transport,
+    device: torch.device,
+    context: Callable[[], AbstractContextManager[None]],
+    step: Step,
+    batch: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Engine:
+    """Make this rank ready to train; all ranks call it together, with the same first batch.
+
+    Raises:
+        CaptureError: The step can't be captured.
+        PartitionError: The networks can't be cut as wished.
+    """
+    networks = find_networks(module, options)
+    seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
+    engine = Engine(module, networks, transport, device, seed, context)
+    _share_weights(module, transport)
+    captured = engine.capture(step, batch)
+    if transport.num_ranks == 1:
+        placement, costs = _single(captured, options), None
+    else:
+        planner = transport.num_ranks - 1
+        decided = None
+        if transport.rank == planner:
+            decided = _decide(captured, options, transport.num_ranks, device, optimizers)
+        placement, costs, summary = transport.broadcast_object(decided, planner)
+        if transport.rank == LOSS_RANK:
+            log.info("%s", summary)
+    engine.place(captured, placement, options.schedule, costs)
+    for optimizer in optimizers:
+        engine.shards.forget_optimizer_state(optimizer)
+    return engine
+
+
+def _share_weights(module: nn.Module, transport: Transport) -> None:
+    """Every rank starts from the weights of the loss rank, whatever its own random numbers were."""
+    if transport.num_ranks == 1:
+        return
+    mine = transport.rank == LOSS_RANK
+    state = {k: v.detach().cpu() for k, v in module.state_dict().items()} if mine else None
+    state = transport.broadcast_object(state, LOSS_RANK)
+    if mine:
+        return
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if tensor.is_meta:
+            filled = torch.empty_like(tensor, device="cpu").copy_(state[name])
+            if isinstance(tensor, nn.Parameter):
+                replacement = nn.Parameter(filled, requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, replacement)
+            else:
+                path, _, key = name.rpartition(".")
+                module.get_submodule(path)._buffers[key] = filled  # noqa: SLF001
+        else:
+            with torch.no_grad():
+                tensor.copy_(state[name])
+
+
+def _single(captured: Captured, options: SetupOptions) -> Placement:
+    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
+    networks = captured.networks
+    teacher = networks.get("teacher")
+    return Placement(
+        1,
+        (0, len(networks["student"].atoms)),
+        (0,),
+        (0, len(teacher.atoms)) if teacher is not None else (),
+        (0,) if teacher is not None else (),
+        number,
+    )
+
+
+def _decide(
+    captured: Captured,
+    options: SetupOptions,
+    num_ranks: int,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> tuple[Placement, CostTable | None, str]:
+    """Measure and plan."""
+    plan, networks = captured.plan, captured.networks
+    student, teacher = networks["student"], networks.get("teacher")
+    paired = teacher is not None and is_paired(student, teacher)
+    if plan.has_effects and not paired:
+        raise PartitionError(
+            "the step averages parameters of networks that are built differently, so that the "
+            "parts of a pair could come to different ranks. Give the teacher the same structure "
+            "as the beginning of the student"
+        )
+    partition = options.partition
+    if isinstance(partition, Mapping):
+        return _by_hand(partition, captured, options, num_ranks, paired=paired)
+    profiles = _profile(plan, networks, options, device)
+    batch_sizes = [plan.calls[i].input.shape[0] for i in plan.calls_of("student")]
+    decided = make_plan(
+        profiles["student"],
+        profiles.get("teacher"),
+        num_ranks=num_ranks,
+        num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
+        batch_sizes=batch_sizes,
+        paired=paired,
+        memory_limit=_memory_limit(options, device),
+        state_limit=_state_limit(options, profiles, optimizers),
+        optimizer_bytes_per_parameter_byte=_optimizer_bytes(optimizers),
+        schedule=options.schedule,
+        num_microbatches=options.num_microbatches,
+        partition="auto" if isinstance(partition, str) else list(partition),
+        split=options.split_backward,
+        link=_GLOO_LINK,
+        action_overhead=_ACTION_SECONDS,
+        update_seconds_per_byte=_UPDATE_SECONDS_PER_BYTE,
+        input_bytes_per_sample=_bytes_per_sample(plan.calls[0].input),
+    )
+    return decided.placement, decided.costs, str(decided)
+
+
+def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
+    """Whether the teacher is built like the beginning of the student, atom by atom."""
+    if len(teacher.atoms) > len(student.atoms):
+        return False
+    return all(
+        teacher.parameter_shapes(atom) == student.parameter_shapes(atom)
+        for atom in range(len(teacher.atoms))
+    )
+
+
+def _by_hand(
+    partition: Mapping[str, Sequence[int]],
+    captured: Captured,
+    options: SetupOptions,
+    num_ranks: int,
+    *,
+    paired: bool,
+) -> tuple[Placement, None, str]:
+    cuts: dict[str, tuple[int, ...]] = {}
+    for name, network in captured.networks.items():
+        counts = partition.get(name)
+        if counts is None or len(counts) < 1 or sum(counts) != len(network.atoms):
+            raise PartitionError(
+                f"partition[{name!r}]={counts!r} must give the number of atoms of each stage, "
+                f"together {len(network.atoms)}"
+            )
+        cuts[name] = (0, *accumulate(counts))
+    teacher = cuts.get("teacher", ())
+    if paired and tuple(cuts["student"][: len(teacher) - 1]) != teacher[:-1]:
+        raise PartitionError(
+            f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts of "
+            "an EMA pair would lie on different ranks. Give one partition=[...] for both"
+        )
+    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
+    ranks = default_ranks(len(cuts["student"]) - 1, num_ranks)
+    teacher_ranks = default_ranks(len(teacher) - 1, num_ranks) if teacher else ()
+    if paired:
+        teacher_ranks = ranks[: len(teacher) - 1]
+    placement = Placement(num_ranks, cuts["student"], ranks, teacher, teacher_ranks, number)
+    return placement, None, f"partition by hand: {cuts}"
+
+
+def _profile(
+    plan: StepPlan, networks: Mapping[Any, ChainNetwork], options: SetupOptions, device: torch.device
+) -> dict[str, NetworkProfile]:
+    profiles = {}
+    for name, network in networks.items():
+        calls = [plan.calls[i] for i in plan.calls_of(name)]
+        spec = max((call.input for call in calls), key=lambda spec: math.prod(spec.shape))
+        batch = spec.shape[0]
+        wanted = _SIZES if options.num_microbatches == "auto" else (options.num_microbatches,)
+        if options.schedule == "sequential" and options.num_microbatches == "auto":
+            wanted = (1,)
+        sizes = sorted({max(1, math.ceil(batch / number)) for number in wanted})
+        log.info("measuring the %s at %s samples", name, sizes)
+        records = profile_atoms(
+            network.atoms,
+            _example(spec, device),
+            sizes,
+            trainable=any(call.grad for call in calls),
+            wanted=network.wanted,
+            max_seconds=_PROFILE_SECONDS,
+        )
+        profiles[name] = NetworkProfile(tuple(records))
+    return profiles
+
+
+def _example(spec: TensorSpec, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if spec.dtype.is_floating_point:
+        values = torch.randn(spec.shape, generator=generator, dtype=torch.float32)
+        return values.to(device, spec.dtype)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _bytes_per_sample(spec: TensorSpec) -> int:
+    return spec.num_bytes // max(1, spec.shape[0])
+
+
+def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
+    if options.memory_limit is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.9)
+    return parse_bytes(options.memory_limit)
+
+
+def _state_limit(
+    options: SetupOptions,
+    profiles: Mapping[str, NetworkProfile],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> int | None:
+    limit = options.state_limit
+    if not isinstance(limit, float):
+        return parse_bytes(limit)
+    student, teacher = profiles["student"], profiles.get("teacher")
+    total = sum(atom.parameter_bytes for p in profiles.values() for atom in p.atoms)
+    trained = sum(atom.trainable_bytes for atom in student.atoms)
+    del teacher
+    return int(limit * (total + trained * (1 + _optimizer_bytes(optimizers))))
+
+
+def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """Bytes of optimizer state per byte of parameters."""
+    if not optimizers:
+        return 0.0
+    group = optimizers[0].param_groups[0]
+    if "betas" in group:
+        return 2.0
+    return 1.0 if group.get("momentum", 1.0) else 0.0

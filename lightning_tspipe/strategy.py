@@ -1,0 +1,575 @@
+"""The Lightning strategy: hooks that call the engine, no arithmetic.
+
+One class serves both Lightning worlds (``lightning.pytorch`` and ``pytorch_lightning``): it
+derives from the ``ParallelStrategy`` of each, and takes the method order of the one whose Trainer
+uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tspipe.errors import ConfigurationError, TransportError
+from lightning_tspipe.pipelined import Pipelined
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.loading import (
+    LookaheadLoader,
+    Remote,
+    RemoteLoader,
+    UnsizedRemoteLoader,
+)
+from lightning_tspipe.runtime.transport import (
+    GlooTransport,
+    LocalNetwork,
+    LocalTransport,
+    Transport,
+)
+from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.setup import SetupOptions, find_networks, set_up
+from lightning_tspipe.worlds import base_classes, world_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.strategies import ParallelStrategy
+    from torch.optim import Optimizer
+
+    _Base = ParallelStrategy
+else:
+    _Base = object
+
+Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
+
+
+class PipelineHooks(_Base):
+    """Everything of the strategy that does not depend on the Lightning world."""
+
+    def __init__(  # noqa: PLR0913 - what a user may choose
+        self,
+        student: str | Sequence[str] | None = None,
+        teacher: str | Sequence[str] | None = None,
+        *,
+        num_microbatches: Literal["auto"] | int = "auto",
+        schedule: Literal["tspipe", "gpipe", "sequential"] = "tspipe",
+        partition: Partition = "auto",
+        split_backward: Literal["auto"] | bool = "auto",
+        memory_limit: int | str | None = None,
+        state_limit: float | str | None = None,
+        timeout: timedelta = timedelta(minutes=10),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        """Pipeline the student and the teacher of a LightningModule over the devices.
+
+        Args:
+            student: Dotted name of the trained submodule, or of several in the order in which
+                the step calls them. None: the attribute ``student``, if there is one.
+            teacher: The same for the forward-only network. None: the attribute ``teacher``.
+            num_microbatches: Micro-batches per call; ``"auto"`` measures and simulates. Networks
+                with BatchNorm normalise each micro-batch by its own statistics.
+            schedule: ``tspipe`` (the teacher one update late fills the bubbles), ``gpipe`` or
+                ``sequential`` (one device at a time); the latter two without delay.
+            partition: Number of atoms of each stage, in order; a mapping gives ``student`` and
+                ``teacher`` apart. ``"auto"``: measured and simulated.
+            split_backward: Whether backwards may run in two halves to fill bubbles.
+            memory_limit: Bytes that a device may hold, or a text such as ``"16GiB"``; None: no
+                limit (on a GPU: what is free).
+            state_limit: The same for parameters, gradients, optimizer state and teacher alone; a
+                fraction such as ``0.6`` is one of what all ranks hold together.
+            timeout: How long to wait for a rank that says nothing.
+            start_method: How the other processes start.
+            kwargs: What every Lightning strategy takes (``accelerator``, ``precision_plugin``,
+                ``cluster_environment``, ``checkpoint_io``, ``parallel_devices``).
+        """
+        super().__init__(**kwargs)
+        self.options = SetupOptions(
+            student, teacher, num_microbatches, schedule, partition, split_backward,
+            memory_limit, state_limit,
+        )  # fmt: skip
+        self._timeout = timeout
+        self._start_method = start_method
+        self._num_nodes = 1
+        self._transport: Transport | None = None
+        self._engine: Engine | None = None
+        self._evaluations: dict[Any, Evaluation] = {}
+        self._loader: LookaheadLoader | None = None
+        self._prepared: tuple[int, Any] | None = None
+        self._announced = -1
+        self._backward_ended = 0.0
+        self.pipelined = Pipelined(self)
+
+    # Processes
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the job."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.num_nodes * self.num_processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers are split over ranks: not within a pipeline."""
+        return False
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": 1, "rank": 0}
+
+    @property
+    def process_group_backend(self) -> str:
+        """Backend of the world group; activations travel on groups of their own."""
+        return "gloo"
+
+    @property
+    def transport(self) -> Transport:
+        """How this rank reaches the others."""
+        assert self._transport is not None
+        return self._transport
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, once the first batch has been seen."""
+        return self._engine
+
+    @property
+    def is_data_rank(self) -> bool:
+        """Whether this rank reads the data."""
+        return self.global_rank == self.num_ranks - 1
+
+    @property
+    def is_loss_rank(self) -> bool:
+        """Whether this rank runs the losses, logs and saves."""
+        return self.global_rank == LOSS_RANK
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        launchers = world_of(self).launchers
+        if self._start_method != "popen":
+            self._launcher = launchers.multiprocessing._MultiProcessingLauncher(  # noqa: SLF001
+                self, start_method=self._start_method
+            )
+        elif not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
+            self._launcher = launchers.subprocess_script._SubprocessScriptLauncher(  # noqa: SLF001
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        environment = self.cluster_environment
+        assert environment is not None
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_ranks)
+        world_of(self).rank_zero_only.rank = self.global_rank
+        if self._transport is not None:
+            return
+        if self.num_ranks == 1:
+            self._transport = LocalTransport(LocalNetwork(1), 0)
+            return
+        if self.num_nodes == 1:
+            # Nothing outside of this machine needs to reach the job.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        world_of(self).init_dist_connection(
+            environment, self.process_group_backend, timeout=self._timeout
+        )
+        self._transport = GlooTransport(range(self.num_ranks), self.root_device, self._timeout)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        world = world_of(self)
+        if not self.is_data_rank:
+            # There is no batch to transfer on this rank; user hooks would only trip over it.
+            self.model._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[union-attr, operator] # noqa: ARG005, SLF001
+        if trainer.state.fn == "fit":
+            find_networks(self._module, self.options)
+            world.refuse_callbacks(trainer)
+            world.insert_metrics_sync(trainer, self)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if self.num_ranks > 1:
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @override
+    def model_to_device(self) -> None:
+        """Parameters move at the first batch, when it is known who gets which."""
+
+    # Data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self.num_ranks == 1:
+            loader = LookaheadLoader(dataloader)  # type: ignore[arg-type]
+            return self._keep_if_training(loader)
+        data_rank = self.num_ranks - 1
+        length = _length(dataloader) if self.is_data_rank else None
+        length = self.transport.broadcast_object(length, data_rank)
+        if not self.is_data_rank:
+            if length is not None:
+                return RemoteLoader(length)
+            return UnsizedRemoteLoader(partial(self.transport.receive_object, data_rank))
+        announce = None if length is not None else self._announce
+        return self._keep_if_training(LookaheadLoader(dataloader, announce))  # type: ignore[arg-type]
+
+    def _announce(self, more: bool) -> None:  # noqa: FBT001
+        for rank in range(self.num_ranks - 1):
+            self.transport.send_object(more, rank)
+
+    def _keep_if_training(self, loader: LookaheadLoader) -> LookaheadLoader:
+        if self._trainer.training:
+            self._loader = loader
+        return loader
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if isinstance(batch, Remote):
+            return batch
+        if self._trainer.training and self._loader is not None and self._prepared is not None:
+            serial, prepared = self._prepared
+            if serial == self._loader.serial:
+                return prepared
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def transfer(self, batch: Any) -> Any:
+        """A batch of a callback's loader, on this rank's device."""
+        return super().batch_to_device(batch)
+
+    def _next_batch(self, batch_idx: int) -> Any:
+        """The batch after this one, transferred; None if it is not known or not to be trained."""
+        loader, trainer = self._loader, self._trainer
+        last = trainer.fit_loop.max_batches is not None and (
+            batch_idx + 1 >= trainer.fit_loop.max_batches
+        )
+        if loader is None or loader.upcoming is None or last or not self._runs_ahead():
+            return None
+        batch = self.precision_plugin.convert_input(loader.upcoming)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
+        batch = super().batch_to_device(batch)
+        self._prepared = (loader.serial + 1, batch)
+        return batch
+
+    def _runs_ahead(self) -> bool:
+        """Whether the teacher of the next batch may run in this step."""
+        if self.options.schedule != "tspipe":
+            return False
+        trainer = self._trainer
+        stepping = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        step = trainer.global_step + int(stepping)
+        for callback in trainer.callbacks:
+            delay = getattr(callback, "delay", None)
+            if type(callback).__name__ == "DelayedTeacherUpdate" and delay is not None:
+                return bool(delay) and step >= callback.start_step  # type: ignore[attr-defined]
+        return True
+
+    # Training
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = (*args, *kwargs.values())
+        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+        with self.precision_plugin.train_step_context():
+            engine = self._engine or self._begin(batch, rest, batch_idx)
+            following = self._next_batch(batch_idx) if self.is_data_rank else None
+            ahead = None
+            if following is not None:
+                ahead = (following, self._step("training_step", rest, batch_idx + 1))
+            serial = self._loader.serial if self._loader is not None else -1
+            result = engine.forward(
+                self._step("training_step", rest, batch_idx), batch, ahead,
+                continues=self._announced == serial,
+            )  # fmt: skip
+            self._announced = serial + 1 if ahead is not None else -2
+        if self.is_loss_rank:
+            return result
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def _step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
+        """A user's step as a function of the batch alone."""
+        method = getattr(self._module, name)
+        others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
+
+        def step(batch: Any) -> Any:
+            # Lightning finds the batch size for averages here.
+            self._trainer._logger_connector.on_batch_start(batch)  # noqa: SLF001
+            return method(batch, *others)
+
+        return step
+
+    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
+        """Trace the first step, plan, and give every rank its stages."""
+        first = _on_cpu(batch) if self.is_data_rank else None
+        first = _to(self.transport.broadcast_object(first, self.num_ranks - 1), self.root_device)
+        self._engine = set_up(
+            self._module,
+            self.options,
+            self.transport,
+            self.root_device,
+            self.precision_plugin.forward_context,
+            self._step("training_step", rest, batch_idx),
+            first,
+            [_plain(optimizer) for optimizer in self.optimizers],
+        )
+        world_of(self).optimizers_to_device(self.optimizers, self.root_device)
+        self._evaluations = {}
+        return self._engine
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        engine = self._engine
+        assert engine is not None
+        plugin, module = self.precision_plugin, self._module
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        run = None
+        if self.is_loss_rank:
+            run = partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
+        with plugin.forward_context():
+            engine.backward(run)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        self._backward_ended = time.perf_counter()
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._engine is not None:
+            self._engine.note_optimizer(self._backward_ended)
+        self.pipelined.step_done()
+        return result
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all stages."""
+        parameters = [
+            p for g in _plain(optimizer).param_groups for p in g["params"] if p.grad is not None
+        ]
+        own = nn.utils.get_total_norm([p.grad for p in parameters]) if parameters else None
+        squares = self.transport.gather_object(0.0 if own is None else float(own) ** 2)
+        total = self.transport.broadcast_object(
+            None if squares is None else sum(squares) ** 0.5, LOSS_RANK
+        )
+        nn.utils.clip_grads_with_norm_(
+            parameters, clip_val, torch.tensor(total, device=self.root_device)
+        )
+
+    # Evaluation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluation_step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluation_step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._evaluation_step("predict_step", *args, **kwargs)
+
+    def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = (*args, *kwargs.values())
+        step = self._step(name, rest, rest[0] if rest else 0)
+        dataloader_idx = rest[1] if len(rest) > 1 else 0
+        return self.evaluate_batch(step, batch, key=(name, dataloader_idx))
+
+    def evaluate_batch(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
+        """Run a forward-only step on one batch; its result on the loss rank, None elsewhere."""
+        if self._engine is None:
+            return self._evaluate_whole(step, batch)
+        if key not in self._evaluations:
+            first = _on_cpu(batch) if self.is_data_rank else None
+            first = self.transport.broadcast_object(first, self.num_ranks - 1)
+            self._evaluations[key] = Evaluation(self._engine, step, _to(first, self.root_device))
+        return self._evaluations[key].run(step, batch)
+
+    def forget_evaluation(self, key: Any) -> None:
+        """A forward-only step will not be run again."""
+        self._evaluations.pop(key, None)
+
+    def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any) -> Any:
+        """Before the networks are cut, and after training, the loss rank holds all of them."""
+        data_rank = self.num_ranks - 1
+        if self.is_data_rank and not self.is_loss_rank:
+            self.transport.send_object(_on_cpu(batch), LOSS_RANK)
+            self.transport.finish_step()
+        if not self.is_loss_rank:
+            return None
+        if not self.is_data_rank:
+            batch = self.transport.receive_object(data_rank)
+        device = next((p.device for p in self._module.parameters()), self.root_device)
+        return step(_to(batch, device))
+
+    # Ends
+
+    @override
+    def on_train_end(self) -> None:
+        if self._engine is not None:
+            self._engine.drain()
+            self._engine.shards.restore(self.global_rank, self.transport)
+            self._engine = None
+            self._evaluations = {}
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._engine is None:
+            return self._module.state_dict()
+        return self._engine.shards.state_dict(self.global_rank, self.transport)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._engine is None:
+            return super().optimizer_state(optimizer)
+        return self._engine.shards.optimizer_state(_plain(optimizer), self.transport)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.num_ranks == 1 or not _is_consequence(exception):
+            return
+        # Another rank failed and says why; a traceback of this one would only hide it.
+        print(f"rank {self.global_rank} stops: {exception}", file=sys.stderr, flush=True)  # noqa: T201
+        os._exit(1)
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self._engine = None
+        self._evaluations = {}
+        self.cluster_environment.teardown()
+        if self._module is not None and not any(p.is_meta for p in self._module.parameters()):
+            self._module.cpu()
+        world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Collectives: over the loss ranks of the replicas, of which there is one
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized() and self.num_ranks > 1:
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized() or self.num_ranks == 1:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
+        if not dist.is_initialized() or self.num_ranks == 1:
+            return decision
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes)
+        return int(votes) == self.num_ranks if all else int(votes) > 0
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for schedule in ("tspipe", "gpipe", "sequential"):
+            name = "tspipe" if schedule == "tspipe" else f"tspipe_{schedule}"
+            strategy_registry.register(
+                name, cls, description=f"Pipeline parallelism, schedule {schedule}",
+                schedule=schedule,
+            )  # fmt: skip
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    plain: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return plain
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    from torch.utils import _pytree as pytree  # noqa: PLC0415
+
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+
+
+def _on_cpu(batch: Any) -> Any:
+    return _to(batch, torch.device("cpu"))
+
+
+def _is_consequence(exception: BaseException) -> bool:
+    """Whether a failure only tells that another rank failed."""
+    text = str(exception)
+    return isinstance(exception, TransportError) or (
+        isinstance(exception, RuntimeError) and ("gloo" in text or "closed by peer" in text)
+    )
+
+
+TSPipeStrategy = base_classes(PipelineHooks)

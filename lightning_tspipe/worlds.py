@@ -1,0 +1,159 @@
+"""The two Lightning worlds: ``lightning.pytorch`` and ``pytorch_lightning``.
+
+They are separate copies of one code base, with separate registries; each refuses the other's
+modules and strategies. This module is the only place that knows both.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cached_property
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lightning_tspipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_tspipe.strategy import PipelineHooks
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+class World:
+    """One Lightning world.
+
+    Args:
+        name: Its package.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def _module(self, path: str) -> ModuleType:
+        return importlib.import_module(f"{self.name}.{path}")
+
+    @cached_property
+    def strategies(self) -> ModuleType:
+        """The package of strategies."""
+        return self._module("strategies")
+
+    @cached_property
+    def launchers(self) -> Any:
+        """The launchers, as submodules."""
+        self._module("strategies.launchers.multiprocessing")
+        self._module("strategies.launchers.subprocess_script")
+        return self._module("strategies.launchers")
+
+    @cached_property
+    def callbacks(self) -> ModuleType:
+        """The package of callbacks."""
+        return self._module("callbacks")
+
+    @property
+    def _fabric(self) -> str:
+        return "lightning.fabric" if self.name == "lightning.pytorch" else "lightning_fabric"
+
+    @property
+    def rank_zero_only(self) -> Any:
+        """The decorator that holds this process's rank."""
+        return self._module("utilities.rank_zero").rank_zero_only
+
+    def init_dist_connection(self, environment: Any, backend: str, **kwargs: Any) -> None:
+        """Start the world's process group."""
+        module = importlib.import_module(f"{self._fabric}.utilities.distributed")
+        module._init_dist_connection(environment, backend, **kwargs)  # noqa: SLF001
+
+    def optimizers_to_device(self, optimizers: Any, device: Any) -> None:
+        """Move what optimizers keep."""
+        module = importlib.import_module(f"{self._fabric}.utilities.optimizer")
+        module._optimizers_to_device(optimizers, device)  # noqa: SLF001
+
+    def refuse_callbacks(self, trainer: Any) -> None:
+        """Refuse callbacks that need the whole module on every rank.
+
+        Raises:
+            ConfigurationError: There is one.
+        """
+        for callback in trainer.callbacks:
+            if any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__):
+                raise ConfigurationError(
+                    f"{type(callback).__name__} copies the whole module, which no rank holds. Use "
+                    "lightning_tspipe.MomentumEMA with a `teacher`"
+                )
+
+    def insert_metrics_sync(self, trainer: Any, strategy: PipelineHooks) -> None:
+        """Have all ranks know the metrics before callbacks decide by them."""
+        base = self.callbacks.Checkpoint
+        if any(getattr(callback, "is_metrics_sync", False) for callback in trainer.callbacks):
+            return
+
+        def share(*_args: Any, **_kwargs: Any) -> None:
+            metrics = {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()}
+            shared = strategy.broadcast(metrics)
+            if not strategy.is_loss_rank:
+                connector = trainer._logger_connector  # noqa: SLF001
+                connector._callback_metrics.update(shared)  # noqa: SLF001
+
+        sync = type(
+            "MetricsSync",
+            (base,),
+            {
+                "is_metrics_sync": True,
+                "on_train_epoch_end": lambda self, *args: share(),  # noqa: ARG005
+                "on_validation_end": lambda self, *args: share(),  # noqa: ARG005
+                "state_dict": lambda self: {},  # noqa: ARG005
+            },
+        )()
+        early = self.callbacks.EarlyStopping
+        first = next(
+            (i for i, c in enumerate(trainer.callbacks) if isinstance(c, (base, early))),
+            len(trainer.callbacks),
+        )
+        trainer.callbacks.insert(first, sync)
+
+
+def installed_worlds() -> tuple[World, ...]:
+    """The worlds that are installed."""
+    return tuple(_WORLDS.values())
+
+
+_WORLDS = {name: World(name) for name in _NAMES if find_spec(name.split(".", maxsplit=1)[0])}
+
+
+def world_of(strategy: Any) -> World:
+    """The world whose Trainer uses a strategy."""
+    world: World = type(strategy).world
+    return world
+
+
+def base_classes(hooks: type[PipelineHooks]) -> Any:
+    """The strategy class of both worlds.
+
+    The accelerator is the first thing that a Trainer gives to its strategy: by it the strategy
+    knows its world, and puts that world's base class first.
+    """
+    bases = {name: world.strategies.ParallelStrategy for name, world in _WORLDS.items()}
+    variants: dict[str, type] = {}
+
+    def set_accelerator(self: Any, accelerator: Any) -> None:
+        origin = type(accelerator).__module__ if accelerator is not None else ""
+        for name, variant in variants.items():
+            if origin.startswith(name):
+                self.__class__ = variant
+        self._accelerator = accelerator
+
+    accelerator = property(lambda self: self._accelerator, set_accelerator)
+    for name in bases:
+        order = (bases[name], *(base for other, base in bases.items() if other != name))
+        variants[name] = type(
+            "TSPipeStrategy",
+            (hooks, *order),
+            {
+                "__doc__": hooks.__init__.__doc__,
+                "__module__": hooks.__module__,
+                "world": _WORLDS[name],
+                "accelerator": accelerator,
+            },
+        )
+    return next(iter(variants.values()))
