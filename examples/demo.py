@@ -236,7 +236,9 @@ def main() -> None:
 def summarize(trainer: Trainer, monitor: PipelineThroughputMonitor) -> dict[str, object]:
     """The figures of the run, from the logger and the monitor."""
     speed = monitor.summary()
-    losses = column(str(trainer.log_dir), "loss_epoch")
+    logger = trainer.logger
+    assert isinstance(logger, CSVLogger)
+    losses = column(logger.log_dir, "loss_epoch")
     pipelined = getattr(trainer.strategy, "pipelined", None)
     return {
         "num_stages": 1 if pipelined is None else pipelined.num_stages,
@@ -245,7 +247,7 @@ def summarize(trainer: Trainer, monitor: PipelineThroughputMonitor) -> dict[str,
         "seconds": speed["elapsed"],
         "loss_first": losses[0],
         "loss_last": losses[-1],
-        "val_knn_top1": column(str(trainer.log_dir), "val_knn_top1")[-1],
+        "val_knn_top1": column(logger.log_dir, "val_knn_top1")[-1],
     }
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.timeline import Span, Timeline
 
 if TYPE_CHECKING:
+    from lightning_tspipe.runtime.engine import Engine
     from lightning_tspipe.strategy import PipelineHooks
 
 _DONE = "no more batches"
@@ -24,6 +25,8 @@ class Pipelined:
     Attributes:
         bubble_ratio: Share of the ranks' time without work in the last recorded window; None
             before the first.
+        batch_size: Samples of the current batch, over all its views the largest; on every rank.
+        student_stages: For each stage of the student, the names of its parameters.
     """
 
     data_parallel_size = 1
@@ -34,6 +37,8 @@ class Pipelined:
         self._timeline: Timeline | None = None
         self._spans: list[Span] | None = None
         self.bubble_ratio: float | None = None
+        self.batch_size = 1
+        self.student_stages: tuple[tuple[str, ...], ...] = ()
 
     @property
     def is_loss_rank(self) -> bool:
@@ -43,8 +48,15 @@ class Pipelined:
     @property
     def num_stages(self) -> int:
         """Stages of the student; 1 per rank before the first batch."""
-        engine = self._strategy.engine
-        return self._strategy.num_ranks if engine is None else engine.pipeline.student.num_stages
+        return len(self.student_stages) or self._strategy.num_ranks
+
+    def placed(self, engine: Engine) -> None:
+        """The first batch has been seen: every rank has its stages."""
+        network, cuts = engine.captured.networks["student"], engine.cuts["student"]
+        self.student_stages = tuple(
+            tuple(name for atom in network.atoms[start:stop] for name in atom.parameter_names)
+            for start, stop in pairwise(cuts)
+        )
 
     @property
     def delay(self) -> int:

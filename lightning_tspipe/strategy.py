@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -213,6 +214,8 @@ class PipelineHooks(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         world = world_of(self)
+        # One rank logs for all: there is nothing to reduce.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
         if not self.is_data_rank:
             # There is no batch to transfer on this rank; user hooks would only trip over it.
             self.model._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[union-attr, operator] # noqa: ARG005, SLF001
@@ -325,6 +328,7 @@ class PipelineHooks(_Base):
                 continues=self._announced == serial,
             )  # fmt: skip
             self._announced = serial + 1 if ahead is not None else -2
+            self.pipelined.batch_size = engine.batch_size
         if self.is_loss_rank:
             return result
         return torch.zeros((), device=self.root_device, requires_grad=True)
@@ -357,6 +361,7 @@ class PipelineHooks(_Base):
         )
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         self._evaluations = {}
+        self.pipelined.placed(self._engine)
         return self._engine
 
     @override

@@ -90,7 +90,8 @@ class Contest:
     def _start(self, entry: Entry, crew: Crew) -> None:
         start = time.perf_counter()
         self._guard(entry, crew.start)
-        self._say(f"started {entry} in {time.perf_counter() - start:.1f} s")
+        if entry in self._crews:
+            self._say(f"started {entry} in {time.perf_counter() - start:.1f} s")
 
     def _choose_variants(self) -> None:
         for name in {entry.name for entry in self._crews}:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Option = tuple[str, int | str]
+Option = tuple[str, int | float | str]
 
 TINY_MICROBATCHES = 8
 """Micro-batches per view where the executor's overhead is weighed: many actions per step."""

@@ -21,7 +21,7 @@ class Job:
 
     workload: str
     method: str
-    options: tuple[tuple[str, int | str], ...]
+    options: tuple[tuple[str, int | float | str], ...]
     batch_size: int
     num_ranks: int
     rank: int

@@ -16,6 +16,7 @@ from benchmarks.throughput.memory import count_at_step
 from benchmarks.throughput.tiny import TINY, HalfOfTiny
 from benchmarks.throughput.torch_gpipe import train_torch_gpipe
 from benchmarks.throughput.workloads import WORKLOADS, Workload
+from lightning_tspipe import TSPipeStrategy
 
 
 def train(job: Job, connection: Connection) -> None:
@@ -44,8 +45,6 @@ def _fsdp2(job: Job, workload: Workload, gate: Gate) -> None:
 
 
 def _tspipe(job: Job, workload: Workload, gate: Gate) -> None:
-    from lightning_tspipe import TSPipeStrategy
-
     strategy = TSPipeStrategy(**dict(job.options))
     _fit(job, workload.module(), strategy, _loader(job, workload, gate))
 

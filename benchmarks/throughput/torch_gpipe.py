@@ -18,6 +18,7 @@ from lightly.models.utils import update_momentum
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.nn import functional
 from torch.optim import Optimizer
 from torchvision.models import ResNet, VisionTransformer
 from typing_extensions import override
@@ -61,6 +62,14 @@ class PatchEmbedding(nn.Module):
         return tokens
 
 
+class Contiguous(nn.Module):
+    """What is sent must be contiguous; what an attention layer returns isn't."""
+
+    @override
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens.contiguous()
+
+
 class ClassToken(nn.Module):
     """A ViT after its last layer: ``(batch, tokens, width)`` to the head's output."""
 
@@ -91,7 +100,7 @@ def halves(network: nn.Module) -> tuple[nn.Sequential, nn.Sequential]:
     if isinstance(network, VisionTransformer):
         layers = list(network.encoder.layers)
         middle = len(layers) // 2
-        first = nn.Sequential(PatchEmbedding(network), *layers[:middle])
+        first = nn.Sequential(PatchEmbedding(network), *layers[:middle], Contiguous())
         return first, nn.Sequential(*layers[middle:], ClassToken(network))
     raise TypeError(f"no cut is written down for a {type(network).__name__}")
 
@@ -154,7 +163,8 @@ class _First:
         self.teacher, self.num_views = teacher, num_views
         self.num_units = num_views * job.num_microbatches
         stage = PipelineStage(student, job.rank, job.num_ranks, torch.device("cpu"))
-        self.schedule = ScheduleGPipe(stage, self.num_units)
+        # Never called here; without it this rank's schedule would have no backward.
+        self.schedule = ScheduleGPipe(stage, self.num_units, loss_fn=functional.mse_loss)
 
     def __call__(self, batch: Batch) -> None:
         images = torch.cat(batch[: self.num_views])
@@ -165,7 +175,7 @@ class _First:
 
     @torch.no_grad()
     def _send_teacher(self, chunk: Tensor) -> tuple[dist.Work, Tensor]:
-        output = self.teacher(chunk).contiguous()
+        output = self.teacher(chunk)
         work = dist.isend(output, dst=1, tag=TEACHER_TAG)
         assert work is not None
         return work, output  # a message is lost when its tensor goes
@@ -178,7 +188,7 @@ class _Second:
         self.teacher = teacher
         self.rows = torch.arange(len(boundary))
         num_units = len(boundary) // job.batch_size * job.num_microbatches
-        self.buffers = list(boundary.chunk(num_units))
+        self.buffers = [torch.empty(part.shape) for part in boundary.chunk(num_units)]
         self.loss = LOSSES[job.workload]
         self.targets = Targets(torch.empty(0), torch.empty(0))
         stage = PipelineStage(student, job.rank, job.num_ranks, torch.device("cpu"))

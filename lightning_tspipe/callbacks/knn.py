@@ -138,7 +138,14 @@ class KNNEvaluator(Callback):
             return
         metrics = self.evaluate(trainer, pl_module)
         if metrics:
-            pl_module.log_dict(metrics, prog_bar=True, batch_size=1)
+            # Ranks of DDP agree already; of a pipeline only one logs, and must not wait for others.
+            pl_module.log_dict(
+                metrics,
+                prog_bar=True,
+                batch_size=1,
+                sync_dist=True,
+                rank_zero_only=pipelined_of(trainer) is not None,
+            )
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Classify the queries now; every rank calls it.

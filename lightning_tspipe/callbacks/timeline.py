@@ -70,7 +70,9 @@ class PipelineTimeline(Callback):
         pipelined = pipelined_of(trainer)
         if pipelined is None:
             return
-        timeline = pipelined.timeline()  # gathered from all ranks: all of them must ask
+        # Both are agreed between the ranks, so all of them must ask.
+        timeline = pipelined.timeline()
+        log_dir = trainer.log_dir
         if not trainer.is_global_zero:
             return
         if timeline is None:
@@ -78,7 +80,7 @@ class PipelineTimeline(Callback):
                 f"PipelineTimeline: training ended before step {self.start_step}; nothing to draw"
             )
             return
-        folder = Path(self.path or trainer.log_dir or trainer.default_root_dir)
+        folder = Path(self.path or log_dir or trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
         plot_timeline(timeline, folder / "timeline.png")

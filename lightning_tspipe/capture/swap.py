@@ -90,7 +90,10 @@ def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Itera
         modules: The modules.
         tensors: Whether the values of parameters and buffers are saved and restored too.
     """
-    saved = [(module, _copy_attributes(module, tensors=tensors)) for module in modules]
+    saved = [
+        (module, [(name, value, _copy(value, tensors=tensors)) for name, value in vars(module).items()])
+        for module in modules
+    ]
     values = [
         (tensor, tensor.detach().clone())
         for module, _ in saved
@@ -103,23 +106,36 @@ def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Itera
     finally:
         for module, attributes in saved:
             module.__dict__.clear()
-            module.__dict__.update(attributes)
+            for name, value, copied in attributes:
+                _restore(value, copied)
+                module.__dict__[name] = value
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
 
 
-def _copy_attributes(module: nn.Module, *, tensors: bool) -> dict[str, Any]:
-    """A copy of the attributes that in-place changes of containers and tensors don't reach."""
-    copied: dict[str, Any] = {}
-    for name, value in module.__dict__.items():
-        if isinstance(value, _CONTAINERS):
-            copied[name] = value.copy()
-        elif tensors and isinstance(value, Tensor):
-            copied[name] = value.detach().clone()
-        else:
-            copied[name] = value
-    return copied
+def _copy(value: Any, *, tensors: bool) -> Any:
+    """What is needed to undo in-place changes of a container or a tensor; else None."""
+    if isinstance(value, _CONTAINERS):
+        return value.copy()
+    if tensors and isinstance(value, Tensor) and not value.is_meta:
+        return value.detach().clone()
+    return None
+
+
+def _restore(value: Any, copied: Any) -> None:
+    """Fill ``value`` again; it stays the same object, which others may hold (``TensorSwap``)."""
+    if copied is None:
+        return
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.copy_(copied)
+        return
+    value.clear()
+    if isinstance(value, list):
+        value.extend(copied)
+    else:
+        value.update(copied)
 
 
 @contextmanager

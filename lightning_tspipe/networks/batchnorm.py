@@ -42,11 +42,13 @@ class DeferredStatistics:
             for layer in layers
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
         ]
+        self._latest: list[_Layer] = []
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Within: forwards in train mode collect statistics and leave the running ones alone."""
         active = [layer for layer in self._layers if layer.is_tracking()]
+        counts = [len(layer.observed) for layer in active]
         for layer in active:
             layer.attach()
         try:
@@ -54,13 +56,18 @@ class DeferredStatistics:
         finally:
             for layer in active:
                 layer.detach()
+        pairs = zip(active, counts, strict=True)
+        self._latest = [layer for layer, count in pairs if len(layer.observed) > count]
 
     def commit(self) -> None:
-        """Update the running statistics with what was collected, as one batch; forget it."""
+        """Update the running statistics with what was collected, as one batch; forget it.
+
+        Only of the layers that ran in the last :meth:`accumulate`: a rank may hold several stages
+        of a network, and another one may be in the middle of its call.
+        """
         groups: dict[int, list[_Layer]] = {}
-        for layer in self._layers:
-            if layer.observed:
-                groups.setdefault(len(layer.observed), []).append(layer)
+        for layer in self._latest:
+            groups.setdefault(len(layer.observed), []).append(layer)
         with torch.no_grad():
             for layers in groups.values():
                 merged = combine_statistics([layer.observed for layer in layers])
@@ -71,6 +78,7 @@ class DeferredStatistics:
         """Forget what was collected."""
         for layer in self._layers:
             layer.observed.clear()
+        self._latest = []
 
 
 class _Layer:

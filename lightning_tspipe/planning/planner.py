@@ -39,8 +39,8 @@ _CAREFUL_ACTIONS = 400
 _NEAR = 1.05
 """Estimates this close may change places when the real schedule is built."""
 
-_TIE = 1.002
-"""Times this close are equal: then fewer micro-batches, fewer stages, fewer halves."""
+_TIE = 1.01
+"""Times this close are equal, no profile is exacter: then fewer micro-batches, stages, halves."""
 
 
 def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
@@ -144,11 +144,14 @@ class _Planner:
         found = [scored for scored in self._simulate_starts() if scored.seconds < math.inf]
         if self._wishes.schedule != "sequential":
             found = self._refine_best(found)
-        finalists = sorted(found, key=_seconds)
+        fastest = min(map(_seconds, found))
+        finalists = sorted(
+            found, key=lambda one: (max(one.seconds, fastest * _TIE), _simplicity(one))
+        )
         exact = [
             replace(scored, seconds=self._evaluator.exact(scored.layout))
             for scored in finalists[:_NUM_EXACT]
-            if scored.seconds <= finalists[0].seconds * _NEAR
+            if scored.seconds <= fastest * _NEAR
         ]
         fastest = min(scored.seconds for scored in exact)
         best = min(

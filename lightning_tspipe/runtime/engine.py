@@ -86,6 +86,12 @@ class Engine:
         self._rest_actions: Sequence[Action] = ()
 
     @property
+    def batch_size(self) -> int:
+        """Samples of the current step's largest call."""
+        assert self._step is not None
+        return max(spec.shape[0] for spec in self._step.units[0].inputs)
+
+    @property
     def is_loss_rank(self) -> bool:
         """Whether this rank computes the loss."""
         return self.rank == LOSS_RANK

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC2701 - shapes without memory
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import (
@@ -21,7 +22,15 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import Atom, AtomChain, OutputRef, atomize, join_atoms
+from lightning_tspipe.networks.atoms import (
+    Atom,
+    AtomChain,
+    Atomized,
+    OutputRef,
+    atomize,
+    function_atom,
+    join_atoms,
+)
 
 
 @dataclass(frozen=True)
@@ -36,19 +45,6 @@ class UnitShapes:
 
     boundaries: tuple[TensorSpec | None, ...]
     outputs: dict[ValueRef, TensorSpec]
-
-
-class _GlueModule(nn.Module):
-    """Glue as a module, so that it is an atom like others."""
-
-    def __init__(self, glue: Glue) -> None:
-        super().__init__()
-        self._function = glue.function
-        self.inplace = glue.label.endswith("_")
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply the glue."""
-        return self._function(x)
 
 
 class ChainNetwork:
@@ -80,7 +76,7 @@ class ChainNetwork:
             if isinstance(link, Block):
                 pieces.append(atomize(module.get_submodule(link.name), link.name))
             else:
-                pieces.append(atomize(_GlueModule(link), link.label))
+                pieces.append(_glue_atom(link))
         raw: list[Atom] = []
         owners: list[str] = []
         starts = []
@@ -252,6 +248,11 @@ class ChainNetwork:
                         f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
                         "its uses in one stage: TSPipeStrategy(partition=[...])"
                     )
+
+
+def _glue_atom(glue: Glue) -> Atomized:
+    atom = function_atom(glue.function, glue.label)
+    return Atomized((atom,), pytree.tree_structure(0), (OutputRef(0, 0),))
 
 
 def _stage_of(atom: int, cuts: Sequence[int]) -> int:

@@ -3,8 +3,8 @@
 The stage before waits for the gradient of this stage's input only (I); the gradients of the
 weights (W) can fill a bubble later. So on each rank all I run first::
 
-    rank 0 |  F0F1B1──B0──  |     rank 0 |  F0F1I1I0W1W0|
-    rank 1 |F0F1    B1──B0──|     rank 1 |F0F1  B1──B0──|
+    rank 0 |  F0F1B1──B0──    |     rank 0 |  F0F1I1I0W1W0  |
+    rank 1 |F0F1      B1──B0──|     rank 1 |F0F1    B1──B0──|
 """
 
 from __future__ import annotations

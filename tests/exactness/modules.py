@@ -308,7 +308,7 @@ class SimSiam(nn.Module):
     def __init__(self, norm: str = "batch") -> None:
         super().__init__()
         self.encoder = encoder(norm)
-        self.predictor = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 6))
+        self.predictor = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6))
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         z0, z1 = self.encoder(batch[0]), self.encoder(batch[1])

@@ -11,7 +11,7 @@ from lightning_tspipe.planning.placement import default_ranks
 class MakePipeline(Protocol):
     """Pipelines by their few numbers."""
 
-    def __call__(
+    def __call__(  # noqa: PLR0913 -- as many as a pipeline has
         self,
         num_ranks: int,
         num_calls: int,
@@ -24,7 +24,7 @@ class MakePipeline(Protocol):
     ) -> Pipeline: ...
 
 
-def _pipeline(
+def _pipeline(  # noqa: PLR0913 -- as above
     num_ranks: int,
     num_calls: int,
     num_microbatches: int,

@@ -9,7 +9,10 @@ from lightning_tspipe.ir.action import Action, Op
 
 
 @given(
-    op=st.sampled_from(Op), stage=st.integers(0, 99), unit=st.integers(0, 99), batch=st.integers(0, 3)
+    op=st.sampled_from(Op),
+    stage=st.integers(0, 99),
+    unit=st.integers(0, 99),
+    batch=st.integers(0, 3),
 )
 def test_prints_and_parses(op: Op, stage: int, unit: int, batch: int) -> None:
     action = Action(op, stage, None if op.is_rank_wide else unit, batch)

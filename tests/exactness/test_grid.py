@@ -1,0 +1,38 @@
+"""Pipelined training equals the sequential reference, over a drawn grid (see ``grid``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.exactness.compare import assert_same
+from tests.exactness.grid import sample
+from tests.exactness.pipelined import run_pipelined
+from tests.exactness.reference import run_reference
+from tests.exactness.setting import Setting
+
+SMALL, LARGE = sample(0, 90), sample(1_000, 600)
+
+
+@pytest.mark.parametrize("setting", SMALL, ids=str)
+def test_drawn_training_equals_the_reference(setting: Setting) -> None:
+    assert_same(run_reference(setting), run_pipelined(setting))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", LARGE, ids=str)
+def test_drawn_training_equals_the_reference_in_many_more_cases(setting: Setting) -> None:
+    assert_same(run_reference(setting), run_pipelined(setting))
+
+
+def test_the_small_sample_covers_every_dimension() -> None:
+    stages = range(1, 5)
+    assert {(s.num_stages, s.num_microbatches) for s in SMALL} == {
+        (a, b) for a in stages for b in stages
+    }
+    assert {(s.schedule, s.split) for s in SMALL} == {
+        (name, split) for name in ("tspipe", "gpipe", "sequential") for split in (False, True)
+    }
+    assert {s.optimizer for s in SMALL} == {"sgd", "adamw", "lars"}
+    assert {s.accumulate for s in SMALL} == {1, 2}
+    assert any(s.num_ranks < s.num_stages for s in SMALL)
+    assert any(min(map(min, s.sizes)) < s.num_microbatches for s in SMALL)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import math
+
+from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.planning.layout import Cuts, Layout
+from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.workload import Workload
+
+MB = 1_000_000
+
+
+def network(*seconds: float, result_at: int | None = None) -> NetworkProfile:
+    """Atoms that take a second count per sample; atom n has n + 1 megabytes."""
+    return NetworkProfile(
+        tuple(
+            AtomProfile(
+                f"atom{n}",
+                {1: s, 8: 8 * s},
+                {1: 2 * s, 8: 16 * s},
+                output_bytes_per_sample=100 + n,
+                activation_bytes_per_sample=1000,
+                parameter_bytes=(n + 1) * MB,
+                trainable_bytes=(n + 1) * MB,
+                result_bytes_per_sample=7 if n == result_at else 0,
+            )
+            for n, s in enumerate(seconds)
+        )
+    )
+
+
+def test_prices_by_hand() -> None:
+    student = network(1, 2, 3, result_at=0)
+    teacher = NetworkProfile(student.atoms[:2])
+    workload = Workload(
+        student,
+        teacher,
+        num_ranks=2,
+        num_calls=(2, 1),
+        batch_sizes=(8,),
+        optimizer_bytes_per_parameter_byte=2,
+        loss_seconds=5,
+        action_overhead=0.5,
+        update_seconds_per_byte=1e-6,
+    )
+    layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=2)
+    # The teacher ends inside the student's first stage, so it has one stage.
+    assert layout.pipeline == Pipeline(
+        2,
+        NetworkLayout((1, 0), 2, 2, frozenset({0, 1})),
+        NetworkLayout((1,), 1, 2, frozenset({0})),
+        data_rank=1,
+    )
+    assert layout.teacher_cuts == (0, 2)
+    costs = layout.costs
+    first, last = costs.student
+    assert (first.forward, first.backward, first.input_backward) == (12.5, 24.5, 12.5)
+    # No tap is known in the last stage, so its output goes to the loss.
+    sizes = [(stage.output_bytes, stage.result_bytes) for stage in (first, last)]
+    assert sizes == [(4 * 101, 4 * 7), (0, 4 * 102)]
+    assert costs.teacher[0].forward == 12.5
+    assert costs.optimizer == (3.0, 3.0)
+    assert costs.effects == (0.0, 3.0)
+    assert layout.busy == (3 + 5 + 4 * (12.5 + 24.5), 3 + 3 + 4 * (12.5 + 24.5) + 2 * 12.5)
+    # Rank 0 holds 3 MB with gradients and two moments, rank 1 the teacher's 3 MB too.
+    assert layout.state_bytes == (12 * MB, 15 * MB)
+    assert layout.memory_bytes == (12 * MB + 16 * 1000 + 16 * 101, 15 * MB + 16 * 2000)
+
+
+def test_folded_stages_share_their_rank() -> None:
+    workload = Workload(network(1, 2, 3, 4), None, 2, (1, 0), (8,))
+    layout = Layout(workload, Cuts((0, 1, 3, 4)), num_microbatches=1)
+    assert layout.pipeline.student.ranks == (0, 1, 0)
+    assert layout.pipeline.data_rank == 0
+    assert layout.busy == (3.0 * 8 * (1 + 4), 3.0 * 8 * (2 + 3))
+    assert layout.state_bytes == (3 * 5 * MB, 3 * 5 * MB)
+
+
+def test_halves_are_priced_apart() -> None:
+    atoms = tuple(
+        AtomProfile("a", {1: 1.0}, {1: 2.0}, {1: 1.5}, {1: 1.0}, trainable_bytes=MB)
+        for _ in range(2)
+    )
+    workload = Workload(NetworkProfile(atoms), None, 2, (1, 0), (1,))
+    whole = Layout(workload, Cuts((0, 1, 2)), 1)
+    halves = Layout(workload, Cuts((0, 1, 2)), 1, frozenset({1}))
+    assert whole.busy == (3.0, 3.0)
+    assert halves.busy == (3.5, 3.0)
+
+
+def test_an_independent_teacher_may_leave_ranks_out() -> None:
+    teacher = network(1, 1)
+    workload = Workload(network(1, 1), teacher, 2, (1, 1), (8,), paired=False)
+    for bounds, ranks, cuts in (
+        ((0, 1, 2), (1, 0), (0, 1, 2)),
+        ((0, 0, 2), (0,), (0, 2)),
+        ((0, 2, 2), (1,), (0, 2)),
+    ):
+        layout = Layout(workload, Cuts((0, 1, 2), bounds), 1)
+        assert layout.pipeline.teacher is not None
+        assert layout.pipeline.teacher.ranks == ranks
+        assert layout.teacher_cuts == cuts
+        assert len(layout.costs.teacher) == len(ranks)
+
+
+def test_uneven_batches_are_averaged() -> None:
+    workload = Workload(network(1, 1), None, 2, (2, 0), (7, 3))
+    # Units of 4, 3, 2 and 1 samples.
+    assert workload.units(2).forward == (0.0, 2.5, 5.0)
+    assert workload.units(2).samples[0] == 2.5
+
+
+def test_fits() -> None:
+    def fits(**limits: float) -> bool:
+        workload = Workload(network(1, 1), None, 2, (1, 0), (8,), **limits)  # type: ignore[arg-type]
+        return Layout(workload, Cuts((0, 1, 2)), 1).fits
+
+    assert fits()
+    assert fits(state_limit=6 * MB, memory_limit=math.inf)
+    assert not fits(state_limit=6 * MB - 1)
+    assert fits(memory_limit=6 * MB + 8 * 1100)
+    assert not fits(memory_limit=6 * MB + 8 * 1100 - 1)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from lightning_tspipe.simulation.timeline import Span, Timeline
+
+
+def rank_of_steps(rank: int, shift: float, num_steps: int) -> list[Span]:
+    """Steps of 10 seconds, of which 8 are work."""
+    return [
+        Span(
+            rank, f"{rank}{name}", name[0], step, shift + 10 * step + start, shift + 10 * step + end
+        )
+        for step in range(num_steps)
+        for name, start, end in (("F0", 0.0, 3.0), ("B0", 3.0, 8.0))
+    ]
+
+
+TIMELINE = Timeline((*rank_of_steps(1, 0.0, 4), *rank_of_steps(0, 3.0, 4)), num_ranks=2)
+
+
+def test_steady_window_belongs_to_each_rank() -> None:
+    assert TIMELINE.windows == ((11.0, 31.0), (8.0, 28.0))
+    assert TIMELINE.step_time == 10.0
+    assert TIMELINE.busy(0) == TIMELINE.busy(1) == 16.0
+    assert TIMELINE.bubble_ratio == pytest.approx(0.2)
+
+
+def test_with_few_steps_the_window_is_everything() -> None:
+    timeline = TIMELINE.between(0, 1)
+    assert timeline.steps == (0, 1)
+    assert timeline.windows == ((0.0, 21.0), (0.0, 21.0))
+    assert timeline.step_time == 10.5
+    assert timeline.bubble_ratio == pytest.approx(1 - 32 / 42)
+
+
+def test_nothing() -> None:
+    empty = Timeline((), num_ranks=2)
+    assert (empty.step_time, empty.bubble_ratio, empty.steps) == (0.0, 0.0, ())
+    assert empty.draw(4) == "rank 0 |    |\nrank 1 |    |"
+
+
+def test_drawing() -> None:
+    assert TIMELINE.between(0, 0).draw(11) == "rank 0 |   F0─B0───|\nrank 1 |F0─B0───   |"
+    ahead = Timeline((Span(0, "1T12+1", "T", 0, 0.0, 4.0), Span(0, "0L", "L", 0, 4.0, 5.0)), 1)
+    assert ahead.draw(10) == "rank 0 |t12─────L─|"
+    assert ahead.draw(5) == "rank 0 |t12─L|"
+    assert ahead.draw(2) == "rank 0 |t─|"
+
+
+def test_chrome_trace() -> None:
+    events = TIMELINE.to_chrome_trace()["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == 16
+    assert spans[3] == {
+        "name": "1B0", "cat": "B", "ph": "X", "pid": 0, "tid": 1,
+        "ts": 13e6, "dur": 5e6, "args": {"step": 1},
+    }  # fmt: skip
+
+
+def test_json() -> None:
+    assert Timeline.from_json(TIMELINE.to_json()) == TIMELINE
