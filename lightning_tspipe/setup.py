@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture.plan import StepPlan, TensorSpec
+from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.networks.profiler import profile_atoms
@@ -56,7 +56,7 @@ class SetupOptions:
                 f"schedule={self.schedule!r}: choose 'tspipe', 'gpipe' or 'sequential'"
             )
         number = self.num_microbatches
-        if number != "auto" and (not isinstance(number, int) or number < 1):
+        if number != "auto" and number < 1:
             raise ConfigurationError(f"num_microbatches={number!r}: 'auto' or a number from 1 on")
         if isinstance(self.partition, str) and self.partition != "auto":
             raise ConfigurationError(
@@ -293,9 +293,12 @@ def _by_hand(
 
 
 def _profile(
-    plan: StepPlan, networks: Mapping[Any, ChainNetwork], options: SetupOptions, device: torch.device
-) -> dict[str, NetworkProfile]:
-    profiles = {}
+    plan: StepPlan,
+    networks: Mapping[NetworkName, ChainNetwork],
+    options: SetupOptions,
+    device: torch.device,
+) -> dict[NetworkName, NetworkProfile]:
+    profiles: dict[NetworkName, NetworkProfile] = {}
     for name, network in networks.items():
         calls = [plan.calls[i] for i in plan.calls_of(name)]
         spec = max((call.input for call in calls), key=lambda spec: math.prod(spec.shape))
@@ -338,16 +341,15 @@ def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
 
 def _state_limit(
     options: SetupOptions,
-    profiles: Mapping[str, NetworkProfile],
+    profiles: Mapping[NetworkName, NetworkProfile],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> int | None:
     limit = options.state_limit
     if not isinstance(limit, float):
         return parse_bytes(limit)
-    student, teacher = profiles["student"], profiles.get("teacher")
+    student = profiles["student"]
     total = sum(atom.parameter_bytes for p in profiles.values() for atom in p.atoms)
     trained = sum(atom.trainable_bytes for atom in student.atoms)
-    del teacher
     return int(limit * (total + trained * (1 + _optimizer_bytes(optimizers))))
 
 

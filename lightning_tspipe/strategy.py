@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tspipe.errors import ConfigurationError, TransportError
+from lightning_tspipe.errors import TransportError
 from lightning_tspipe.pipelined import Pipelined
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
@@ -39,7 +39,7 @@ from lightning_tspipe.runtime.transport import (
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.setup import SetupOptions, find_networks, set_up
-from lightning_tspipe.worlds import base_classes, world_of
+from lightning_tspipe.worlds import strategy_classes, world_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -218,7 +218,7 @@ class PipelineHooks(_Base):
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
         if not self.is_data_rank:
             # There is no batch to transfer on this rank; user hooks would only trip over it.
-            self.model._on_before_batch_transfer = lambda batch, dataloader_idx=0: batch  # type: ignore[union-attr, operator] # noqa: ARG005, SLF001
+            self._module.__dict__["_on_before_batch_transfer"] = _pass_on
         if trainer.state.fn == "fit":
             find_networks(self._module, self.options)
             world.refuse_callbacks(trainer)
@@ -254,7 +254,7 @@ class PipelineHooks(_Base):
         announce = None if length is not None else self._announce
         return self._keep_if_training(LookaheadLoader(dataloader, announce))  # type: ignore[arg-type]
 
-    def _announce(self, more: bool) -> None:  # noqa: FBT001
+    def _announce(self, more: bool) -> None:
         for rank in range(self.num_ranks - 1):
             self.transport.send_object(more, rank)
 
@@ -286,9 +286,7 @@ class PipelineHooks(_Base):
     def _next_batch(self, batch_idx: int) -> Any:
         """The batch after this one, transferred; None if it is not known or not to be trained."""
         loader, trainer = self._loader, self._trainer
-        last = trainer.fit_loop.max_batches is not None and (
-            batch_idx + 1 >= trainer.fit_loop.max_batches
-        )
+        last = batch_idx + 1 >= trainer.fit_loop.max_batches
         if loader is None or loader.upcoming is None or last or not self._runs_ahead():
             return None
         batch = self.precision_plugin.convert_input(loader.upcoming)
@@ -299,15 +297,15 @@ class PipelineHooks(_Base):
 
     def _runs_ahead(self) -> bool:
         """Whether the teacher of the next batch may run in this step."""
-        if self.options.schedule != "tspipe":
+        has_teacher = self._engine is not None and self._engine.pipeline.teacher is not None
+        if self.options.schedule != "tspipe" or not has_teacher:
             return False
         trainer = self._trainer
         stepping = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
         step = trainer.global_step + int(stepping)
-        for callback in trainer.callbacks:
-            delay = getattr(callback, "delay", None)
-            if type(callback).__name__ == "DelayedTeacherUpdate" and delay is not None:
-                return bool(delay) and step >= callback.start_step  # type: ignore[attr-defined]
+        for callback in getattr(trainer, "callbacks", ()):
+            if hasattr(callback, "delay") and hasattr(callback, "start_step"):
+                return bool(callback.delay) and step >= callback.start_step
         return True
 
     # Training
@@ -498,8 +496,9 @@ class PipelineHooks(_Base):
         self._engine = None
         self._evaluations = {}
         self.cluster_environment.teardown()
-        if self._module is not None and not any(p.is_meta for p in self._module.parameters()):
-            self._module.cpu()
+        module = self.lightning_module
+        if module is not None and not any(p.is_meta for p in module.parameters()):
+            module.cpu()
         world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -525,11 +524,11 @@ class PipelineHooks(_Base):
         return tensor
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         return tensor
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002, FBT001, FBT002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if not dist.is_initialized() or self.num_ranks == 1:
             return decision
         votes = torch.tensor(int(decision))
@@ -550,6 +549,10 @@ class PipelineHooks(_Base):
 def _plain(optimizer: Any) -> Optimizer:
     plain: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return plain
+
+
+def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:  # noqa: ARG001 - Lightning's signature
+    return batch
 
 
 def _length(loader: Any) -> int | None:
@@ -577,4 +580,6 @@ def _is_consequence(exception: BaseException) -> bool:
     )
 
 
-TSPipeStrategy = base_classes(PipelineHooks)
+# Under their names, so that launchers that pickle a strategy find its class.
+globals().update(strategy_classes(PipelineHooks))
+TSPipeStrategy: Any = globals()["TSPipeStrategy"]

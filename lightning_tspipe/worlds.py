@@ -127,8 +127,8 @@ def world_of(strategy: Any) -> World:
     return world
 
 
-def base_classes(hooks: type[PipelineHooks]) -> Any:
-    """The strategy class of both worlds.
+def strategy_classes(hooks: type[PipelineHooks]) -> dict[str, Any]:
+    """The strategy class, once for each world that it starts from, by the names of the classes.
 
     The accelerator is the first thing that a Trainer gives to its strategy: by it the strategy
     knows its world, and puts that world's base class first.
@@ -144,10 +144,11 @@ def base_classes(hooks: type[PipelineHooks]) -> Any:
         self._accelerator = accelerator
 
     accelerator = property(lambda self: self._accelerator, set_accelerator)
-    for name in bases:
-        order = (bases[name], *(base for other, base in bases.items() if other != name))
+    for name, first in bases.items():
+        order = (first, *(base for other, base in bases.items() if other != name))
+        prefix = "" if not variants else name.title().replace("_", "").replace(".", "")
         variants[name] = type(
-            "TSPipeStrategy",
+            f"{prefix}TSPipeStrategy",
             (hooks, *order),
             {
                 "__doc__": hooks.__init__.__doc__,
@@ -156,4 +157,4 @@ def base_classes(hooks: type[PipelineHooks]) -> Any:
                 "accelerator": accelerator,
             },
         )
-    return next(iter(variants.values()))
+    return {variant.__name__: variant for variant in variants.values()}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -73,7 +73,7 @@ class GatedLoader:
     """The given batches over and over, one per token."""
 
     gate: Gate
-    batches: list[Batch]
+    batches: Sequence[Batch]
 
     def __len__(self) -> int:
         return 1_000_000  # longer than any run; an epoch's end would cost some methods a drain

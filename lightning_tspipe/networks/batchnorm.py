@@ -8,7 +8,7 @@ with the mean and the unbiased variance of all samples of the call together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -42,50 +42,47 @@ class DeferredStatistics:
             for layer in layers
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
         ]
-        self._latest: list[_Layer] = []
+        self._collected: dict[Hashable, Observed] = {}
 
     @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Within: forwards in train mode collect statistics and leave the running ones alone."""
+    def accumulate(self, call: Hashable = None) -> Iterator[None]:
+        """Within: forwards in train mode collect statistics and leave the running ones alone.
+
+        Args:
+            call: What the statistics belong to; several may be collected at a time.
+        """
         active = [layer for layer in self._layers if layer.is_tracking()]
-        counts = [len(layer.observed) for layer in active]
+        observed = self._collected.setdefault(call, {})
         for layer in active:
-            layer.attach()
+            layer.attach(observed)
         try:
             yield
         finally:
             for layer in active:
                 layer.detach()
-        pairs = zip(active, counts, strict=True)
-        self._latest = [layer for layer, count in pairs if len(layer.observed) > count]
 
-    def commit(self) -> None:
-        """Update the running statistics with what was collected, as one batch; forget it.
-
-        Only of the layers that ran in the last :meth:`accumulate`: a rank may hold several stages
-        of a network, and another one may be in the middle of its call.
-        """
+    def commit(self, call: Hashable = None) -> None:
+        """Update the running statistics with what a call collected, as one batch; forget it."""
         groups: dict[int, list[_Layer]] = {}
-        for layer in self._latest:
-            groups.setdefault(len(layer.observed), []).append(layer)
+        observed = self._collected.pop(call, {})
+        for layer, parts in observed.items():
+            groups.setdefault(len(parts), []).append(layer)
         with torch.no_grad():
             for layers in groups.values():
-                merged = combine_statistics([layer.observed for layer in layers])
+                merged = combine_statistics([observed[layer] for layer in layers])
                 for layer, (mean, variance) in zip(layers, merged, strict=True):
                     layer.update(mean, variance)
 
     def discard(self) -> None:
         """Forget what was collected."""
-        for layer in self._layers:
-            layer.observed.clear()
-        self._latest = []
+        self._collected.clear()
 
 
 class _Layer:
-    """One BatchNorm layer and, per micro-batch, its count, mean and unbiased variance."""
+    """One BatchNorm layer, and where its statistics go meanwhile."""
 
     def __init__(self, module: _BatchNorm) -> None:
-        self.observed: list[tuple[int, Tensor, Tensor]] = []
+        self._observed: Observed = {}
         self._module = module
         self._forward: Callable[..., Tensor] = module.forward
         self._own_forward: Callable[..., Tensor] | None = None
@@ -94,8 +91,9 @@ class _Layer:
         module = self._module
         return module.training and module.track_running_stats and module.running_mean is not None
 
-    def attach(self) -> None:
+    def attach(self, observed: Observed) -> None:
         """Route calls of the layer through ``_observe``, whatever its class does in ``forward``."""
+        self._observed = observed
         attributes = vars(self._module)
         self._own_forward = attributes.get("forward")
         self._forward = self._module.forward
@@ -126,12 +124,12 @@ class _Layer:
             buffers.update(own)
             module.momentum = momentum
         count = x.numel() // x.shape[1]
-        self.observed.append((count, lent["running_mean"], lent["running_var"]))  # type: ignore[arg-type]
+        part = (count, lent["running_mean"], lent["running_var"])
+        self._observed.setdefault(self, []).append(part)  # type: ignore[arg-type]
         return output
 
     def update(self, mean: Tensor, variance: Tensor) -> None:
-        """Move the running statistics towards these, and forget what was observed."""
-        self.observed.clear()
+        """Move the running statistics towards these."""
         module = self._module
         module.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         momentum = module.momentum
@@ -139,10 +137,14 @@ class _Layer:
             momentum = 1.0 / float(module.num_batches_tracked)  # type: ignore[arg-type]
         for running, new in ((module.running_mean, mean), (module.running_var, variance)):
             assert isinstance(running, Tensor)
-            running.mul_(1.0 - momentum).add_(new, alpha=momentum)
+            # Like torch's own update, invisible to autograd: a backward that is still to come saved
+            # the running statistics but does not read them.
+            running.data.mul_(1.0 - momentum).add_(new, alpha=momentum)
 
 
+# Of a micro-batch: count, mean and unbiased variance.
 Part = tuple[int, Tensor, Tensor]
+Observed = dict[_Layer, list[Part]]
 
 
 def combine_statistics(layers: Sequence[Sequence[Part]]) -> list[tuple[Tensor, Tensor]]:

@@ -80,6 +80,7 @@ class Engine:
         self._seed = seed
         self._index = 0
         self._programs: dict[tuple[bool, bool], Program] = {}
+        self._known_units: dict[tuple[TensorSpec, ...], StepUnits] = {}
         self._step: StepContext | None = None
         self._ahead_units: StepUnits | None = None
         self._leaves: dict[tuple[int, ValueRef], Tensor] = {}
@@ -288,14 +289,16 @@ class Engine:
         return context
 
     def _units(self, inputs: tuple[TensorSpec, ...]) -> StepUnits:
-        return StepUnits(
-            self.captured.plan,
-            self.captured.networks,
-            self.cuts,
-            self.placement.num_microbatches,
-            inputs,
-            self.context,
-        )
+        if inputs not in self._known_units:
+            self._known_units[inputs] = StepUnits(
+                self.captured.plan,
+                self.captured.networks,
+                self.cuts,
+                self.placement.num_microbatches,
+                inputs,
+                self.context,
+            )
+        return self._known_units[inputs]
 
     def _output(self, call: int, ref: ValueRef) -> Tensor:
         assert self._step is not None

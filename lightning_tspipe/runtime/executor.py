@@ -21,6 +21,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message, Program
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.split_backward import SplitBackward
+from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits, Unit
@@ -91,6 +92,7 @@ class Executor:
         self._outputs: dict[Key, dict[ValueRef, Tensor]] = {}
         self._gradients: dict[tuple[int, Action, str], list[Tensor | None]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
+        self._orders: dict[tuple[int, Op, int], CallOrder] = {}
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
         self.spans: list[Span] | None = None
         self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
@@ -249,6 +251,8 @@ class Executor:
                 store.pop(key)
         for gradient in [key for key in self._gradients if key[0] <= step.index]:
             del self._gradients[gradient]
+        for done in [key for key in self._orders if key[0] <= step.index]:
+            del self._orders[done]
         self._saved.clear()
         self._transport.finish_step()
 
@@ -259,6 +263,7 @@ class Executor:
         self._receipts.clear()
         for store in (self._activations, self._received, self._outputs):
             store.clear()
+        self._orders.clear()
 
     # Handlers
 
@@ -297,10 +302,13 @@ class Executor:
         if grad and spec is not None and spec.requires_grad:
             x.requires_grad_()
         statistics = self._statistics[name]
-        with self._context(), nullcontext() if unit.is_only else statistics.accumulate():
+        order = self._order(step, action)
+        call = (action.stage, unit.call)
+        plain = unit.is_only and order.is_next(unit.call)
+        with self._context(), nullcontext() if plain else statistics.accumulate(call):
             value, found = self._networks[name].run(x, first, last, grad=grad)
-        if unit.is_last and not unit.is_only:
-            statistics.commit()
+        for complete in order.ran(unit.call):
+            statistics.commit((action.stage, complete))
         self._store(step, action, value if last < unit.end else None, found)
         recyclable = received and not _shares_memory(x, [value, *found.values()])
         if grad:
@@ -310,6 +318,12 @@ class Executor:
             self._saved[action.stage, action.unit or 0] = _Saved(x, results, recyclable)
         elif recyclable:
             self._transport.recycle([x])
+
+    def _order(self, step: StepContext, action: Action) -> CallOrder:
+        key = (step.index + action.batch, action.op, action.stage)
+        if key not in self._orders:
+            self._orders[key] = CallOrder(step.units[action.batch].microbatches_at(action))
+        return self._orders[key]
 
     def _store(
         self,

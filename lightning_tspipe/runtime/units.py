@@ -42,7 +42,6 @@ class Unit:
         end: One after the last atom that it goes through.
         grad: Whether it has a backward.
         shapes: What flows; None if it is empty.
-        is_last: Whether it is the last non-empty micro-batch of its call.
         is_only: Whether it is the whole call.
     """
 
@@ -52,7 +51,6 @@ class Unit:
     end: int
     grad: bool
     shapes: UnitShapes | None
-    is_last: bool
     is_only: bool
 
 
@@ -110,7 +108,7 @@ class StepUnits:
             units.append(
                 Unit(
                     index, microbatch, size, network.end_of(call.num_links), call.grad, shapes,
-                    is_last=microbatch == filled - 1, is_only=filled == 1,
+                    is_only=filled == 1,
                 )  # fmt: skip
             )
         return units
@@ -127,6 +125,15 @@ class StepUnits:
         if unit.shapes is None:
             return 0, 0
         return cuts[action.stage], min(cuts[action.stage + 1], unit.end)
+
+    def microbatches_at(self, action: Action) -> dict[int, int]:
+        """For each call, in order, how many of its micro-batches run at the action's stage."""
+        counts: dict[int, int] = {}
+        for index, unit in enumerate(self.units[NETWORK_OF[action.op]]):  # type: ignore[index]
+            first, last = self.span(Action(action.op, action.stage, index))
+            if first < last:
+                counts[unit.call] = counts.get(unit.call, 0) + 1
+        return counts
 
     def outputs_of(self, action: Action) -> tuple[ValueRef, ...]:
         """The values that a forward hands to the loss, in a fixed order."""
