@@ -8,7 +8,6 @@ uses it.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tspipe.errors import TransportError
 from lightning_tspipe.pipelined import Pipelined
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.failures import settle
 from lightning_tspipe.runtime.loading import (
     LookaheadLoader,
     Remote,
@@ -39,6 +38,14 @@ from lightning_tspipe.runtime.transport import (
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.setup import SetupOptions, find_networks, set_up
+from lightning_tspipe.support import (
+    refuse_callbacks,
+    refuse_loaders,
+    refuse_module,
+    refuse_optimizers,
+    refuse_precision,
+    refuse_result,
+)
 from lightning_tspipe.worlds import strategy_classes, world_of
 
 if TYPE_CHECKING:
@@ -105,7 +112,7 @@ class PipelineHooks(_Base):
         self._engine: Engine | None = None
         self._evaluations: dict[Any, Evaluation] = {}
         self._loader: LookaheadLoader | None = None
-        self._prepared: tuple[int, Any] | None = None
+        self._prepared: tuple[int, Any] = (-1, None)
         self._announced = -1
         self._backward_ended = 0.0
         self.pipelined = Pipelined(self)
@@ -221,11 +228,14 @@ class PipelineHooks(_Base):
             self._module.__dict__["_on_before_batch_transfer"] = _pass_on
         if trainer.state.fn == "fit":
             find_networks(self._module, self.options)
-            world.refuse_callbacks(trainer)
+            refuse_callbacks(trainer)
+            refuse_module(self._module)
             world.insert_metrics_sync(trainer, self)
             self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if self.num_ranks > 1:
+            refuse_precision(self.precision_plugin)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
 
     @property
@@ -273,9 +283,10 @@ class PipelineHooks(_Base):
     ) -> Any:
         if isinstance(batch, Remote):
             return batch
-        if self._trainer.training and self._loader is not None and self._prepared is not None:
-            serial, prepared = self._prepared
-            if serial == self._loader.serial:
+        if self._trainer.training and self._loader is not None:
+            self._loader.take()
+            number, prepared = self._prepared
+            if number == self._loader.current:
                 return prepared
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -292,7 +303,7 @@ class PipelineHooks(_Base):
         batch = self.precision_plugin.convert_input(loader.upcoming)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
         batch = super().batch_to_device(batch)
-        self._prepared = (loader.serial + 1, batch)
+        self._prepared = (loader.current + 1, batch)
         return batch
 
     def _runs_ahead(self) -> bool:
@@ -320,14 +331,15 @@ class PipelineHooks(_Base):
             ahead = None
             if following is not None:
                 ahead = (following, self._step("training_step", rest, batch_idx + 1))
-            serial = self._loader.serial if self._loader is not None else -1
+            number = self._loader.current if self._loader is not None else -1
             result = engine.forward(
                 self._step("training_step", rest, batch_idx), batch, ahead,
-                continues=self._announced == serial,
+                continues=self._announced == number,
             )  # fmt: skip
-            self._announced = serial + 1 if ahead is not None else -2
+            self._announced = number + 1 if ahead is not None else -2
             self.pipelined.batch_size = engine.batch_size
         if self.is_loss_rank:
+            refuse_result(result)
             return result
         return torch.zeros((), device=self.root_device, requires_grad=True)
 
@@ -462,6 +474,10 @@ class PipelineHooks(_Base):
     # Ends
 
     @override
+    def on_train_start(self) -> None:
+        refuse_loaders(self._trainer)
+
+    @override
     def on_train_end(self) -> None:
         if self._engine is not None:
             self._engine.drain()
@@ -483,20 +499,20 @@ class PipelineHooks(_Base):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.num_ranks == 1 or not _is_consequence(exception):
-            return
-        # Another rank failed and says why; a traceback of this one would only hide it.
-        print(f"rank {self.global_rank} stops: {exception}", file=sys.stderr, flush=True)  # noqa: T201
-        os._exit(1)
+        if self.num_ranks > 1 and not isinstance(exception, KeyboardInterrupt):
+            settle(exception, self.global_rank, getattr(self._launcher, "procs", ()))
 
     @override
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        module = self.lightning_module
+        if module is not None and not module.trainer.interrupted:
+            # A process that ends takes what it sent with it, unless it has arrived.
+            self.barrier("teardown")
         self._engine = None
         self._evaluations = {}
         self.cluster_environment.teardown()
-        module = self.lightning_module
         if module is not None and not any(p.is_meta for p in module.parameters()):
             module.cpu()
         world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
@@ -570,14 +586,6 @@ def _to(batch: Any, device: torch.device) -> Any:
 
 def _on_cpu(batch: Any) -> Any:
     return _to(batch, torch.device("cpu"))
-
-
-def _is_consequence(exception: BaseException) -> bool:
-    """Whether a failure only tells that another rank failed."""
-    text = str(exception)
-    return isinstance(exception, TransportError) or (
-        isinstance(exception, RuntimeError) and ("gloo" in text or "closed by peer" in text)
-    )
 
 
 # Under their names, so that launchers that pickle a strategy find its class.

@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_tspipe.errors import ConfigurationError
-
 if TYPE_CHECKING:
     from lightning_tspipe.strategy import PipelineHooks
 
@@ -68,19 +66,6 @@ class World:
         """Move what optimizers keep."""
         module = importlib.import_module(f"{self._fabric}.utilities.optimizer")
         module._optimizers_to_device(optimizers, device)  # noqa: SLF001
-
-    def refuse_callbacks(self, trainer: Any) -> None:
-        """Refuse callbacks that need the whole module on every rank.
-
-        Raises:
-            ConfigurationError: There is one.
-        """
-        for callback in trainer.callbacks:
-            if any(base.__name__ == "WeightAveraging" for base in type(callback).__mro__):
-                raise ConfigurationError(
-                    f"{type(callback).__name__} copies the whole module, which no rank holds. Use "
-                    "lightning_tspipe.MomentumEMA with a `teacher`"
-                )
 
     def insert_metrics_sync(self, trainer: Any, strategy: PipelineHooks) -> None:
         """Have all ranks know the metrics before callbacks decide by them."""

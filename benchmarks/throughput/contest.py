@@ -106,9 +106,10 @@ class Contest:
             self._crews.pop(entry).end()
 
     def _warm_up(self) -> None:
-        """One untimed turn for those who haven't had one: allocators, profiles, first shapes."""
-        for entry in list(self._crews):
-            self._turn(entry)
+        """A first turn for those who haven't had one: allocators, plans, first shapes."""
+        for entry, crew in list(self._crews.items()):
+            if not crew.has_run:
+                self._turn(entry)
 
     def _take_turns(self) -> dict[Entry, list[float]]:
         seconds: dict[Entry, list[float]] = {entry: [] for entry in self._crews}

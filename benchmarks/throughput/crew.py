@@ -52,10 +52,14 @@ class Crew:
     Args:
         job: What they do; rank and port are filled in.
         context: Starts them.
+
+    Attributes:
+        has_run: Whether there was a turn.
     """
 
     def __init__(self, job: Job, context: ForkServerContext) -> None:
         self.job = job
+        self.has_run = False
         self._context = context
         self._members: list[_Member] = []
         self._askers: set[int] = set()
@@ -100,6 +104,7 @@ class Crew:
         Raises:
             MethodError: A process failed, or took too long.
         """
+        self.has_run = True
         durations: dict[int, float] = {}
         num_tokens = NUM_WARMUP_STEPS + num_steps
 

@@ -130,7 +130,8 @@ def _row(result: Result, by_name: Mapping[str, Result]) -> dict[str, object]:
         "milliseconds_per_step": [round(1e3 * seconds, 3) for seconds in result.seconds],
         "bytes_per_rank": [dict(held) for held in result.bytes_per_rank],
     }
-    if (ours := by_name.get("tspipe")) and (ratio := speed_up(ours, result)):
+    ours = by_name.get("tspipe")
+    if ours is not None and ours != result and (ratio := speed_up(ours, result)) is not None:
         row["tspipe_over"] = asdict(ratio)
     if (ddp := by_name.get("ddp")) and (memory := memory_ratio(result, ddp)):
         row["memory_over_ddp"] = memory

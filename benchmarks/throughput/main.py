@@ -28,7 +28,7 @@ from benchmarks.throughput.report import Report
 
 FULL = Length(num_rounds=7, num_steps=6)
 QUICK = Length(num_rounds=2, num_steps=2)
-BATCH_SIZES = {"byol": 32, "moco": 16, "kd": 32}
+BATCH_SIZES = {"byol": 64, "moco": 32, "kd": 64}
 QUICK_BATCH_SIZES = {"byol": 16, "moco": 8, "kd": 16}
 TINY_BATCH_SIZE = 16
 TINY_STEPS_FACTOR = 10

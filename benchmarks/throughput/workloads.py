@@ -56,19 +56,24 @@ class Workload:
         return (*views, torch.randint(NUM_CLASSES, (batch_size,), generator=generator))
 
 
-def vision_transformer(num_classes: int | None = None) -> VisionTransformer:
-    """A small ViT: 64 patches of 8x8 pixels, 8 layers, width 192.
+def vision_transformer(
+    patch_size: int, num_layers: int, width: int, num_classes: int | None = None
+) -> VisionTransformer:
+    """A ViT with 6 heads.
 
     Args:
+        patch_size: Pixels on each side of a patch.
+        num_layers: Encoder layers.
+        width: Features of a token.
         num_classes: Without it the network returns the class token's features.
     """
     network = VisionTransformer(
         image_size=IMAGE_SIZE,
-        patch_size=8,
-        num_layers=8,
+        patch_size=patch_size,
+        num_layers=num_layers,
         num_heads=6,
-        hidden_dim=192,
-        mlp_dim=4 * 192,
+        hidden_dim=width,
+        mlp_dim=4 * width,
         num_classes=num_classes or 1,
     )
     if num_classes is None:
@@ -106,12 +111,12 @@ class BYOL(LightningModule):
 
 
 class MoCo(LightningModule):
-    """MoCo-v3 (Chen et al., 2021) with a small ViT; negatives come from the batch."""
+    """MoCo-v3 (Chen et al., 2021) with ViT-S/16; negatives come from the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        projector = MoCoProjectionHead(192, 1024, 256, num_layers=3, batch_norm=True)
-        encoder = OrderedDict(backbone=vision_transformer(), projector=projector)
+        projector = MoCoProjectionHead(384, 1024, 256, num_layers=3, batch_norm=True)
+        encoder = OrderedDict(backbone=vision_transformer(16, 12, 384), projector=projector)
         self.teacher = nn.Sequential(copy.deepcopy(encoder)).requires_grad_(requires_grad=False)
         self.student = nn.Sequential(encoder)
         predictor = MoCoProjectionHead(256, 1024, 256, num_layers=2, batch_norm=True)
@@ -140,7 +145,8 @@ class Distillation(LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.teacher = vision_transformer(NUM_CLASSES).requires_grad_(requires_grad=False).eval()
+        self.teacher = vision_transformer(8, 8, 192, NUM_CLASSES)
+        self.teacher.requires_grad_(requires_grad=False).eval()
         self.student = resnet18(num_classes=NUM_CLASSES)
 
     @override

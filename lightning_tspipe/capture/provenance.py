@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
@@ -156,15 +157,20 @@ class ProvenanceMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         if self._paused:
-            return result
+            return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
-        if parents:
-            name = resolve_name(func) or getattr(func, "__name__", repr(func))
-            if name not in _HARMLESS:
-                self._record(name, func, args, kwargs, parents, len(tensors), result)
+        name = resolve_name(func) or getattr(func, "__name__", repr(func))
+        if not parents or name in _HARMLESS:
+            return func(*args, **kwargs)
+        random_state = _random_state(tensors)
+        result = func(*args, **kwargs)
+        self._record(name, func, args, kwargs, parents, len(tensors), result)
+        if not torch.equal(random_state, _random_state(tensors)):
+            # A meta tensor would draw nothing, and all that is drawn later would differ.
+            for parent in parents:
+                parent.read = True
         return result
 
     def _record(  # noqa: PLR0913, PLR0917 - all of one operation
@@ -206,6 +212,14 @@ class ProvenanceMode(TorchFunctionMode):
                 self.writes.append((value, self._num_blocks, line))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
+
+
+def _random_state(tensors: Iterable[Tensor]) -> Tensor:
+    """The state of the generators from which an operation on the tensors may draw."""
+    devices = sorted({t.get_device() for t in tensors if t.is_cuda})
+    return torch.cat(
+        [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices)]
+    )
 
 
 def _writes(name: str) -> bool:

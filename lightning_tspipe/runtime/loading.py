@@ -27,8 +27,7 @@ class LookaheadLoader:
             the other ranks don't know.
 
     Attributes:
-        serial: Number of the current batch, over all epochs.
-        upcoming: The next batch, or None at the end.
+        current: Number of the batch in training, over all epochs.
     """
 
     def __init__(
@@ -37,8 +36,22 @@ class LookaheadLoader:
         self._loader = loader
         self._announce = announce
         self._state: Any = None
-        self.serial = -1
-        self.upcoming: Any = None
+        self._read: dict[int, Any] = {}
+        self._num_read = 0
+        self.current = -1
+
+    @property
+    def upcoming(self) -> Any:
+        """The batch after the current one, or None at the end."""
+        return self._read.get(self.current + 1)
+
+    def take(self) -> None:
+        """The next batch becomes the current one.
+
+        Not known from iteration: of a loader without a length, Lightning itself holds one more.
+        """
+        self.current += 1
+        self._read.pop(self.current, None)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -50,20 +63,26 @@ class LookaheadLoader:
 
     def __iter__(self) -> Iterator[Any]:
         iterator = iter(self._loader)
-        following = next(iterator, _END)
+        self._read = {}
+        self.current = self._num_read - 1
+        following = self._read_from(iterator)
         while following is not _END:
             current = following
             # A checkpoint of now must give back the batch that is only held, not trained yet.
             self._state = self._inner_state()
-            following = next(iterator, _END)
-            self.serial += 1
-            self.upcoming = None if following is _END else following
+            following = self._read_from(iterator)
             if self._announce is not None:
-                self._announce(True)  # noqa: FBT003
+                self._announce(True)
             yield current
-        self.upcoming = None
         if self._announce is not None:
-            self._announce(False)  # noqa: FBT003
+            self._announce(False)
+
+    def _read_from(self, iterator: Iterator[Any]) -> Any:
+        batch = next(iterator, _END)
+        if batch is not _END:
+            self._read[self._num_read] = batch
+            self._num_read += 1
+        return batch
 
     def _inner_state(self) -> Any:
         state_dict = getattr(self._loader, "state_dict", None)

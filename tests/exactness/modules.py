@@ -417,6 +417,9 @@ CASES: dict[str, Case] = {
         *_both(SimSiam), *_both(TupleStudent), *_both(ComputedInputs),
     )
 }  # fmt: skip
+# Threads share the random generators, so that these need processes, or one rank.
+RANDOM_CASE = "RandomStep"
+ALL_CASES = CASES | {RANDOM_CASE: Case(RandomStep, {})}
 
 
 def make_epochs(module: Any, sizes: Sequence[Sequence[int]]) -> list[list[Any]]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.engine import Captured, Engine
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.runtime.transport import (
+    GlooTransport,
+    LocalNetwork,
+    LocalTransport,
+    Transport,
+)
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
 
 
@@ -41,6 +49,19 @@ def run_pipelined(setting: Setting) -> Record:
         raise failures[0]
     assert not any(thread.is_alive() for thread in threads), "a rank did not end"
     return merge([records[rank] for rank in range(setting.num_ranks)])
+
+
+def train_on_gloo(settings: list[Setting]) -> list[Record]:
+    """One rank's part of several trainings, one after the other."""
+    limit = timedelta(seconds=60)
+    rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit)
+    records = []
+    for setting in settings:
+        transport = GlooTransport(range(num_ranks), torch.device("cpu"), limit)
+        records.append(train_rank(setting, setting.build(), transport))
+    dist.destroy_process_group()
+    return records
 
 
 def train_rank(setting: Setting, module: nn.Module, transport: Transport) -> Record:

@@ -10,7 +10,7 @@ import torch
 from lightly.utils.lars import LARS
 from torch import Tensor, nn
 
-from tests.exactness.modules import CASES, make_epochs
+from tests.exactness.modules import ALL_CASES, make_epochs
 
 State = dict[str, Tensor]
 
@@ -26,7 +26,7 @@ class Setting:
     """A training.
 
     Attributes:
-        case: Name in ``modules.CASES``.
+        case: Name in ``modules.ALL_CASES``.
         optimizer: Name in ``OPTIMIZERS``.
         sizes: Batch sizes of each epoch.
         num_ranks: Ranks of the pipeline.
@@ -56,7 +56,7 @@ class Setting:
 
     def build(self) -> nn.Module:
         """The module, always with the same weights."""
-        return CASES[self.case].build()
+        return ALL_CASES[self.case].build()
 
     def epochs(self, module: nn.Module) -> list[list[Any]]:
         """The batches."""

@@ -1,0 +1,116 @@
+"""What a pipeline can't do, refused before training and each with a way out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from lightning_tspipe.errors import ConfigurationError
+
+_FREEZE = "Freeze submodules before fit with requires_grad_(False)"
+_REFUSED_CALLBACKS = {
+    "WeightAveraging": (
+        "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
+        "`teacher`"
+    ),
+    "StochasticWeightAveraging": (
+        "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
+        "`teacher`"
+    ),
+    "BaseFinetuning": f"it changes which parameters are trained after the stages are cut. {_FREEZE}",
+    "ModelPruning": "it replaces parameters after the stages are cut. Prune before or after fit",
+}
+
+
+def refuse_callbacks(trainer: Any) -> None:
+    """Refuse callbacks that need the whole module on one rank, or change what is trained.
+
+    Raises:
+        ConfigurationError: There is one.
+    """
+    for callback in trainer.callbacks:
+        for base in type(callback).__mro__:
+            if base.__name__ in _REFUSED_CALLBACKS and "callbacks" in base.__module__:
+                raise ConfigurationError(
+                    f"{type(callback).__name__} does not work under a pipeline: "
+                    f"{_REFUSED_CALLBACKS[base.__name__]}"
+                )
+
+
+def refuse_module(module: Any) -> None:
+    """Refuse ways of training that the pipeline can't see into.
+
+    Raises:
+        ConfigurationError: Manual optimization, or a step that reads the loader itself.
+    """
+    name = type(module).__name__
+    if not module.automatic_optimization:
+        raise ConfigurationError(
+            f"{name} optimizes by hand (automatic_optimization = False), but forward, backward and "
+            "update of a pipeline belong to different ranks and times. Return the loss from "
+            "training_step and remove the line; learning rates, clipping and accumulation are "
+            "arguments of the Trainer or of configure_optimizers"
+        )
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise ConfigurationError(
+            f"{name}.training_step takes dataloader_iter, but one rank reads the batches for all. "
+            "Write training_step(self, batch, batch_idx)"
+        )
+
+
+def refuse_optimizers(optimizers: Iterable[Any]) -> None:
+    """Refuse optimizers that run the step several times per batch.
+
+    Raises:
+        ConfigurationError: LBFGS.
+    """
+    for optimizer in optimizers:
+        if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
+            raise ConfigurationError(
+                "LBFGS runs the step several times per batch, as often as each rank finds fit. Use "
+                "an optimizer that runs it once, such as SGD or AdamW"
+            )
+
+
+def refuse_precision(plugin: Any) -> None:
+    """Refuse loss scaling, about which the ranks would disagree.
+
+    Raises:
+        ConfigurationError: There is a gradient scaler.
+    """
+    if getattr(plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            "precision='16-mixed' skips steps by what one rank sees of the gradients. Use "
+            "precision='bf16-mixed', which needs no scaling"
+        )
+
+
+def refuse_loaders(trainer: Any) -> None:
+    """Refuse several training loaders: which batch comes next is not known.
+
+    Raises:
+        ConfigurationError: There are several.
+    """
+    combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public way
+    if combined is not None and len(combined.flattened) > 1:
+        raise ConfigurationError(
+            f"{len(combined.flattened)} training loaders: a pipeline reads ahead in one. Combine "
+            "the datasets in one loader (torch.utils.data.ConcatDataset, StackDataset)"
+        )
+
+
+def refuse_result(result: Any) -> None:
+    """Refuse a step without a loss: the other ranks have begun their part of the backward.
+
+    Raises:
+        ConfigurationError: There is none.
+    """
+    if result is None or (isinstance(result, dict) and result.get("loss") is None):
+        raise ConfigurationError(
+            "training_step returned no loss. A pipeline can't skip a batch: return a loss of zero "
+            "that depends on the outputs, such as 0 * output.sum(), or leave such batches out in "
+            "the loader"
+        )
