@@ -7,6 +7,8 @@ from typing import Any
 
 HEAD = ("workload", "method", "variant", "images/s", "TSPipe is faster by", "MB per rank", "of DDP")
 
+FIXED = {"schedule", "state_limit", "split_backward"}
+"""Options that belong to a method's name."""
 Row = Mapping[str, Any]  # as in the JSON
 
 
@@ -30,7 +32,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    options = (f"{name}={value}" for name, value in row["variant"].items() if name != "schedule")
+    options = (f"{name}={value}" for name, value in row["variant"].items() if name not in FIXED)
     name = (row["workload"], row["method"], " ".join(options))
     if "failure" in row:
         return (*name, "failed", "", "", "")
