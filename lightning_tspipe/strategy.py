@@ -23,6 +23,7 @@ from typing_extensions import override
 from lightning_tspipe.pipelined import Pipelined
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.executor import BATCH_CHANNEL
 from lightning_tspipe.runtime.failures import settle
 from lightning_tspipe.runtime.loading import (
     LookaheadLoader,
@@ -30,6 +31,7 @@ from lightning_tspipe.runtime.loading import (
     RemoteLoader,
     UnsizedRemoteLoader,
 )
+from lightning_tspipe.runtime.nccl import NcclTransport
 from lightning_tspipe.runtime.transport import (
     GlooTransport,
     LocalNetwork,
@@ -74,6 +76,7 @@ class PipelineHooks(_Base):
         split_backward: Literal["auto"] | bool = "auto",
         memory_limit: int | str | None = None,
         state_limit: float | str | None = None,
+        ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
@@ -95,11 +98,14 @@ class PipelineHooks(_Base):
                 limit (on a GPU: what is free).
             state_limit: The same for parameters, gradients, optimizer state and teacher alone; a
                 fraction such as ``0.6`` is one of what all ranks hold together.
+            ranks_per_device: Processes that share a device; on a GPU their tensors then travel
+                through pinned host memory.
             timeout: How long to wait for a rank that says nothing.
             start_method: How the other processes start.
             kwargs: What every Lightning strategy takes (``accelerator``, ``precision_plugin``,
                 ``cluster_environment``, ``checkpoint_io``, ``parallel_devices``).
         """
+        self.ranks_per_device = ranks_per_device
         super().__init__(**kwargs)
         self.options = SetupOptions(
             student, teacher, num_microbatches, schedule, partition, split_backward,
@@ -124,6 +130,20 @@ class PipelineHooks(_Base):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device of each process on this machine."""
+        devices = self._parallel_devices
+        if devices is None:
+            return None
+        return [device for device in devices for _ in range(self.ranks_per_device)]
+
+    @parallel_devices.setter
+    @override
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
 
     @property
     def num_nodes(self) -> int:
@@ -212,7 +232,14 @@ class PipelineHooks(_Base):
         world_of(self).init_dist_connection(
             environment, self.process_group_backend, timeout=self._timeout
         )
-        self._transport = GlooTransport(range(self.num_ranks), self.root_device, self._timeout)
+        self._transport = self._make_transport()
+
+    def _make_transport(self) -> Transport:
+        ranks, device = range(self.num_ranks), self.root_device
+        if device.type == "cuda" and self.ranks_per_device == 1:
+            return NcclTransport(ranks, device, self._timeout, frozenset({BATCH_CHANNEL}))
+        # NCCL refuses two ranks on one GPU: then tensors go through pinned host memory.
+        return GlooTransport(ranks, device, self._timeout)
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -1,0 +1,245 @@
+"""Bad input ends in one clear error that names the remedy, on every rank and without a hang."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe import TSPipeStrategy
+from lightning_tspipe.errors import ConfigurationError
+from tests.integration.jobs import Job, run_job
+from tests.integration.trainings import Training, lightning_module, strict, train, trainer_of
+from tests.exactness.modules import images, labels, make_epochs
+
+BYOL = Training(sizes=((5, 5, 5),), strategy="instance", options={"num_microbatches": 2})
+WHEN_TRAINING_STARTS = "never"
+
+
+def refused(training: Training, folder: Path, function: Any = train) -> Job:
+    """All ranks end soon, not well, and one of them says why."""
+    job = run_job(function, training, num_ranks=training.num_ranks, folder=folder, seconds=60)
+    assert all(rank.exit_code == 1 for rank in job.ranks), job.output
+    if training.num_ranks > 1:
+        assert job.output.count("Traceback (most recent call last)") == 1, job.output
+    assert "updated" not in job.output
+    return job
+
+
+class Tell(lightning.pytorch.Callback, pytorch_lightning.Callback):
+    """Says that there was an update."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        print("updated", flush=True)  # noqa: T201
+
+
+def tell() -> list[Any]:
+    return [Tell()]
+
+
+class Manual(Tell):
+    """Only here to be refused."""
+
+
+def with_callback(name: str, *args: Any) -> Callable[[], list[Any]]:
+    return _Callbacks(name, args)
+
+
+class _Callbacks:
+    def __init__(self, name: str, args: tuple[Any, ...]) -> None:
+        self._name, self._args = name, args
+
+    def __call__(self) -> list[Any]:
+        return [getattr(lightning.pytorch.callbacks, self._name)(*self._args), Tell()]
+
+
+def optimize_by_hand(module: Any) -> None:
+    module.automatic_optimization = False
+
+
+def no_student(module: Any) -> None:
+    module.body, module.student = module.student, None
+    module.student_names = None
+
+
+def shared_trunk(module: Any) -> None:
+    module.teacher = module.student[0]
+
+
+def tied(module: Any) -> None:
+    first, *_, last = (m for m in module.student.modules() if isinstance(m, nn.Linear))
+    last.weight = first.weight
+
+
+def step_of(function: Callable[[Any, Any], Tensor]) -> Callable[[Any], None]:
+    return _NewStep(function)
+
+
+class _NewStep:
+    def __init__(self, function: Callable[[Any, Any], Tensor]) -> None:
+        self._function = function
+
+    def __call__(self, module: Any) -> None:
+        function = self._function
+        module.training_step = lambda batch, batch_idx: function(module, batch)
+
+
+def decide_by_output(module: Any, batch: Any) -> Tensor:
+    first = module.student(batch["views"][0])
+    if first.sum() > 0:
+        return first.mean()
+    return module.student(batch["views"][1]).mean()
+
+
+def use_a_part(module: Any, batch: Any) -> Tensor:
+    return module.student[1](module.student[0](batch["views"][0])).mean()
+
+
+def bypass_forward(module: Any, batch: Any) -> Tensor:
+    x = module.student(batch["views"][0])
+    return nn.functional.linear(x, module.student[2].weight).mean()
+
+
+def edit_late(module: Any, batch: Any) -> Tensor:
+    loss = module.student(batch["views"][0]).mean()
+    with torch.no_grad():
+        for parameter in module.student.parameters():
+            parameter.clamp_(-1, 1)
+    return loss
+
+
+def nothing(module: Any, batch: Any) -> Any:
+    module.student(batch["views"][0])
+
+
+def lbfgs(module: Any) -> None:
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+
+
+def no_calls(module: Any, batch: Any) -> Tensor:
+    return (batch["views"][0].mean() * module.student[2].bias.new_ones(())).requires_grad_()
+
+
+CASES: dict[str, tuple[Training, str, str]] = {
+    "fewer atoms than stages": (
+        Training("Classifier-group", "instance", {"partition": [1] * 30}, sizes=((5, 5),)),
+        "PartitionError", "partition",
+    ),
+    "fewer atoms than devices": (
+        replace(BYOL, change=step_of(lambda *_: None)), "", "",
+    ),
+    "student not found": (
+        replace(BYOL, strategy="tspipe", change=no_student),
+        "ConfigurationError", "has no submodule `student`. Name the trained submodules",
+    ),
+    "declared student not found": (
+        replace(BYOL, options={"student": ["studemt"]}),
+        "ConfigurationError", "has no submodule 'studemt' (its submodules: teacher, student)",
+    ),
+    "declared teacher not found": (
+        replace(BYOL, options={"teacher": "teacher.nine"}),
+        "ConfigurationError", "has no submodule 'teacher.nine'",
+    ),
+    "named twice": (
+        replace(BYOL, options={"student": ["student", "student"]}),
+        "ConfigurationError", "names a submodule twice",
+    ),
+    "a network in a network": (
+        replace(BYOL, options={"student": ["student", "student.0"]}),
+        "ConfigurationError", "declare the whole or its parts, not both",
+    ),
+    "student is teacher": (
+        replace(BYOL, change=shared_trunk),
+        "ConfigurationError", "copy.deepcopy makes one",
+    ),
+    "a tied parameter": (
+        Training("Classifier-group", "instance", {"partition": [7, 4]}, sizes=((5, 5),), change=tied),
+        "PartitionError", "",
+    ),
+    "control flow": (
+        replace(BYOL, change=step_of(decide_by_output)),
+        "CaptureError", "Move that line behind the last call",
+    ),
+    "a part is called": (
+        replace(BYOL, change=step_of(use_a_part)),
+        "CaptureError", "Call self.student(...) as a whole",
+    ),
+    "forward is bypassed": (
+        replace(BYOL, change=step_of(bypass_forward)),
+        "CaptureError", "student.2.weight",
+    ),
+    "a late edit": (
+        replace(BYOL, change=step_of(edit_late)),
+        "CaptureError", "Move the line before the last call",
+    ),
+    "no calls": (
+        replace(BYOL, change=step_of(no_calls)),
+        "CaptureError", "TSPipeStrategy(student=[...]",
+    ),
+    "no loss": (
+        replace(BYOL, change=step_of(nothing)),
+        "ConfigurationError", "return a loss of zero",
+    ),
+    "a pair is cut apart": (
+        replace(BYOL, options={"partition": {"student": [2, 9], "teacher": [4, 5]}}),
+        "PartitionError", "Give one partition=[...] for both",
+    ),
+    "no memory": (
+        replace(BYOL, options={"memory_limit": 2000}), "PartitionError", "",
+    ),
+    "no memory for state": (
+        replace(BYOL, options={"state_limit": "1KB"}), "PartitionError", "",
+    ),
+    "EMAWeightAveraging": (
+        replace(BYOL, callbacks=with_callback("EMAWeightAveraging")),
+        "ConfigurationError", "Use lightning_tspipe.MomentumEMA",
+    ),
+    "StochasticWeightAveraging": (
+        replace(BYOL, callbacks=with_callback("StochasticWeightAveraging", 0.1)),
+        "ConfigurationError", "Use lightning_tspipe.MomentumEMA",
+    ),
+    "BackboneFinetuning": (
+        replace(BYOL, callbacks=with_callback("BackboneFinetuning")),
+        "ConfigurationError", "requires_grad_(False)",
+    ),
+    "manual optimization": (
+        replace(BYOL, change=optimize_by_hand),
+        "ConfigurationError", "Return the loss from training_step",
+    ),
+    "LBFGS": (replace(BYOL, change=lbfgs), "ConfigurationError", "such as SGD or AdamW"),
+}  # fmt: skip
+del CASES["fewer atoms than devices"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused(case: str, tmp_path: Path) -> None:
+    training, kind, remedy = CASES[case]
+    if not training.callbacks():
+        training = replace(training, callbacks=tell)
+    job = refused(training, tmp_path)
+    told = [error for error in job.errors if error.startswith(kind)]
+    assert told, job.output
+    print(told[0])  # noqa: T201
+    assert remedy in told[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "gpip"}, {"num_microbatches": 0}, {"num_microbatches": "two"},
+        {"partition": "even"}, {"memory_limit": "lots"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_are_checked_at_once(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        TSPipeStrategy(**options)

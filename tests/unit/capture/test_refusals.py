@@ -1,0 +1,213 @@
+"""Steps that can't be captured: each gets an error that says where, and what to do instead."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.plan import StepPlan
+from lightning_tspipe.capture.trace import Networks, Tracer
+from lightning_tspipe.errors import CaptureError
+
+Step = Callable[["Module", Any], Any]
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 3)
+        self.student = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        self.teacher = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+        self.teacher.requires_grad_(requires_grad=False)
+        self.head_a = nn.Linear(3, 3)
+        self.head_b = nn.Linear(3, 3)
+
+
+def trace(step: Step, student: tuple[str, ...] = ("student",)) -> StepPlan:
+    module = Module()
+    tracer = Tracer(module, Networks(student, ("teacher",)), torch.device("cpu"))
+    return tracer.trace(lambda batch: step(module, batch), torch.randn(4, 3), seed=0)
+
+
+def fails_with(step: Step, *parts: str, student: tuple[str, ...] = ("student",)) -> None:
+    """The message has these parts, in this order."""
+    with pytest.raises(CaptureError, match="(?s)" + ".*".join(map(re.escape, parts))):
+        trace(step, student)
+
+
+def test_networks_that_are_not_called() -> None:
+    fails_with(
+        lambda m, x: m.stem(x).sum(),
+        "never called 'student' or 'teacher'",
+        "TSPipeStrategy(student=[...], teacher=[...])",
+    )
+
+
+def test_a_part_that_is_called_past_forward() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        return m.student[2](m.student[0](x)).sum()  # type: ignore[no-any-return]
+
+    fails_with(
+        step, "calls 'student.0', a part of the pipelined network 'student'", "test_refusals.py:",
+        "self.student(...)", "TSPipeStrategy(student=['student.0', ...])",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda p: p.mean() > 0,
+        lambda p: bool((p.detach() > 0).any()),
+        lambda p: p.mean().item() > 0,
+        lambda p: p.detach().sum().tolist() != 0,
+        lambda p: float(p[0, 0]) > 0,
+    ],
+)
+def test_control_flow_between_calls(look: Callable[[Tensor], Any]) -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        p = m.student(x)
+        if look(p):
+            p = p * 2
+        return (p - m.teacher(x)).sum()  # type: ignore[no-any-return]
+
+    fails_with(step, "before its last call", "test_refusals.py:", "behind the last call")
+
+
+def test_values_may_be_looked_at_behind_the_last_call() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        p, z = m.student(x), m.teacher(x)
+        return p.sum() if z.mean() > 0 else p.mean()  # type: ignore[no-any-return]
+
+    assert len(trace(step).calls) == 2
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda p: p.mul_(0.9),
+        lambda p: p.data.mul_(0.9),
+        lambda p: torch._foreach_mul_([p], 0.9),
+        lambda p: p.copy_(torch.zeros(3)),
+        lambda p: nn.init.zeros_(p),
+        lambda p: p.__setitem__(0, 1.0),
+        lambda p: setattr(p, "data", torch.zeros(3)),
+    ],
+)
+def test_edits_after_the_last_call(edit: Callable[[Tensor], Any]) -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        loss = (m.student(x) - m.teacher(x)).sum()
+        with torch.no_grad():
+            edit(m.teacher[0].bias)  # type: ignore[arg-type]
+        return loss  # type: ignore[no-any-return]
+
+    fails_with(
+        step, "changes a pipelined parameter after its last call", "test_refusals.py:",
+        "before the last call", "on_train_batch_end", "MomentumEMA",
+    )  # fmt: skip
+
+
+def test_a_weight_in_the_loss() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        penalty = sum(p.square().sum() for p in m.student.parameters())
+        return (m.student(x) - m.teacher(x)).sum() + penalty  # type: ignore[no-any-return]
+
+    fails_with(step, "'student.0.weight'", "spread over the ranks", "weight_decay", "hook")
+
+
+def test_a_weight_used_past_forward() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        z = m.student(x)
+        return nn.functional.linear(z, m.student[2].weight).sum()  # type: ignore[no-any-return, arg-type]
+
+    fails_with(step, "'student.2.weight'", "spread over the ranks")
+
+
+def test_an_input_from_a_module_that_is_not_declared() -> None:
+    fails_with(
+        lambda m, x: m.student(m.stem(x)).sum(),
+        "input of 'student' depends on trained parameters outside", "test_refusals.py:",
+        "TSPipeStrategy(student=['...', 'student', ...])",
+    )  # fmt: skip
+
+
+def test_an_input_from_a_frozen_module_is_fine() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = m.stem(x)
+        return m.student(x).sum()  # type: ignore[no-any-return]
+
+    assert len(trace(step).calls) == 1
+
+
+def test_a_teacher_that_is_trained() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        m.teacher.requires_grad_(requires_grad=True)
+        return (m.student(x) - m.teacher(x)).sum()  # type: ignore[no-any-return]
+
+    fails_with(step, "teacher's output requires gradients", "torch.no_grad()")
+
+
+def test_branches() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        features = m.student(x)
+        return (m.head_a(features) - m.head_b(features)).sum()  # type: ignore[no-any-return]
+
+    fails_with(
+        step, "'head_b' branches off the middle", "test_refusals.py:", "'student' already feeds",
+        "head_a", "one module", student=("student", "head_a", "head_b"),
+    )  # fmt: skip
+
+
+def test_calls_that_go_different_ways() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        return m.head_a(m.student(x)).sum() + m.head_b(m.student(x)).sum()  # type: ignore[no-any-return]
+
+    fails_with(
+        step, "two calls of the student go different ways", "student -> head_b",
+        student=("student", "head_a", "head_b"),
+    )  # fmt: skip
+
+
+def test_a_network_that_feeds_on_the_other() -> None:
+    fails_with(
+        lambda m, x: m.student(m.teacher(x)).sum(),
+        "input of 'student' is computed from the output of 'teacher'", "test_refusals.py:",
+    )  # fmt: skip
+
+
+def test_two_outputs_in_one_input() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        return m.head_a(m.student(x) + m.student(-x)).sum()  # type: ignore[no-any-return]
+
+    fails_with(
+        step, "input of 'head_a' is computed from the output of 'student'",
+        "put the computation into a module", student=("student", "head_a"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda m, x: m.student(input=x).sum(),
+        lambda m, x: m.student(x, x).sum(),
+        lambda m, x: m.student([x]).sum(),
+        lambda m, _x: m.student().sum(),
+    ],
+)
+def test_calls_with_anything_but_one_tensor(step: Step) -> None:
+    fails_with(step, "'student' is called with", "one tensor", "test_refusals.py:", "wrapping")
+
+
+def test_an_error_of_the_user_keeps_its_line() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        z = m.student(x)
+        return z @ torch.zeros(7, 7)  # the line in question
+
+    with pytest.raises(CaptureError, match=r"test_refusals\.py:\d+ .*the line in question") as info:
+        trace(step)
+    assert isinstance(info.value.__cause__, RuntimeError)
