@@ -376,8 +376,9 @@ class PipelineHooks(_Base):
         others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
 
         def step(batch: Any) -> Any:
-            # Lightning finds the batch size for averages here.
-            self._trainer._logger_connector.on_batch_start(batch)  # noqa: SLF001
+            if not self._trainer.predicting:
+                # Lightning finds the batch size for averages here.
+                self._trainer._logger_connector.on_batch_start(batch)  # noqa: SLF001
             return method(batch, *others)
 
         return step

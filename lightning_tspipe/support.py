@@ -10,7 +10,6 @@ import torch
 
 from lightning_tspipe.errors import ConfigurationError
 
-_FREEZE = "Freeze submodules before fit with requires_grad_(False)"
 _REFUSED_CALLBACKS = {
     "WeightAveraging": (
         "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
@@ -20,7 +19,10 @@ _REFUSED_CALLBACKS = {
         "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
         "`teacher`"
     ),
-    "BaseFinetuning": f"it changes which parameters are trained after the stages are cut. {_FREEZE}",
+    "BaseFinetuning": (
+        "it changes what is trained after the stages are cut. Freeze submodules before fit with "
+        "requires_grad_(False)"
+    ),
     "ModelPruning": "it replaces parameters after the stages are cut. Prune before or after fit",
 }
 

@@ -80,11 +80,16 @@ class World:
                 connector = trainer._logger_connector  # noqa: SLF001
                 connector._callback_metrics.update(shared)  # noqa: SLF001
 
+        def share_if_due(*_args: Any, **_kwargs: Any) -> None:
+            if any(_saves_within_epochs(callback, trainer) for callback in trainer.callbacks):
+                share()
+
         sync = type(
             "MetricsSync",
             (base,),
             {
                 "is_metrics_sync": True,
+                "on_train_batch_end": lambda self, *args: share_if_due(),  # noqa: ARG005
                 "on_train_epoch_end": lambda self, *args: share(),  # noqa: ARG005
                 "on_validation_end": lambda self, *args: share(),  # noqa: ARG005
                 "state_dict": lambda self: {},  # noqa: ARG005
@@ -96,6 +101,15 @@ class World:
             len(trainer.callbacks),
         )
         trainer.callbacks.insert(first, sync)
+
+
+def _saves_within_epochs(callback: Any, trainer: Any) -> bool:
+    """Whether a checkpoint callback is going to compare metrics after this batch."""
+    if getattr(callback, "monitor", None) is None:
+        return False
+    steps = getattr(callback, "_every_n_train_steps", 0)
+    timed = getattr(callback, "_train_time_interval", None) is not None
+    return timed or (steps > 0 and trainer.global_step % steps == 0)
 
 
 def installed_worlds() -> tuple[World, ...]:

@@ -128,6 +128,8 @@ class StepPlan:
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
         num_batch_leaves: Leaves of the batch.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
+        mixes: Whether, before the last call, values of the batch meet other tensors or move to a
+            device: where the batch has no values, this needs ``MetaWins``.
         ema_pairs: Parameter names (teacher's, student's) whose EMA was seen in the step.
     """
 
@@ -138,6 +140,7 @@ class StepPlan:
     batch_fields: tuple[int, ...]
     num_batch_leaves: int
     has_effects: bool
+    mixes: bool = False
     ema_pairs: tuple[tuple[str, str], ...] = ()
 
     def calls_of(self, network: NetworkName) -> tuple[int, ...]:

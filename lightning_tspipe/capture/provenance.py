@@ -13,28 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, resolve_name
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.capture.functions import HARMLESS, MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.location import current_line
-
-# Looking at the type of a tensor does not read its values.
-_HARMLESS = frozenset(
-    f"torch.Tensor.{name}"
-    for name in (
-        "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__",
-        "is_contiguous", "is_floating_point", "is_complex", "storage_offset", "get_device",
-        "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "layout.__get__",
-        "requires_grad.__get__", "requires_grad.__set__", "requires_grad_", "is_leaf.__get__",
-        "is_cuda.__get__", "is_meta.__get__", "is_sparse.__get__", "is_quantized.__get__",
-        "grad_fn.__get__", "grad.__get__", "_version.__get__", "is_nested.__get__",
-        "is_cpu.__get__", "is_mps.__get__", "is_xpu.__get__", "itemsize.__get__",
-        "nbytes.__get__", "names.__get__", "retains_grad.__get__", "register_hook",
-        "is_inference", "is_signed", "is_conj", "is_neg", "__hash__", "data_ptr",
-    )
-)  # fmt: skip
-_IN_PLACE_NAMES = frozenset({"copy_", "__setitem__", "set_", "data.__set__"})
-
 
 @dataclass(eq=False)
 class Value:
@@ -50,6 +33,8 @@ class Value:
         consumers: Values computed from it.
         feeds_block: Whether it was the input of a block.
         is_parameter: Whether it is a source that is a parameter.
+        mixes: Whether it was computed from several tensors, or moved to a device.
+        num_blocks: Blocks that were called before it was computed.
     """
 
     tensor: Tensor
@@ -61,6 +46,8 @@ class Value:
     consumers: list[Value] = field(default_factory=list)
     feeds_block: bool = False
     is_parameter: bool = False
+    mixes: bool = False
+    num_blocks: int = 0
 
     @property
     def is_needed(self) -> bool:
@@ -115,6 +102,8 @@ class ProvenanceMode(TorchFunctionMode):
     Attributes:
         reads: (value whose numbers were looked at, number of blocks called before, user's line).
         writes: (value written in place, number of blocks called before, user's line).
+        draws_on_device: Whether random numbers were drawn on a device that the step named: it may
+            have asked a tensor of the batch for it.
     """
 
     def __init__(self) -> None:
@@ -124,6 +113,7 @@ class ProvenanceMode(TorchFunctionMode):
         self._num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str]] = []
+        self.draws_on_device = False
 
     def pause(self, *, on: bool) -> None:
         """Stop or go on recording."""
@@ -132,6 +122,11 @@ class ProvenanceMode(TorchFunctionMode):
     def mark_block(self) -> None:
         """A pipelined block was called."""
         self._num_blocks += 1
+
+    def mixing(self) -> list[Value]:
+        """The values that were computed from several tensors, or moved, before the last block."""
+        found = (v for v in self._values.values() if v.mixes and v.num_blocks < self._num_blocks)
+        return list(found)
 
     def track(self, tensor: Tensor, source: Any, *, is_parameter: bool = False) -> Value:
         """Make ``tensor`` a source."""
@@ -161,9 +156,11 @@ class ProvenanceMode(TorchFunctionMode):
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
-        name = resolve_name(func) or getattr(func, "__name__", repr(func))
-        if not parents or name in _HARMLESS:
+        name = name_of(func)
+        if name in HARMLESS:
             return func(*args, **kwargs)
+        if not parents:
+            return self._untracked(func, args, kwargs)
         random_state = _random_state(tensors)
         result = func(*args, **kwargs)
         self._record(name, func, args, kwargs, parents, len(tensors), result)
@@ -171,6 +168,16 @@ class ProvenanceMode(TorchFunctionMode):
             # A meta tensor would draw nothing, and all that is drawn later would differ.
             for parent in parents:
                 parent.read = True
+        return result
+
+    def _untracked(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        random_state = _random_state(())
+        result = func(*args, **kwargs)
+        self.draws_on_device |= not torch.equal(random_state, _random_state(()))
         return result
 
     def _record(  # noqa: PLR0913, PLR0917 - all of one operation
@@ -183,21 +190,24 @@ class ProvenanceMode(TorchFunctionMode):
         num_tensors: int,
         result: Any,
     ) -> None:
-        writes = _writes(name)
+        writes = writes_in_place(name)
         to_parameter = writes and self._record_write(args)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not outputs and not to_parameter:
-            line = current_line()
-            for parent in parents:
-                parent.read = True
-                if not writes:
-                    self.reads.append((parent, self._num_blocks, line))
+        for parent in () if outputs else parents:
+            if to_parameter:
+                parent.feeds_block = True
+                continue
+            parent.read = True
+            if not writes:
+                self.reads.append((parent, self._num_blocks, current_line()))
         unary = num_tensors == 1 and isinstance(result, Tensor)
         function = _rebind(func, args, kwargs) if unary else None
         for output in outputs:
             value = Value(output, parents=parents, function=function, label=name)
             # An EMA written into a parameter stays there: it is not a use of its result.
             value.feeds_block = to_parameter
+            value.mixes = num_tensors > 1 or func in MOVES
+            value.num_blocks = self._num_blocks
             self._values[id(output)] = value
             for parent in parents:
                 parent.consumers.append(value)
@@ -219,16 +229,6 @@ def _random_state(tensors: Iterable[Tensor]) -> Tensor:
     devices = sorted({t.get_device() for t in tensors if t.is_cuda})
     return torch.cat(
         [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices)]
-    )
-
-
-def _writes(name: str) -> bool:
-    last = name.rsplit("Tensor.", 1)[-1].rsplit("torch.", 1)[-1].rsplit(".", 1)[-1]
-    full = name.rsplit("Tensor.", 1)[-1]
-    return (
-        full in _IN_PLACE_NAMES
-        or (last.endswith("_") and not last.endswith("__") and last != "requires_grad_")
-        or (last.startswith("__i") and last.endswith("__"))
     )
 
 

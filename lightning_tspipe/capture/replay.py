@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.location import line_of
+from lightning_tspipe.capture.meta import MetaWins
 from lightning_tspipe.capture.plan import Interception, StepPlan, ValueRef
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
@@ -88,6 +89,7 @@ class StepRunner:
             stack.enter_context(self._hide_rest())
             if self._is_loss_rank:
                 stack.enter_context(swap.attributes_restored(self._rest, tensors=False))
+            stack.enter_context(self._meta_mode())
             self._run_prologue(_Prologue(self._plan, real=False), step, batch, seed)
 
     def _run_prologue(self, prologue: _Prologue, step: Step, batch: Any, seed: int) -> None:
@@ -137,6 +139,7 @@ class StepRunner:
             swap.random_stream(seed),
             self._hide_pipelined(),
             swap.forwards_replaced(self._stubs(player)),
+            self._meta_mode(),
         ):
             result = step(batch)
         if player.count != len(self._plan.interceptions):
@@ -145,6 +148,9 @@ class StepRunner:
                 f"{len(self._plan.interceptions)} when it was traced"
             )
         return result
+
+    def _meta_mode(self) -> AbstractContextManager[Any]:
+        return MetaWins() if self._plan.mixes else nullcontext()
 
     def _stubs(self, answers: _Answers) -> dict[nn.Module, Callable[..., Any]]:
         def stub(name: str) -> Callable[[Tensor], Any]:

@@ -239,14 +239,13 @@ class Tracer:
             )
 
     def _run_on_fakes(self, block: nn.Module, value: Tensor) -> Any:
-        with self._fake:
-            fake = torch.empty(value.shape, dtype=value.dtype, device=self._device)
-        if value.requires_grad:
-            fake.requires_grad_()
         self._running_block = True
         self._mode.pause(on=True)
         try:
             with self._fake:
+                fake = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+                if value.requires_grad:
+                    fake.requires_grad_()
                 return block(fake)
         finally:
             self._running_block = False
@@ -293,6 +292,7 @@ class Tracer:
                 "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
             )
         self._check_reads(parameters)
+        self._check_batch_writes([value for value in fields if value is not None])
         has_effects = self._check_writes()
         chains = self._chains()
         used = self._used()
@@ -312,9 +312,18 @@ class Tracer:
             interceptions=tuple(self._interceptions),
             chains=chains,
             used=used,
-            batch_fields=tuple(i for i, v in enumerate(fields) if v is not None and v.is_needed),
+            batch_fields=tuple(
+                index
+                for index, value in enumerate(fields)
+                if value is not None and (value.is_needed or self._mode.draws_on_device)
+            ),
             num_batch_leaves=len(fields),
             has_effects=has_effects,
+            mixes=any(
+                not source.is_parameter
+                for value in self._mode.mixing()
+                for source in value.sources()
+            ),
         )
 
     def _has_grad(self, call: int) -> bool:
@@ -361,6 +370,19 @@ class Tracer:
                     f"the step computes with the parameter {value.source.name!r} of a pipelined "
                     "network, which is spread over the ranks. Use the optimizer's weight_decay or "
                     "a hook that works on each parameter, such as on_before_optimizer_step"
+                )
+
+    def _check_batch_writes(self, fields: list[Value]) -> None:
+        """The beginning of a step runs more than once on its batch."""
+        memory = {value.tensor.untyped_storage().data_ptr() for value in fields}
+        for value, when, line in self._mode.writes:
+            of_batch = any(isinstance(source.source, _BatchLeaf) for source in value.sources())
+            if when >= len(self._interceptions) or not of_batch:
+                continue
+            if value.tensor.untyped_storage().data_ptr() in memory:
+                raise CaptureError(
+                    f"the step changes its batch in place, at {line}. Make a new tensor of it, as "
+                    "in x = x - mean"
                 )
 
     def _check_writes(self) -> bool:

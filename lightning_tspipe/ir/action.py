@@ -36,6 +36,9 @@ class Op(Enum):
     WEIGHT_BACKWARD = "W"
     OPTIMIZER = "O"
 
+    # Members are singletons; Enum's own hash is a Python function, and actions are looked up a lot.
+    __hash__ = object.__hash__
+
     @property
     def is_rank_wide(self) -> bool:
         """Whether the action belongs to a rank and has no unit."""

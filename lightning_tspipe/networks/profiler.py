@@ -223,13 +223,13 @@ def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | No
     alive: list[object] = []  # so that no address is used twice
     found: list[_Bytes] = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:
+        # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
         saved.append(tensor)
-        return tensor
 
     received = x
     for index, atom in enumerate(atoms):
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(pack, lambda nothing: nothing):
             passed, emitted = atom(received)
         alive += [received, passed, emitted, *saved]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -408,11 +409,13 @@ class Executor:
             )
 
 
+@cache
 def _base(action: Action) -> Action:
     """The action without its batch offset."""
     return Action(action.op, action.stage, action.unit)
 
 
+@cache
 def _as_backward(action: Action) -> Action:
     return Action(Op.BACKWARD, action.stage, action.unit)
 

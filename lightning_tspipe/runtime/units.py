@@ -80,6 +80,8 @@ class StepUnits:
         self._cuts = cuts
         self._context = context
         self.inputs = tuple(inputs)
+        self._spans: dict[Action, tuple[int, int]] = {}
+        self._payloads: dict[Message, tuple[TensorSpec, ...]] = {}
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
             name: tuple(
                 unit
@@ -120,6 +122,12 @@ class StepUnits:
 
     def span(self, action: Action) -> tuple[int, int]:
         """The atoms that an action runs: first, and one after the last; empty if first >= last."""
+        known = self._spans.get(action)
+        if known is None:
+            known = self._spans[action] = self._find_span(action)
+        return known
+
+    def _find_span(self, action: Action) -> tuple[int, int]:
         cuts = self._cuts[NETWORK_OF[action.op]]  # type: ignore[index]
         unit = self.of(action)
         if unit.shapes is None:
@@ -154,6 +162,12 @@ class StepUnits:
 
     def payload(self, message: Message) -> tuple[TensorSpec, ...]:
         """Specs of the tensors of a message; none if there is nothing to send."""
+        known = self._payloads.get(message)
+        if known is None:
+            known = self._payloads[message] = self._find_payload(message)
+        return known
+
+    def _find_payload(self, message: Message) -> tuple[TensorSpec, ...]:
         if message.payload in {"input", "activation"}:
             spec = self.input_spec(message.consumer)
             return () if spec is None else (spec,)

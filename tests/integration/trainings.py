@@ -166,6 +166,8 @@ def strict() -> None:
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
     warnings.filterwarnings("ignore", message="The '\\w+_dataloader' does not have many workers")
     warnings.filterwarnings("ignore", message="The number of training batches")
+    # A frozen teacher is.
+    warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
     # Progress bars and loggers in a test's folder.
     warnings.filterwarnings("ignore", message=".*exists and is not empty")
 

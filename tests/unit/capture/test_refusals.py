@@ -65,8 +65,9 @@ def test_a_part_that_is_called_past_forward() -> None:
         lambda p: bool((p.detach() > 0).any()),
         lambda p: p.mean().item() > 0,
         lambda p: p.detach().sum().tolist() != 0,
-        lambda p: float(p[0, 0]) > 0,
+        lambda p: float(p.detach()[0, 0]) > 0,
     ],
+    ids=["bool", "any", "item", "tolist", "float"],
 )
 def test_control_flow_between_calls(look: Callable[[Tensor], Any]) -> None:
     def step(m: Module, x: Tensor) -> Tensor:
@@ -97,6 +98,7 @@ def test_values_may_be_looked_at_behind_the_last_call() -> None:
         lambda p: p.__setitem__(0, 1.0),
         lambda p: setattr(p, "data", torch.zeros(3)),
     ],
+    ids=["mul_", "data.mul_", "foreach", "copy_", "init", "setitem", "data"],
 )
 def test_edits_after_the_last_call(edit: Callable[[Tensor], Any]) -> None:
     def step(m: Module, x: Tensor) -> Tensor:
@@ -111,6 +113,8 @@ def test_edits_after_the_last_call(edit: Callable[[Tensor], Any]) -> None:
     )  # fmt: skip
 
 
+# Torch looks for a gradient where a fake weight meets a stand-in; the error is what matters.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_weight_in_the_loss() -> None:
     def step(m: Module, x: Tensor) -> Tensor:
         penalty = sum(p.square().sum() for p in m.student.parameters())
@@ -198,9 +202,29 @@ def test_two_outputs_in_one_input() -> None:
         lambda m, x: m.student([x]).sum(),
         lambda m, _x: m.student().sum(),
     ],
+    ids=["keyword", "two", "list", "none"],
 )
 def test_calls_with_anything_but_one_tensor(step: Step) -> None:
     fails_with(step, "'student' is called with", "one tensor", "test_refusals.py:", "wrapping")
+
+
+def test_a_batch_that_is_changed_in_place() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        x[0].sub_(1.0)
+        return m.student(x).sum()  # type: ignore[no-any-return]
+
+    fails_with(step, "changes its batch in place", "test_refusals.py:", "new tensor")
+
+
+def test_a_copy_of_the_batch_may_be_changed_and_labels_behind_the_calls() -> None:
+    def step(m: Module, x: Tensor) -> Tensor:
+        copied = x.clone()
+        copied.sub_(1.0)
+        z = m.student(copied)
+        x[0] = 1.0
+        return (z * x).sum()  # type: ignore[no-any-return]
+
+    assert trace(step).batch_fields == (0,)
 
 
 def test_an_error_of_the_user_keeps_its_line() -> None:

@@ -1,0 +1,72 @@
+"""What the processes of the transport's tests do; each gets its rank from the environment."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.transport import GlooTransport
+
+
+def connect(seconds: float) -> GlooTransport:
+    rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit)
+    return GlooTransport(range(num_ranks), torch.device("cpu"), limit)
+
+
+def scaled(tensor: torch.Tensor, channel: int, step: int) -> torch.Tensor:
+    return (tensor * channel + step).to(tensor.dtype)
+
+
+def exchange(objects: list[Any], tensors: list[torch.Tensor], num_steps: int) -> Any:
+    """Both ranks send first, then receive: rendezvous sends would deadlock if they blocked."""
+    transport = connect(30)
+    peer = 1 - transport.rank
+    found: list[Any] = []
+    for step in range(num_steps):
+        specs = [TensorSpec.of(tensor) for tensor in tensors]
+        receipts = {c: transport.receive(specs, peer, c) for c in (1, 2)}
+        for value in objects:
+            transport.send_object((value, step), peer)
+        for channel in (2, 1):  # the other way round than they are awaited
+            transport.send([scaled(tensor, channel, step) for tensor in tensors], peer, channel)
+        found.append([transport.receive_object(peer) for _ in objects])
+        for channel in (1, 2):
+            received = receipts[channel].wait()
+            found.append([tensor.clone() for tensor in received])
+            transport.recycle(received)
+        transport.finish_step()
+    gathered = transport.gather_object(transport.rank)
+    hello = transport.broadcast_object("hello" if transport.rank == 1 else None, 1)
+    transport.finish_step()
+    transport.finish_step()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found, gathered, hello
+
+
+def lose_a_peer(how: str) -> tuple[str, float]:
+    """Rank 1 ends or stalls; what rank 0 gets to know, and after how many seconds."""
+    transport = connect(3)
+    if transport.rank == 1:
+        if how.startswith("ends"):
+            os._exit(3)
+        time.sleep(6)
+        return "", 0.0
+    started = time.monotonic()
+    try:
+        if "object" in how:
+            transport.receive_object(1)
+        else:
+            transport.receive([TensorSpec((2,), torch.float32)], 1, 1).wait()
+    except TransportError as error:
+        return str(error), time.monotonic() - started
+    return "", time.monotonic() - started

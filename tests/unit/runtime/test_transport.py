@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from tests.integration import jobs
+from tests.unit.runtime import peers
+
+SPEC = [TensorSpec((2,), torch.float32)]
+
+
+def make_pair(timeout: float = 5.0) -> tuple[LocalTransport, LocalTransport]:
+    network = LocalNetwork(2, timeout)
+    return LocalTransport(network, 0), LocalTransport(network, 1)
+
+
+def test_messages_of_a_channel_keep_their_order_and_channels_are_apart() -> None:
+    sender, receiver = make_pair()
+    for value in (1.0, 2.0):
+        sender.send([torch.full((2,), value)], 1, channel=1)
+    sender.send([torch.full((2,), 3.0)], 1, channel=2)
+    assert receiver.receive(SPEC, 0, 2).wait()[0][0] == 3
+    first, second = (receiver.receive(SPEC, 0, 1) for _ in range(2))
+    assert (first.wait()[0][0], second.wait()[0][0]) == (1, 2)
+
+
+def test_objects_are_copies() -> None:
+    sender, receiver = make_pair()
+    value = {"a": [1, 2]}
+    sender.send_object(value, 1)
+    value["a"].append(3)
+    assert receiver.receive_object(0) == {"a": [1, 2]}
+
+
+def test_broadcast_and_gather() -> None:
+    zero, one = make_pair()
+    zero.broadcast_object("x", 0)
+    assert one.broadcast_object(None, 0) == "x"
+    assert one.gather_object("b") is None
+    assert zero.gather_object("a") == ["a", "b"]
+
+
+def test_a_message_that_never_comes() -> None:
+    _, receiver = make_pair(timeout=0.05)
+    with pytest.raises(TransportError, match="rank 1: a message of rank 0 did not come"):
+        receiver.receive(SPEC, 0, 1).wait()
+    with pytest.raises(TransportError, match="rank 1: a message of rank 0 did not come"):
+        receiver.receive_object(0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    jobs.preload()
+    return tmp_path
+
+
+def assert_equal(received: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    torch.testing.assert_close(received, expected, rtol=0, atol=0)
+
+
+@pytest.mark.distributed
+def test_two_processes_exchange_objects_and_tensors(folder: Path) -> None:
+    noise = random.Random(0).randbytes(20_000)  # noqa: S311 - more than one frame
+    # A frame holds 4096 bytes: around that, short, long.
+    objects: list[Any] = ["", None, {"a": 1}, noise, b"x" * 4050, b"x" * 4096, list(range(5000))]
+    tensors = [
+        torch.arange(6.0).reshape(2, 3).T,  # not contiguous
+        torch.zeros(0, 3),
+        torch.tensor([True, False]),
+        torch.arange(4, dtype=torch.int64),
+        torch.randn(5, dtype=torch.float64).to(torch.bfloat16),
+    ]
+    results = jobs.run(peers.exchange, objects, tensors, 4, folder=folder)
+    for rank, (found, gathered, hello) in enumerate(results):
+        for step in range(4):
+            received, first, second = found[3 * step : 3 * step + 3]
+            assert received == [(value, step) for value in objects]
+            assert_equal(first, [peers.scaled(t, 1, step) for t in tensors])
+            assert_equal(second, [peers.scaled(t, 2, step) for t in tensors])
+        assert gathered == ([0, 1] if rank == 0 else None)
+        assert hello == "hello"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("how", ["ends", "ends, object", "stalls", "stalls, object"])
+def test_a_lost_peer_is_an_error_in_bounded_time(how: str, folder: Path) -> None:
+    job = jobs.run_job(peers.lose_a_peer, how, folder=folder, seconds=60)
+    message, seconds = job.ranks[0].value
+    assert "rank 0 could not receive from rank 1: it ended or stalled" in message
+    assert "output of that rank" in message
+    assert seconds < 15  # the limit is 3

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.plan import TensorSpec, ValueRef
+from lightning_tspipe.capture.trace import Networks, Tracer
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.units import StepUnits, split_sizes
+
+CPU = torch.device("cpu")
+
+
+class Tapped(nn.Module):
+    """The first block's output is used twice, and some calls end there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        self.head = nn.Linear(4, 2)
+
+    def training_step(self, x: Tensor) -> Tensor:
+        features = self.body(x)
+        alone = self.body(x[: len(x) // 2])
+        return self.head(features).sum() + features.sum() + alone.sum()  # type: ignore[no-any-return]
+
+
+class Summing(Tapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Sums()
+
+
+class Sums(nn.Module):
+    """Not one row per sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(0)
+
+
+def make_units(
+    size: int, num_microbatches: int, module: Tapped | None = None
+) -> tuple[StepUnits, ChainNetwork]:
+    module = module or Tapped()
+    tracer = Tracer(module, Networks(("body", "head")), CPU)
+    plan = tracer.trace(module.training_step, torch.randn(size, 3), seed=0)
+    network = ChainNetwork("student", module, plan, CPU)
+    assert len(network.atoms) == 3
+    inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
+    units = StepUnits(
+        plan, {"student": network}, {"student": (0, 2, 3)}, num_microbatches, inputs, nullcontext
+    )
+    return units, network
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("count", range(1, 5))
+def test_sizes_are_those_of_tensor_split(size: int, count: int) -> None:
+    parts = torch.tensor_split(torch.zeros(size), count)
+    assert split_sizes(size, count) == tuple(map(len, parts))
+
+
+def test_units_of_two_calls() -> None:
+    units, _ = make_units(5, 3)
+    found = units.units["student"]
+    assert [(u.call, u.microbatch, u.size) for u in found] == [
+        (0, 0, 2), (0, 1, 2), (0, 2, 1), (1, 0, 1), (1, 1, 1), (1, 2, 0),
+    ]  # fmt: skip
+    assert [u.shapes is None for u in found] == [False] * 5 + [True]
+    assert not any(u.is_only for u in found)
+
+
+def test_a_batch_of_one_is_one_micro_batch() -> None:
+    units, _ = make_units(2, 3)
+    assert [u.is_only for u in units.units["student"] if u.call == 1 and u.size] == [True]
+
+
+def test_a_stage_skips_calls_that_ended_before_it_and_empty_micro_batches() -> None:
+    units, _ = make_units(5, 3)
+    assert [units.span(Action(Op.FORWARD, 0, unit)) for unit in range(6)] == [(0, 2)] * 5 + [(0, 0)]
+    first, last = units.span(Action(Op.FORWARD, 1, 3))
+    assert first >= last
+    assert units.microbatches_at(Action(Op.FORWARD, 0, 0)) == {0: 3, 1: 2}
+    assert units.microbatches_at(Action(Op.FORWARD, 1, 0)) == {0: 3}
+
+
+def test_what_a_unit_hands_to_the_loss_and_gets() -> None:
+    units, _ = make_units(5, 3)
+    features, head = ValueRef(0, 0), ValueRef(1, 0)
+    assert units.outputs_of(Action(Op.FORWARD, 0, 0)) == (features,)
+    assert units.outputs_of(Action(Op.FORWARD, 1, 0)) == (head,)
+    assert units.outputs_of(Action(Op.FORWARD, 0, 3)) == (features,)
+    assert units.outputs_of(Action(Op.FORWARD, 1, 3)) == ()
+    spec = units.input_spec(Action(Op.FORWARD, 1, 2))
+    assert spec == TensorSpec((1, 4), torch.float32, requires_grad=True)
+    assert units.input_spec(Action(Op.FORWARD, 1, 3)) is None
+
+
+def test_outputs_without_a_batch_dimension_need_one_micro_batch() -> None:
+    make_units(4, 1, Summing())
+    with pytest.raises(ConfigurationError, match=r"num_microbatches=1"):
+        make_units(6, 2, Summing())
