@@ -56,7 +56,8 @@ class SetupOptions:
                 f"schedule={self.schedule!r}: choose 'tspipe', 'gpipe' or 'sequential'"
             )
         number = self.num_microbatches
-        if number != "auto" and (isinstance(number, str) or number < 1):
+        is_count = isinstance(number, int) and number >= 1
+        if number != "auto" and not is_count:
             raise ConfigurationError(f"num_microbatches={number!r}: 'auto' or a number from 1 on")
         if isinstance(self.partition, str) and self.partition != "auto":
             raise ConfigurationError(

@@ -131,7 +131,7 @@ class PipelineHooks(_Base):
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
-    @property
+    @property  # type: ignore[explicit-override] # of the setter; it is below
     @override
     def parallel_devices(self) -> list[torch.device] | None:
         """The device of each process on this machine."""

@@ -29,7 +29,7 @@ _IN_PLACE_NAMES = frozenset({"copy_", "__setitem__", "set_", "data.__set__"})
 
 def name_of(func: Callable[..., Any]) -> str:
     """Such as ``torch.Tensor.add_``."""
-    return resolve_name(func) or getattr(func, "__name__", repr(func))
+    return str(resolve_name(func) or getattr(func, "__name__", repr(func)))
 
 
 def writes_in_place(name: str) -> bool:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.capture.functions import HARMLESS, MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.location import current_line
 
+
 @dataclass(eq=False)
 class Value:
     """A tensor of the trace.
@@ -147,7 +148,7 @@ class ProvenanceMode(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Iterable[type],  # noqa: ARG002
+        types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

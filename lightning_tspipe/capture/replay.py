@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -159,7 +160,7 @@ class StepRunner:
         return {block: stub(name) for name, block in self._blocks.items()}
 
 
-class _Answers:
+class _Answers(ABC):
     """Answers the calls of blocks in the order of the plan."""
 
     def __init__(self, plan: StepPlan) -> None:
@@ -181,8 +182,9 @@ class _Answers:
         self.count += 1
         return self._reply(interception, value)
 
+    @abstractmethod
     def _reply(self, interception: Interception, value: Tensor) -> Any:
-        raise AssertionError
+        """What the block would return."""
 
 
 class _Prologue(_Answers):

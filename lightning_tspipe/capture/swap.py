@@ -91,7 +91,10 @@ def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Itera
         tensors: Whether the values of parameters and buffers are saved and restored too.
     """
     saved = [
-        (module, [(name, value, _copy(value, tensors=tensors)) for name, value in vars(module).items()])
+        (
+            module,
+            [(name, value, _copy(value, tensors=tensors)) for name, value in vars(module).items()],
+        )
         for module in modules
     ]
     values = [

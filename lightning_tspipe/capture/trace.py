@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC2701 - shapes without memory
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
@@ -197,7 +197,7 @@ class Tracer:
         network = self._network_of[name]
         grad = torch.is_grad_enabled()
         known = self._mode.lookup(value)
-        sources = [v for v in known.sources()] if known is not None else []
+        sources = known.sources() if known is not None else []
         previous = [v for v in sources if isinstance(v.source, _BlockOutput)]
         if known is not None:
             known.feeds_block = True
@@ -258,10 +258,13 @@ class Tracer:
         self._mode.pause(on=False)
         self._interceptions.append(
             Interception(
-                name, call, position, spec,
+                name,
+                call,
+                position,
+                spec,
                 tuple(TensorSpec.of(a) if isinstance(a, Tensor) else None for a in answers),
                 {i: a for i, a in enumerate(answers) if not isinstance(a, Tensor)},
-            )  # fmt: skip
+            )
         )
         for slot, answer in enumerate(answers):
             if isinstance(answer, Tensor):

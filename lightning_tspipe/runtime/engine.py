@@ -150,18 +150,14 @@ class Engine:
         self._costs = costs or CostTable.uniform(self.pipeline)
         self.shards = Shards(self.module, networks, self.cuts, self.ranks)
         self.shards.place(self.rank, self.device)
-        self._runner = StepRunner(
-            self.module, self.names, plan, is_loss_rank=self.is_loss_rank
-        )
+        self._runner = StepRunner(self.module, self.names, plan, is_loss_rank=self.is_loss_rank)
         statistics = {
             name: DeferredStatistics(
                 [self.module.get_submodule(block) for block in network.block_names]
             )
             for name, network in networks.items()
         }
-        self.executor = Executor(
-            self.transport, networks, statistics, self.context, self.device
-        )
+        self.executor = Executor(self.transport, networks, statistics, self.context, self.device)
 
     def _pipeline(
         self,
@@ -229,9 +225,7 @@ class Engine:
             self._runner.effects(step, header.batch(), self._seed + self._index)
             executor.note(self._index, Action(Op.EFFECTS, self.rank), started)
         actions = context.program.schedule.ranks[self.rank]
-        stop = next(
-            i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS}
-        )
+        stop = next(i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS})
         plan = self.captured.plan
         fields = header.exchange_fields(
             plan.batch_fields, batch, self.transport, self.placement.data_rank, BATCH_CHANNEL
@@ -341,4 +335,3 @@ class Engine:
         if self._ahead_units is not None:
             self.executor.drop_lookahead()
             self._ahead_units = None
-

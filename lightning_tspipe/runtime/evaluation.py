@@ -6,14 +6,12 @@ at the next.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
@@ -139,9 +137,7 @@ def captured_layouts(
         for name, network in networks.items()
     }
     # A step that calls only the teacher has no student units.
-    student = layouts.get(
-        "student", NetworkLayout(engine.ranks["student"], 0, 1, frozenset())
-    )
+    student = layouts.get("student", NetworkLayout(engine.ranks["student"], 0, 1, frozenset()))
     return Pipeline(
         engine.transport.num_ranks, student, layouts.get("teacher"), engine.placement.data_rank
     )

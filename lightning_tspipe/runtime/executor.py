@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import Receipt, Transport
-from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits, Unit
+from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
 from lightning_tspipe.simulation.timeline import Span
 
 _CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
@@ -197,7 +196,8 @@ class Executor:
     def output(self, step: StepContext, call: int, ref: ValueRef) -> Tensor:
         """On the loss rank: one value of one call for the whole batch, detached."""
         parts = [
-            self._outputs[step.index, producer][ref] for producer in self._producers(step, call, ref)
+            self._outputs[step.index, producer][ref]
+            for producer in self._producers(step, call, ref)
         ]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.detach()
@@ -273,11 +273,11 @@ class Executor:
         whole = step.inputs[action.batch][unit.call]
         if unit.is_only:
             return whole
-        start = sum(
-            other.size
-            for other in step.units[action.batch].units[NETWORK_OF[action.op]]  # type: ignore[index]
-            if other.call == unit.call and other.microbatch < unit.microbatch
-        )
+        siblings: tuple[Unit, ...] = step.units[action.batch].units[NETWORK_OF[action.op]]  # type: ignore[index]
+        start = 0
+        for other in siblings:
+            if other.call == unit.call and other.microbatch < unit.microbatch:
+                start += other.size
         return whole[start : start + unit.size]
 
     def _take_input(self, step: StepContext, action: Action) -> tuple[Tensor, bool]:
@@ -288,7 +288,9 @@ class Executor:
             return received, True
         if action.stage == 0:
             return self._input_chunk(step, action), False
-        return self._activations.pop((batch, Action(action.op, action.stage - 1, action.unit))), False
+        return self._activations.pop(
+            (batch, Action(action.op, action.stage - 1, action.unit))
+        ), False
 
     def _forward(self, step: StepContext, action: Action) -> None:
         units = step.units[action.batch]
@@ -345,7 +347,7 @@ class Executor:
         base = _as_backward(action)
         gradients: list[Tensor | None] = []
         following = self._gradients.pop((step.index, base, "next"), None)
-        first, last = units.span(action)
+        _, last = units.span(action)
         assert unit.shapes is not None
         boundary = unit.shapes.boundaries[last] if last < unit.end else None
         if boundary is not None and boundary.requires_grad:
@@ -404,9 +406,7 @@ class Executor:
         """Record an action that ran until now, if a window is being recorded."""
         if self.spans is not None:
             now = time.perf_counter()
-            self.spans.append(
-                Span(self._rank, str(action), action.op.value, step, started, now)
-            )
+            self.spans.append(Span(self._rank, str(action), action.op.value, step, started, now))
 
 
 @cache
@@ -436,4 +436,3 @@ def _receipt_key(batch: int, message: Message) -> tuple[int, Action, Action]:
 def _channel(message: Message) -> int:
     teacher = Op.TEACHER in {message.producer.op, message.consumer.op}
     return _CHANNELS[message.payload] + (_TEACHER_CHANNELS if teacher else 0)
-

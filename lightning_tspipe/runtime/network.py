@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC2701 - shapes without memory
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
@@ -84,7 +84,9 @@ class ChainNetwork:
             starts.append(len(raw))
             raw += piece.atoms
             owners += [link.name if isinstance(link, Block) else ""] * len(piece.atoms)
-        self.atoms, places = join_atoms([_qualified(a, o) for a, o in zip(raw, owners, strict=True)])
+        self.atoms, places = join_atoms(
+            [_qualified(a, o) for a, o in zip(raw, owners, strict=True)]
+        )
         self.ends = tuple(
             places[start + len(piece.atoms) - 1].atom + 1
             for start, piece in zip(starts, pieces, strict=True)
@@ -125,7 +127,7 @@ class ChainNetwork:
     def starts_like(self, other: ChainNetwork) -> bool:
         """Whether the chain of ``other`` is this one, or its beginning."""
         mine = [str(link) for link in self._links]
-        theirs = [str(link) for link in other._links]  # noqa: SLF001 - same class
+        theirs = [str(link) for link in other._links]
         return theirs == mine[: len(theirs)]
 
     def end_of(self, num_links: int) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
@@ -72,7 +73,7 @@ class Transport(ABC):
     def receive_object(self, source: int) -> Any:
         """Wait for the next object of a rank."""
 
-    def recycle(self, tensors: Sequence[Tensor]) -> None:
+    def recycle(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - most need nothing
         """The tensors of a receipt are not needed any more."""
 
     def broadcast_object(self, value: Any, source: int) -> Any:
@@ -132,6 +133,7 @@ class _LocalReceipt(Receipt):
     mailbox: _Mailbox
     number: int
 
+    @override
     def wait(self) -> list[Tensor]:
         tensors: list[Tensor] = self.mailbox.take(self.number)
         return tensors
@@ -165,24 +167,29 @@ class LocalTransport(Transport):
         self.num_ranks = network.num_ranks
         self._network = network
 
+    @override
     def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
         self._network.mailbox(self.rank, target, channel).put([t.detach() for t in tensors])
 
+    @override
     def receive(
         self,
-        specs: Sequence[TensorSpec],  # noqa: ARG002 - the tensors themselves travel
+        specs: Sequence[TensorSpec],
         source: int,
         channel: int,
     ) -> Receipt:
         mailbox = self._network.mailbox(source, self.rank, channel)
         return _LocalReceipt(mailbox, mailbox.ask())
 
+    @override
     def finish_step(self) -> None:
         """Nothing is under way."""
 
+    @override
     def send_object(self, value: Any, target: int) -> None:
         self._network.mailbox(self.rank, target, CONTROL).put(pickle.dumps(value))
 
+    @override
     def receive_object(self, source: int) -> Any:
         mailbox = self._network.mailbox(source, self.rank, CONTROL)
         return pickle.loads(mailbox.take(mailbox.ask()))  # noqa: S301 - own data
@@ -201,11 +208,12 @@ class GlooTransport(Transport):
         self.num_ranks = len(ranks)
         self.rank = list(ranks).index(dist.get_rank())
         self._device = device
-        self._group = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+        self._group: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         self._pool: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
         self._sent_before: list[tuple[Any, Tensor]] = []
 
+    @override
     def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
         for tensor in tensors:
             host = self._to_host(tensor.detach())
@@ -226,6 +234,7 @@ class GlooTransport(Transport):
         event.synchronize()
         return host
 
+    @override
     def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
         buffers, works = [], []
         for spec in specs:
@@ -245,11 +254,13 @@ class GlooTransport(Transport):
         pinned = self._device.type == "cuda"
         return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pinned)
 
+    @override
     def recycle(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.device.type == "cpu":
                 self._pool.setdefault((tensor.shape, tensor.dtype), []).append(tensor.detach())
 
+    @override
     def finish_step(self) -> None:
         # What was sent a step ago has been consumed by now, or its consumer is behind: then this
         # rank waits for it, so that it can't run ahead without bounds.
@@ -283,6 +294,7 @@ class GlooTransport(Transport):
         self._pool.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
         return copied
 
+    @override
     def send_object(self, value: Any, target: int) -> None:
         buffer = io.BytesIO()
         pickle.dump(value, buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -295,6 +307,7 @@ class GlooTransport(Transport):
             work = dist.isend(part, group=self._group, group_dst=target, tag=CONTROL)
             self._sent.append((work, part))
 
+    @override
     def receive_object(self, source: int) -> Any:
         frame = self._receive_bytes(_FRAME, source)
         length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
@@ -321,6 +334,7 @@ class _GlooReceipt(Receipt):
     works: list[Any]
     source: int
 
+    @override
     def wait(self) -> list[Tensor]:
         for work in self.works:
             self.transport.wait(work, "receive from", self.source)

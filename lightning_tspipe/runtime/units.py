@@ -109,9 +109,14 @@ class StepUnits:
                 _check_batched(shapes, size, filled, network)
             units.append(
                 Unit(
-                    index, microbatch, size, network.end_of(call.num_links), call.grad, shapes,
+                    index,
+                    microbatch,
+                    size,
+                    network.end_of(call.num_links),
+                    call.grad,
+                    shapes,
                     is_only=filled == 1,
-                )  # fmt: skip
+                )
             )
         return units
 
@@ -150,7 +155,9 @@ class StepUnits:
         if unit.shapes is None or first >= last:
             return ()
         network = self._networks[self._plan.calls[unit.call].network]
-        return tuple(ref for ref in network.outputs_between(first, last) if ref in unit.shapes.outputs)
+        return tuple(
+            ref for ref in network.outputs_between(first, last) if ref in unit.shapes.outputs
+        )
 
     def input_spec(self, action: Action) -> TensorSpec | None:
         """What a forward gets."""

@@ -46,7 +46,7 @@ class Shards:
                     for tensor in (*atom.parameter_names, *atom.buffer_names):
                         self._owners[tensor] = rank
             for block in network.block_names:
-                for tensor, _ in module.get_submodule(block).state_dict(keep_vars=True).items():
+                for tensor in module.get_submodule(block).state_dict(keep_vars=True):
                     self._inside.add(f"{block}.{tensor}")
 
     def owner(self, name: str) -> int:
@@ -137,7 +137,5 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
             torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
         )
     else:
-        moved = nn.Parameter(
-            parameter.detach().to(device), requires_grad=parameter.requires_grad
-        )
+        moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, moved)

@@ -120,7 +120,7 @@ def test_the_delay_matters_and_zero_is_none(ema: str, lab: SimpleNamespace) -> N
 @pytest.mark.filterwarnings("ignore:Found 4 module.s. in eval mode")  # as it should be
 def test_eval_mode_buffers_are_late_too(lab: SimpleNamespace) -> None:
     class CopyBuffers(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:  # noqa: ARG002
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
             copy_buffers(pl_module)
 
     def copy_buffers(module: Trainable) -> None:
@@ -155,7 +155,7 @@ def test_eval_mode_buffers_are_late_too(lab: SimpleNamespace) -> None:
 @pytest.mark.parametrize("ema", ["in_step", "callback"])
 def test_resumes_within_an_epoch(ema: str, lab: SimpleNamespace, tmp_path: Path) -> None:
     class Save(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:  # noqa: ARG002
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: object) -> None:
             if trainer.global_step == 3:
                 trainer.save_checkpoint(path)
 

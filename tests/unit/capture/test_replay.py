@@ -210,7 +210,7 @@ def test_another_number_of_calls_than_traced(num_calls: int, message: str) -> No
     module, plan, runner = make()
     module.num_calls = num_calls
 
-    def outputs(call: int, ref: ValueRef) -> Tensor:  # noqa: ARG001
+    def outputs(call: int, ref: ValueRef) -> Tensor:
         return torch.zeros(4, 2)
 
     def step(batch: Any) -> Any:
