@@ -24,7 +24,7 @@ from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import Receipt, Transport
-from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
+from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits, Unit
 from lightning_tspipe.simulation.timeline import Span
 
 _CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
