@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tspipe.capture.functions import HARMLESS, MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.location import current_line
@@ -97,12 +98,31 @@ class Value:
         return value, steps[::-1]
 
 
+class DrawCounter(TorchDispatchMode):
+    """Counts the operations that draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self.count += torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
 class ProvenanceMode(TorchFunctionMode):
     """Records the operations of a step on tracked tensors.
 
     Attributes:
         reads: (value whose numbers were looked at, number of blocks called before, user's line).
         writes: (value written in place, number of blocks called before, user's line).
+        draws: To be entered as well, so that random numbers are noticed.
         draws_on_device: Whether random numbers were drawn on a device that the step named: it may
             have asked a tensor of the batch for it.
     """
@@ -115,6 +135,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str]] = []
         self.draws_on_device = False
+        self.draws = DrawCounter()
 
     def pause(self, *, on: bool) -> None:
         """Stop or go on recording."""
@@ -162,10 +183,10 @@ class ProvenanceMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if not parents:
             return self._untracked(func, args, kwargs)
-        random_state = _random_state(tensors)
+        num_draws = self.draws.count
         result = func(*args, **kwargs)
         self._record(name, func, args, kwargs, parents, len(tensors), result)
-        if not torch.equal(random_state, _random_state(tensors)):
+        if self.draws.count > num_draws:
             # A meta tensor would draw nothing, and all that is drawn later would differ.
             for parent in parents:
                 parent.read = True
@@ -176,9 +197,9 @@ class ProvenanceMode(TorchFunctionMode):
     ) -> Any:
         if kwargs.get("device") is None:
             return func(*args, **kwargs)
-        random_state = _random_state(())
+        num_draws = self.draws.count
         result = func(*args, **kwargs)
-        self.draws_on_device |= not torch.equal(random_state, _random_state(()))
+        self.draws_on_device |= self.draws.count > num_draws
         return result
 
     def _record(  # noqa: PLR0913, PLR0917 - all of one operation
@@ -223,14 +244,6 @@ class ProvenanceMode(TorchFunctionMode):
                 self.writes.append((value, self._num_blocks, line))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
-
-
-def _random_state(tensors: Iterable[Tensor]) -> Tensor:
-    """The state of the generators from which an operation on the tensors may draw."""
-    devices = sorted({t.get_device() for t in tensors if t.is_cuda})
-    return torch.cat(
-        [torch.random.get_rng_state(), *(torch.cuda.get_rng_state(index) for index in devices)]
-    )
 
 
 def _rebind(

@@ -114,7 +114,7 @@ class Tracer:
                       for i, leaf in enumerate(leaves)]  # fmt: skip
             parameters = self._track_parameters()
             try:
-                with self._mode:
+                with self._mode, self._mode.draws:
                     result = step(batch)
             except TSPipeError:
                 raise

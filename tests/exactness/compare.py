@@ -16,11 +16,11 @@ ABSOLUTE = 1e-12
 
 def assert_same(expected: Record, actual: Record, *, exact: bool = False) -> None:
     """Losses, gradients, weights, buffers and optimizer state agree, and none is missing."""
-    tolerances = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": RELATIVE, "atol": ABSOLUTE}
+    tolerances = (0.0, 0.0) if exact else (RELATIVE, ABSOLUTE)
     _compare(vars(expected), vars(actual), "", tolerances)
 
 
-def _compare(expected: Any, actual: Any, where: str, tolerances: dict[str, float]) -> None:
+def _compare(expected: Any, actual: Any, where: str, tolerances: tuple[float, float]) -> None:
     if isinstance(expected, dict):
         missing, extra = expected.keys() - actual.keys(), actual.keys() - expected.keys()
         assert not missing, f"{where} lacks {sorted(missing)}"
@@ -32,8 +32,9 @@ def _compare(expected: Any, actual: Any, where: str, tolerances: dict[str, float
         for index, (ours, theirs) in enumerate(zip(expected, actual, strict=True)):
             _compare(ours, theirs, f"{where}[{index}]", tolerances)
     else:
+        relative, absolute = tolerances
         torch.testing.assert_close(
-            actual, expected, **tolerances, msg=lambda text: f"{where}: {text}"
+            actual, expected, rtol=relative, atol=absolute, msg=lambda text: f"{where}: {text}"
         )
 
 

@@ -52,7 +52,7 @@ class Tokens(nn.Module):
         self.patches = nn.Conv2d(3, 6, 2, stride=2)
         self.blocks = nn.Sequential(*(Residual(6) for _ in range(3)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """The mean token."""
         return self.blocks(self.patches(x).flatten(2).transpose(1, 2)).mean(1)
 
@@ -87,11 +87,25 @@ def labels(size: int, seed: int) -> Tensor:
     return torch.randint(NUM_CLASSES, (size,), generator=torch.Generator().manual_seed(seed))
 
 
-class Byol(nn.Module):
-    """Student with a predictor, teacher, one or two views, a loss over the whole batch."""
+class Trained(nn.Module):
+    """A module as Lightning's: it has a step, and it can make batches for it."""
 
     student_names: tuple[str, ...] = ("student",)
     teacher_names: tuple[str, ...] = ("teacher",)
+    unpaired = False  # whether the teacher is cut for itself
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        raise AssertionError
+
+    def batch(self, size: int, seed: int) -> Any:
+        raise AssertionError
+
+    def after_step(self) -> None:
+        """What a hook does after each optimizer step."""
+
+
+class Byol(Trained):
+    """Student with a predictor, teacher, one or two views, a loss over the whole batch."""
 
     def __init__(self, norm: str = "batch", num_views: int = 2, ema: str = "by hand") -> None:
         super().__init__()
@@ -100,7 +114,7 @@ class Byol(nn.Module):
         self.teacher = frozen_copy(base)
         self.student = nn.Sequential(base, nn.ReLU(), nn.Linear(6, 6))
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         if self.ema in EMAS:
             EMAS[self.ema](self.teacher, self.student[0])
         views = batch["views"]
@@ -127,11 +141,9 @@ class HookEma(Byol):
         ema_by_hand(self.teacher, self.student[0])
 
 
-class Distillation(nn.Module):
+class Distillation(Trained):
     """A frozen teacher of another architecture, in eval mode; one view; labels."""
 
-    student_names: tuple[str, ...] = ("student",)
-    teacher_names: tuple[str, ...] = ("teacher",)
     unpaired = True
 
     def __init__(self, norm: str = "batch") -> None:
@@ -140,7 +152,7 @@ class Distillation(nn.Module):
         self.teacher = nn.Sequential(Tokens(), nn.ReLU(), nn.Linear(6, NUM_CLASSES)).eval()
         self.teacher.requires_grad_(requires_grad=False)
 
-    def training_step(self, batch: Any, index: int) -> Any:
+    def training_step(self, batch: Any, _index: int) -> Any:
         x, y = batch
         student, teacher = self.student(x), self.teacher(x)
         soft = F.kl_div(student.log_softmax(1), teacher.softmax(1), reduction="batchmean")
@@ -150,17 +162,17 @@ class Distillation(nn.Module):
         return images(size, seed), labels(size, seed)
 
 
-class Classifier(nn.Module):
+class Classifier(Trained):
     """No teacher."""
 
-    student_names: tuple[str, ...] = ("net",)
-    teacher_names: tuple[str, ...] = ()
+    student_names = ("net",)
+    teacher_names = ()
 
     def __init__(self, norm: str = "batch") -> None:
         super().__init__()
         self.net = encoder(norm, nn.ReLU(), nn.Linear(6, NUM_CLASSES))
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         x, y = batch
         return F.cross_entropy(self.net(x), y)
 
@@ -171,7 +183,7 @@ class Classifier(nn.Module):
 class Contrastive(Classifier):
     """In-batch negatives over two views (SimCLR), without a teacher."""
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         a, b = (F.normalize(self.net(view)) for view in batch)
         return F.cross_entropy(a @ b.T / 0.5, torch.arange(len(a)))
 
@@ -179,11 +191,11 @@ class Contrastive(Classifier):
         return images(size, seed), images(size, seed + 100)
 
 
-class Moco(nn.Module):
+class Moco(Trained):
     """Lightly style: declared blocks with glue, momentum copies, a queue with a pointer."""
 
-    student_names: tuple[str, ...] = ("backbone", "head")
-    teacher_names: tuple[str, ...] = ("backbone_momentum", "head_momentum")
+    student_names = ("backbone", "head")
+    teacher_names = ("backbone_momentum", "head_momentum")
 
     def __init__(self, norm: str = "batch") -> None:
         super().__init__()
@@ -191,10 +203,12 @@ class Moco(nn.Module):
         self.head = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
         self.backbone_momentum = frozen_copy(self.backbone)
         self.head_momentum = frozen_copy(self.head)
+        self.queue: Tensor
+        self.pointer: Tensor
         self.register_buffer("queue", F.normalize(torch.randn(12, 4)))
         self.register_buffer("pointer", torch.zeros((), dtype=torch.long))
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         update_momentum(self.backbone, self.backbone_momentum, m=MOMENTUM)
         update_momentum(self.head, self.head_momentum, m=MOMENTUM)
         x_query, x_key = batch[0]
@@ -217,20 +231,18 @@ class Moco(nn.Module):
         return (images(size, seed), images(size, seed + 100)), labels(size, seed), ["a.png"]
 
 
-class Dino(nn.Module):
+class Dino(Trained):
     """Multi-crop: the student sees small views too; the teacher's outputs are centred."""
-
-    student_names: tuple[str, ...] = ("student",)
-    teacher_names: tuple[str, ...] = ("teacher",)
 
     def __init__(self, norm: str = "batch") -> None:
         super().__init__()
         self.student = encoder(norm)
         self.teacher = frozen_copy(self.student)
+        self.center: Tensor
         self.register_buffer("center", torch.zeros(1, 6))
         self.num_steps = 0
 
-    def training_step(self, batch: Any, index: int) -> Any:
+    def training_step(self, batch: Any, _index: int) -> Any:
         update_momentum(self.student, self.teacher, m=MOMENTUM)
         self.num_steps += 1  # as a schedule that lives in the module
         large, small = batch[:2], batch[2:]
@@ -251,10 +263,10 @@ class Dino(nn.Module):
         return [images(size, seed + 100 * view, side) for view, side in enumerate((6, 6, 4, 3))]
 
 
-class Tap(nn.Module):
+class Tap(Trained):
     """A classifier on the loss rank that learns from a feature in the middle of the student."""
 
-    student_names: tuple[str, ...] = ("backbone", "head", "predictor")
+    student_names = ("backbone", "head", "predictor")
     teacher_names: tuple[str, ...] = ("backbone_momentum", "head_momentum")
 
     def __init__(self, norm: str = "batch", *, detach: bool = True) -> None:
@@ -267,7 +279,7 @@ class Tap(nn.Module):
         self.backbone_momentum = frozen_copy(self.backbone)
         self.head_momentum = frozen_copy(self.head)
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         update_momentum(self.backbone, self.backbone_momentum, m=MOMENTUM)
         update_momentum(self.head, self.head_momentum, m=MOMENTUM)
         x, y = batch
@@ -287,7 +299,7 @@ class Tap(nn.Module):
 class PartialCalls(Tap):
     """Some calls stop in the middle of the chain, one runs without gradients."""
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         x, y = batch
         predictions = self.predictor(self.head(self.backbone(x)))
         only_features = self.backbone(x.roll(1, -1))
@@ -296,21 +308,21 @@ class PartialCalls(Tap):
         loss = F.cross_entropy(self.classifier(only_features), y)
         return loss + (predictions - quiet).square().mean()
 
-    teacher_names: tuple[str, ...] = ()
+    teacher_names = ()
 
 
-class SimSiam(nn.Module):
+class SimSiam(Trained):
     """No teacher; the projections are used twice, once detached."""
 
-    student_names: tuple[str, ...] = ("encoder", "predictor")
-    teacher_names: tuple[str, ...] = ()
+    student_names = ("encoder", "predictor")
+    teacher_names = ()
 
     def __init__(self, norm: str = "batch") -> None:
         super().__init__()
         self.encoder = encoder(norm)
         self.predictor = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 6))
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         z0, z1 = self.encoder(batch[0]), self.encoder(batch[1])
         p0, p1 = self.predictor(z0), self.predictor(z1)
         first = F.cosine_similarity(p0, z1.detach()).mean()
@@ -334,18 +346,15 @@ class TwoOutputs(nn.Module):
         return features, self.fc(self.neck(features).relu())
 
 
-class TupleStudent(nn.Module):
+class TupleStudent(Trained):
     """Both networks return (features, logits), and the loss uses all four."""
-
-    student_names: tuple[str, ...] = ("student",)
-    teacher_names: tuple[str, ...] = ("teacher",)
 
     def __init__(self, norm: str = "batch") -> None:
         super().__init__()
         self.student = TwoOutputs(norm)
         self.teacher = frozen_copy(self.student)
 
-    def training_step(self, batch: Any, index: int) -> Any:
+    def training_step(self, batch: Any, _index: int) -> Any:
         ema_by_hand(self.teacher, self.student)
         x, y = batch
         features, logits = self.student(x)
@@ -362,7 +371,7 @@ class TupleStudent(nn.Module):
 class ComputedInputs(Byol):
     """The step concatenates the views for the student and shuffles those of the teacher."""
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         ema_by_hand(self.teacher, self.student[0])
         first, second = batch["views"]
         students = self.student(torch.cat([first, second])).chunk(2)
@@ -377,7 +386,7 @@ class ComputedInputs(Byol):
 class RandomStep(Byol):
     """The step draws random numbers, before the calls and behind them."""
 
-    def training_step(self, batch: Any, index: int) -> Tensor:
+    def training_step(self, batch: Any, _index: int) -> Any:
         ema_by_hand(self.teacher, self.student[0])
         first, second = batch["views"]
         order = torch.randperm(len(first))
@@ -392,16 +401,16 @@ class RandomStep(Byol):
 class Case:
     """A module to train, and what it needs."""
 
-    make: Callable[..., nn.Module]
+    make: Callable[..., Trained]
     kwargs: dict[str, Any]
     min_size: int = 1
 
-    def build(self, seed: int = 0) -> nn.Module:
+    def build(self, seed: int = 0) -> Trained:
         torch.manual_seed(seed)
         return self.make(**self.kwargs)
 
 
-def _both(make: Callable[..., nn.Module], **kwargs: Any) -> list[Case]:
+def _both(make: Callable[..., Trained], **kwargs: Any) -> list[Case]:
     return [Case(make, {"norm": norm, **kwargs}) for norm in ("batch", "group")]
 
 
@@ -422,7 +431,7 @@ RANDOM_CASE = "RandomStep"
 ALL_CASES = CASES | {RANDOM_CASE: Case(RandomStep, {})}
 
 
-def make_epochs(module: Any, sizes: Sequence[Sequence[int]]) -> list[list[Any]]:
+def make_epochs(module: Trained, sizes: Sequence[Sequence[int]]) -> list[list[Any]]:
     """Batches of the given sizes, the same whenever the module is asked."""
     seeds = iter(range(10_000))
     return [[module.batch(size, next(seeds)) for size in epoch] for epoch in sizes]

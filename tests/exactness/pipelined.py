@@ -21,6 +21,7 @@ from lightning_tspipe.runtime.transport import (
     LocalTransport,
     Transport,
 )
+from tests.exactness.modules import Trained
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
 
 
@@ -64,20 +65,20 @@ def train_on_gloo(settings: list[Setting]) -> list[Record]:
     return records
 
 
-def train_rank(setting: Setting, module: nn.Module, transport: Transport) -> Record:
+def train_rank(setting: Setting, module: Trained, transport: Transport) -> Record:
     """One rank's part of a training; only what this rank holds is recorded."""
     networks = Networks(module.student_names, module.teacher_names)
     engine = Engine(module, networks, transport, torch.device("cpu"))
     epochs = setting.epochs(module)
-    captured = engine.capture(partial(module.training_step, index=0), epochs[0][0])
+    captured = engine.capture(partial(_step, module, 0), epochs[0][0])
     engine.place(captured, make_placement(setting, module, captured), setting.schedule, None)
     optimizer = setting.make_optimizer(module)
     own = _own_parameters(engine)
     record, count = Record(), 0
     for batches in epochs:
         engine.drain()
-        for index, batch in enumerate(batches):
-            loss = _forward(engine, setting, batches, index)
+        for index in range(len(batches)):
+            loss = _forward(engine, setting, module, batches, index)
             if count % setting.accumulate == 0:
                 optimizer.zero_grad()
             engine.backward(None if loss is None else (loss / setting.accumulate).backward)
@@ -87,21 +88,25 @@ def train_rank(setting: Setting, module: nn.Module, transport: Transport) -> Rec
             count += 1
             if count % setting.accumulate == 0:
                 optimizer.step()
-                if hasattr(module, "after_step"):
-                    module.after_step()
+                module.after_step()
     state = engine.shards.state_dict(engine.rank, transport)
     record.weights = {name: value.clone() for name, value in state.items()}
     record.optimizer = state_of(optimizer, own)
     return record
 
 
-def _forward(engine: Engine, setting: Setting, batches: list[Any], index: int) -> Any:
+def _step(module: Trained, index: int, batch: Any) -> Any:
+    return module.training_step(batch, index)
+
+
+def _forward(
+    engine: Engine, setting: Setting, module: Trained, batches: list[Any], index: int
+) -> Any:
     """The loss on the loss rank; only the data rank gets to see the batches."""
-    step = engine.module.training_step
     batch, ahead = batches[index] if engine.is_data_rank else None, None
     if setting.schedule == "tspipe" and index + 1 < len(batches) and engine.is_data_rank:
-        ahead = batches[index + 1], partial(step, index=index + 1)
-    result = engine.forward(partial(step, index=index), batch, ahead)
+        ahead = batches[index + 1], partial(_step, module, index + 1)
+    result = engine.forward(partial(_step, module, index), batch, ahead)
     return None if result is None else loss_of(result)
 
 
@@ -116,7 +121,7 @@ def _own_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     return own
 
 
-def make_placement(setting: Setting, module: nn.Module, captured: Captured) -> Placement:
+def make_placement(setting: Setting, module: Trained, captured: Captured) -> Placement:
     """Stages of about equally many atoms; an EMA pair shares a rank."""
     cuts = even_cuts(len(captured.networks["student"].atoms), setting.num_stages)
     ranks = default_ranks(setting.num_stages, setting.num_ranks)
@@ -124,7 +129,7 @@ def make_placement(setting: Setting, module: nn.Module, captured: Captured) -> P
     teacher_ranks: tuple[int, ...] = ()
     if "teacher" in captured.networks:
         num_atoms = len(captured.networks["teacher"].atoms)
-        if getattr(module, "unpaired", False):
+        if module.unpaired:
             # Cut on its own, and not even into as many stages.
             num_stages = max(1, setting.num_stages - 1)
             teacher_cuts = even_cuts(num_atoms, num_stages)

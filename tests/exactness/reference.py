@@ -7,6 +7,8 @@ micro-batch by micro-batch with BatchNorm's running statistics updated once per 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,11 +38,11 @@ class MicroBatched:
 
     def install(self) -> None:
         """Calls of the network come here."""
-        self._network.forward = self._call
+        vars(self._network)["forward"] = self._call
 
     def remove(self) -> None:
         """The network is as it was."""
-        del self._network.forward
+        del vars(self._network)["forward"]
 
     def _call(self, x: Tensor) -> Any:
         self.remove()
@@ -80,39 +82,42 @@ class MicroBatched:
 def run_reference(setting: Setting) -> Record:
     """Train in the plainest way."""
     module = setting.build()
-    delayed = setting.schedule == "tspipe"
+    students = [MicroBatched(module.get_submodule(name), setting.num_microbatches)
+                for name in module.student_names]  # fmt: skip
+    teachers = [MicroBatched(module.get_submodule(name), setting.num_microbatches)
+                for name in module.teacher_names]  # fmt: skip
+    late = teachers if setting.schedule == "tspipe" else []
     optimizer = setting.make_optimizer(module)
     parameters = dict(module.named_parameters())
-    blocks = {
-        name: MicroBatched(module.get_submodule(name), setting.num_microbatches)
-        for name in (*module.student_names, *module.teacher_names)
-    }
     record, count = Record(), 0
     for batches in setting.epochs(module):
-        for name in module.teacher_names:
-            blocks[name].forget()
+        for teacher in late:
+            teacher.forget()
         for index, batch in enumerate(batches):
-            for block in blocks.values():
-                block.install()
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), installed([*students, *teachers]):
                 torch.manual_seed(count)  # the engine's random stream of this step
                 loss = loss_of(module.training_step(batch, index))
-            for block in blocks.values():
-                block.remove()
             if count % setting.accumulate == 0:
                 optimizer.zero_grad()
-            (loss / setting.accumulate).backward()
+            (loss / setting.accumulate).backward()  # type: ignore[no-untyped-call]
             record.losses.append(loss.detach().clone())
             record.gradients.append(gradients_of(parameters))
-            if delayed:
-                for name in module.teacher_names:
-                    blocks[name].remember()
+            for teacher in late:
+                teacher.remember()
             count += 1
             if count % setting.accumulate == 0:
                 optimizer.step()
-                if hasattr(module, "after_step"):
-                    module.after_step()
+                module.after_step()
     record.weights = {k: v.detach().clone() for k, v in module.state_dict().items()}
     record.optimizer = state_of(optimizer, parameters)
     return record
 
+
+@contextmanager
+def installed(blocks: Sequence[MicroBatched]) -> Iterator[None]:
+    """While inside, calls of the networks run by micro-batches."""
+    for block in blocks:
+        block.install()
+    yield
+    for block in blocks:
+        block.remove()

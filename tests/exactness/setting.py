@@ -10,7 +10,7 @@ import torch
 from lightly.utils.lars import LARS
 from torch import Tensor, nn
 
-from tests.exactness.modules import ALL_CASES, make_epochs
+from tests.exactness.modules import ALL_CASES, Trained, make_epochs
 
 State = dict[str, Tensor]
 
@@ -54,11 +54,11 @@ class Setting:
         parts += ["split"] * self.split + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
         return " ".join(parts)
 
-    def build(self) -> nn.Module:
+    def build(self) -> Trained:
         """The module, always with the same weights."""
         return ALL_CASES[self.case].build()
 
-    def epochs(self, module: nn.Module) -> list[list[Any]]:
+    def epochs(self, module: Trained) -> list[list[Any]]:
         """The batches."""
         return make_epochs(module, self.sizes)
 
@@ -92,4 +92,5 @@ def state_of(
     optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]
 ) -> dict[str, dict[str, Any]]:
     """The optimizer's state, by the names of the parameters."""
-    return {name: dict(optimizer.state[p]) for name, p in parameters.items() if p in optimizer.state}
+    state = optimizer.state
+    return {name: dict(state[p]) for name, p in parameters.items() if p in state}

@@ -94,7 +94,7 @@ def test_values_may_be_looked_at_behind_the_last_call() -> None:
         lambda p: p.data.mul_(0.9),
         lambda p: torch._foreach_mul_([p], 0.9),
         lambda p: p.copy_(torch.zeros(3)),
-        lambda p: nn.init.zeros_(p),
+        nn.init.zeros_,
         lambda p: p.__setitem__(0, 1.0),
         lambda p: setattr(p, "data", torch.zeros(3)),
     ],

@@ -28,7 +28,7 @@ def test_messages_of_a_channel_keep_their_order_and_channels_are_apart() -> None
     sender.send([torch.full((2,), 3.0)], 1, channel=2)
     assert receiver.receive(SPEC, 0, 2).wait()[0][0] == 3
     first, second = (receiver.receive(SPEC, 0, 1) for _ in range(2))
-    assert (first.wait()[0][0], second.wait()[0][0]) == (1, 2)
+    assert [first.wait()[0][0].item(), second.wait()[0][0].item()] == [1, 2]
 
 
 def test_objects_are_copies() -> None:

@@ -22,7 +22,7 @@ class Tapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
-        self.head = nn.Linear(4, 2)
+        self.head: nn.Module = nn.Linear(4, 2)
 
     def training_step(self, x: Tensor) -> Tensor:
         features = self.body(x)
