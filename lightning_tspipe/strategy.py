@@ -39,8 +39,9 @@ from lightning_tspipe.runtime.transport import (
     Transport,
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.setup import SetupOptions, find_networks, set_up
+from lightning_tspipe.setup import SetupOptions, find_networks, is_paired, set_up
 from lightning_tspipe.support import (
+    TeacherWatch,
     refuse_callbacks,
     refuse_loaders,
     refuse_module,
@@ -120,6 +121,8 @@ class PipelineHooks(_Base):
         self._loader: LookaheadLoader | None = None
         self._prepared: tuple[int, Any] = (-1, None)
         self._announced = -1
+        self._watch: TeacherWatch | None = None
+        self._watched_from = 0
         self._backward_ended = 0.0
         self.pipelined = Pipelined(self)
 
@@ -353,6 +356,10 @@ class PipelineHooks(_Base):
         batch, *rest = (*args, *kwargs.values())
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
         with self.precision_plugin.train_step_context():
+            if self._watch is not None and self._trainer.global_step > self._watched_from:
+                # After the first update; the hooks of all others do the same.
+                self._watch.check()
+                self._watch = None
             engine = self._engine or self._begin(batch, rest, batch_idx)
             following = self._next_batch(batch_idx) if self.is_data_rank else None
             ahead = None
@@ -399,8 +406,20 @@ class PipelineHooks(_Base):
         )
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         self._evaluations = {}
+        self._watch = self._watch_teacher()
+        self._watched_from = self._trainer.global_step
         self.pipelined.placed(self._engine)
         return self._engine
+
+    def _watch_teacher(self) -> TeacherWatch | None:
+        engine = self._engine
+        assert engine is not None
+        networks = engine.captured.networks
+        teacher = networks.get("teacher")
+        if self.num_ranks == 1 or teacher is None or is_paired(networks["student"], teacher):
+            return None
+        blocks = [self._module.get_submodule(name) for name in teacher.block_names]
+        return TeacherWatch(p for block in blocks for p in block.parameters())
 
     @override
     def backward(

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_tspipe.errors import ConfigurationError
 
@@ -116,3 +117,36 @@ def refuse_result(result: Any) -> None:
             "that depends on the outputs, such as 0 * output.sum(), or leave such batches out in "
             "the loader"
         )
+
+
+class TeacherWatch:
+    """Notices a teacher that is averaged although its parts can't follow the student's.
+
+    Networks that are built differently are cut independently, so the two halves of a pair may be
+    on different ranks; adding a parameter that is not there changes nothing, and an average would
+    only shrink the teacher, silently.
+
+    Args:
+        parameters: The teacher's parameters on this rank, just placed.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = [p for p in parameters if not p.is_meta]
+        self._before = self._measure()
+
+    def _measure(self) -> list[float]:
+        return [float(p.detach().double().sum()) for p in self._parameters]
+
+    def check(self) -> None:
+        """Compare with how they were placed.
+
+        Raises:
+            ConfigurationError: They changed.
+        """
+        if self._measure() != self._before:
+            raise ConfigurationError(
+                "the teacher's parameters are updated, but teacher and student are built "
+                "differently, so that the parts of a pair may be on different ranks. Give the "
+                "teacher the same structure as the beginning of the student (copy.deepcopy), or "
+                "don't update it"
+            )

@@ -69,7 +69,6 @@ class World:
 
     def insert_metrics_sync(self, trainer: Any, strategy: PipelineHooks) -> None:
         """Have all ranks know the metrics before callbacks decide by them."""
-        base = self.callbacks.Checkpoint
         if any(getattr(callback, "is_metrics_sync", False) for callback in trainer.callbacks):
             return
 
@@ -84,23 +83,24 @@ class World:
             if any(_saves_within_epochs(callback, trainer) for callback in trainer.callbacks):
                 share()
 
+        # Not a Checkpoint: users take those for ModelCheckpoints.
         sync = type(
             "MetricsSync",
-            (base,),
+            (self.callbacks.Callback,),
             {
                 "is_metrics_sync": True,
                 "on_train_batch_end": lambda self, *args: share_if_due(),  # noqa: ARG005
                 "on_train_epoch_end": lambda self, *args: share(),  # noqa: ARG005
                 "on_validation_end": lambda self, *args: share(),  # noqa: ARG005
-                "state_dict": lambda self: {},  # noqa: ARG005
             },
         )()
-        early = self.callbacks.EarlyStopping
-        first = next(
-            (i for i, c in enumerate(trainer.callbacks) if isinstance(c, (base, early))),
-            len(trainer.callbacks),
-        )
-        trainer.callbacks.insert(first, sync)
+        deciding = (self.callbacks.Checkpoint, self.callbacks.EarlyStopping)
+        # Before each one, because callbacks between them may log; and for schedulers at the end.
+        trainer.callbacks = [
+            callback
+            for known in trainer.callbacks
+            for callback in ((sync, known) if isinstance(known, deciding) else (known,))
+        ] + [sync]
 
 
 def _saves_within_epochs(callback: Any, trainer: Any) -> bool:

@@ -70,7 +70,7 @@ def preload() -> None:
     _CONTEXT.set_forkserver_preload(["tests.integration.preloaded"])
 
 
-def run_job(  # noqa: PLR0913 - what there is to say about a job
+def run_job(
     function: Callable[..., Any],
     *args: Any,
     num_ranks: int = 2,
@@ -94,9 +94,7 @@ def run_job(  # noqa: PLR0913 - what there is to say about a job
     for rank in range(num_ranks):
         reader, writer = _CONTEXT.Pipe(duplex=False)
         environment = _environment(rank, num_ranks, port, elastic=elastic)
-        process = _CONTEXT.Process(
-            target=_main, args=(writer, function, args, environment, str(folder), rank)
-        )
+        process = _CONTEXT.Process(target=_main, args=(writer, function, args, environment, folder))
         process.start()
         writer.close()
         processes.append(process)
@@ -156,10 +154,10 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     environment: dict[str, str],
-    folder: str,
-    rank: int,
+    folder: Path,
 ) -> None:
-    log = os.open(_log(Path(folder), rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    rank = int(environment.get("LOCAL_RANK", 0))
+    log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)

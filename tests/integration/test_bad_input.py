@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.support import refuse_precision
 from tests.integration.jobs import Job, run_job
-from tests.integration.trainings import Training, lightning_module, strict, train, trainer_of
-from tests.exactness.modules import images, labels, make_epochs
+from tests.integration.trainings import Training, build, strict, train, trainer_of
 
 BYOL = Training(sizes=((5, 5, 5),), strategy="instance", options={"num_microbatches": 2})
 WHEN_TRAINING_STARTS = "never"
@@ -87,6 +86,19 @@ def tied(module: Any) -> None:
     first, second = (m for m in module.net.modules() if isinstance(m, nn.Conv2d) and m.in_channels)
     second.weight = first.weight = nn.Parameter(torch.randn(4, 4, 3, 3))
     module.net.insert(0, nn.Conv2d(3, 4, 1))
+
+
+def other_teacher(module: Any) -> None:
+    module.teacher = nn.Sequential(module.teacher, nn.ReLU(), nn.Linear(6, 6, bias=False))
+    module.teacher.requires_grad_(requires_grad=False)
+
+    def after_step() -> None:
+        with torch.no_grad():
+            for name, parameter in module.teacher[0].named_parameters():
+                other = module.student[0].get_parameter(name)
+                parameter.mul_(0.5).add_(other, alpha=0.5)
+
+    module.after_step = after_step
 
 
 def two_atoms(module: Any) -> None:
@@ -177,7 +189,8 @@ CASES: dict[str, tuple[Training, str, str]] = {
         "ConfigurationError", "copy.deepcopy makes one",
     ),
     "a tied parameter": (
-        Training("Classifier-group", "instance", {"partition": [3, 8]}, sizes=((5, 5),), change=tied),
+        Training("Classifier-group", "instance", {"partition": [3, 8]}, sizes=((5, 5),),
+                 change=tied),
         "PartitionError", "net.1.weight",
     ),
     "control flow": (
@@ -209,10 +222,12 @@ CASES: dict[str, tuple[Training, str, str]] = {
         "PartitionError", "Give one partition=[...] for both",
     ),
     "no memory": (
-        replace(BYOL, options={"memory_limit": 2000}), "PartitionError", "",
+        replace(BYOL, options={"memory_limit": 2000}),
+        "PartitionError", "Use more devices, smaller batches or a smaller network",
     ),
     "no memory for state": (
-        replace(BYOL, options={"state_limit": "1KB"}), "PartitionError", "",
+        replace(BYOL, options={"state_limit": "1KB"}),
+        "PartitionError", "atom 'student.0.0.Conv2d' alone needs",
     ),
     "EMAWeightAveraging": (
         replace(BYOL, callbacks=with_callback("EMAWeightAveraging")),
@@ -244,6 +259,48 @@ def test_refused(case: str, tmp_path: Path) -> None:
     assert told, job.output
     print(told[0])  # noqa: T201
     assert remedy in told[0]
+
+
+def fit_two_loaders(training: Training) -> None:
+    strict()
+    module, loader = build(training)
+    trainer_of(training, module).fit(module, [loader, loader])
+
+
+def test_several_training_loaders(tmp_path: Path) -> None:
+    job = refused(replace(BYOL, callbacks=tell), tmp_path, fit_two_loaders)
+    assert any("Combine the datasets in one loader" in error for error in job.errors)
+
+
+def fit_by_iterator(training: Training) -> None:
+    strict()
+    module, loader = build(training)
+
+    def training_step(dataloader_iter: Any) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        loss: Tensor = module.student(batch["views"][0]).mean()
+        return loss
+
+    module.training_step = training_step
+    trainer_of(training, module).fit(module, loader)
+
+
+def test_a_step_that_reads_the_loader(tmp_path: Path) -> None:
+    job = refused(replace(BYOL, callbacks=tell), tmp_path, fit_by_iterator)
+    assert any("training_step(self, batch, batch_idx)" in error for error in job.errors)
+
+
+def test_loss_scaling() -> None:
+    plugin = SimpleNamespace(scaler=object())
+    with pytest.raises(ConfigurationError, match="bf16-mixed"):
+        refuse_precision(plugin)
+
+
+def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:
+    training = replace(BYOL, case="HookEma-group-2", change=other_teacher)
+    job = run_job(train, training, folder=tmp_path)
+    assert all(rank.exit_code == 1 for rank in job.ranks), job.output
+    assert any("built differently" in error for error in job.errors), job.output
 
 
 @pytest.mark.parametrize(

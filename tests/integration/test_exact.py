@@ -27,13 +27,9 @@ def assert_same(expected: Any, actual: Trained) -> None:
 
 
 def reference(training: Training, schedule: str = "tspipe", num_microbatches: int = 1) -> Any:
-    return run_reference(
-        Setting(
-            training.case, training.optimizer, training.sizes, schedule=schedule,
-            num_microbatches=num_microbatches,
-            accumulate=training.trainer.get("accumulate_grad_batches", 1),
-        )  # fmt: skip
-    )
+    accumulate = training.trainer.get("accumulate_grad_batches", 1)
+    setting = Setting(training.case, training.optimizer, training.sizes, accumulate=accumulate)
+    return run_reference(replace(setting, schedule=schedule, num_microbatches=num_microbatches))
 
 
 def pipelined(training: Training, folder: Path, function: Any = train) -> list[Trained]:
@@ -66,12 +62,15 @@ def test_a_strategy_as_an_instance(schedule: str, world: str, tmp_path: Path) ->
     assert_same(reference(training, schedule, 2), pipelined(training, tmp_path)[0])
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["Byol-layer-2-lightly", "HookEma-batch-2", "Dino-group", "Tap-batch-True", "Distillation-group",
-     "Classifier-batch", "Contrastive-group", "SimSiam-batch", "ComputedInputs-group"],
+KINDS = (
+    "Byol-layer-2-lightly", "HookEma-batch-2", "Dino-group", "Tap-batch-True",
+    "Distillation-group", "Classifier-batch", "Contrastive-group", "SimSiam-batch",
+    "ComputedInputs-group",
 )  # fmt: skip
-@pytest.mark.parametrize("num_ranks", [2, 3])
+
+
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_kind_of_step(case: str, num_ranks: int, tmp_path: Path) -> None:
     training = Training(
         case, "instance", {"num_microbatches": 3}, num_ranks=num_ranks, optimizer="adamw"
@@ -99,8 +98,12 @@ def no_own_ema(module: Any) -> None:
     module.ema = "none"
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "num_ranks"),
+    [(WORLDS[0], 2), (WORLDS[1], 1),
+     pytest.param(WORLDS[0], 1, marks=pytest.mark.slow),
+     pytest.param(WORLDS[1], 2, marks=pytest.mark.slow)],
+)  # fmt: skip
 def test_delay_on_one_device_is_delay_in_the_pipeline(
     world: str, num_ranks: int, tmp_path: Path
 ) -> None:
@@ -121,7 +124,7 @@ def test_delay_on_one_device_is_delay_in_the_pipeline(
 
 
 def test_an_undelayed_pipeline_is_the_vanilla_training(tmp_path: Path) -> None:
-    training = Training("HookEma-group-1", callbacks=undelayed)
+    training = Training("HookEma-group-1", "instance", {"num_microbatches": 1}, callbacks=undelayed)
     expected = reference(training, "gpipe")
     assert_same(expected, pipelined(training, tmp_path)[0])
     late = pipelined(replace(training, callbacks=delayed), tmp_path)[0]
@@ -143,8 +146,10 @@ def test_an_undelayed_pipeline_is_the_vanilla_training(tmp_path: Path) -> None:
     ids=str,
 )
 def test_what_the_trainer_is_told(trainer: dict[str, Any], tmp_path: Path) -> None:
-    training = Training("Byol-group-2-by hand", num_ranks=3, callbacks=delayed, trainer=trainer)
-    training = replace(training, optimizer="adamw")
+    training = Training(
+        "Byol-group-2-by hand", "instance", {"num_microbatches": 2}, num_ranks=3,
+        optimizer="adamw", callbacks=delayed, trainer=trainer,
+    )  # fmt: skip
     expected = on_one_device(training, tmp_path)
     results = pipelined(training, tmp_path)
     assert_same(expected, results[0])

@@ -14,12 +14,11 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import pytorch_lightning
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.exactness.modules import make_epochs
 from tests.integration.jobs import Job, run_job
-from tests.integration.trainings import Epochs, Recorder, Training, lightning_module, trainer_of
+from tests.integration.trainings import Epochs, Training, lightning_module, trainer_of
 
 TRAINING = Training(sizes=((5,) * 200,), strategy="instance", options={"num_microbatches": 2})
 FAULT = "this is the user's own mistake"
@@ -71,8 +70,10 @@ def train_with(training: Training, fault: Fault) -> None:
     batches = make_epochs(module, training.sizes)[0]
     loader: Any = Epochs([batches])
     if fault.kind in {"dataset", "worker"}:
-        workers = int(fault.kind == "worker")
-        loader = DataLoader(BrokenData(batches), batch_size=None, num_workers=workers)
+        loader = DataLoader(
+            BrokenData(batches), batch_size=None, num_workers=int(fault.kind == "worker"),
+            multiprocessing_context="fork" if fault.kind == "worker" else None,
+        )  # fmt: skip
     if fault.kind == "step":
         step = module.training_step
 

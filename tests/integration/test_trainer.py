@@ -10,16 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
-from tests.exactness.modules import images, labels, make_epochs
+from tests.exactness.modules import images, labels
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     SIZES,
@@ -88,13 +86,22 @@ def fit_and_validate(training: Training) -> tuple[Trained, Any, Any]:
 def test_validation_is_as_on_one_device(num_ranks: int, world: str, tmp_path: Path) -> None:
     training = replace(TRAINING, world=world, trainer={"num_sanity_val_steps": 2})
     expected, results = both(fit_and_validate, training, tmp_path, num_ranks)
-    for trained, after, tested in results:
+    for trained, _, _ in results:
         assert trained.metrics.keys() >= {"train_loss", "val_loss", "val_acc"}
         assert trained.metrics == pytest.approx(expected[0].metrics, rel=1e-9)
     _, after, tested = results[0]
     assert after[0] == pytest.approx(expected[1][0], rel=1e-9)
     assert tested[0] == pytest.approx(expected[2][0], rel=1e-9)
     torch.testing.assert_close(results[0][0].weights, expected[0].weights, **CLOSE)
+
+
+def knn_decides() -> list[Any]:
+    return [
+        EarlyStopping("train_loss", patience=5, check_on_train_epoch_end=True),
+        *knn(),
+        ModelCheckpoint(dirpath="saved", monitor="val_knn_top1", mode="max",
+                        save_on_train_epoch_end=True),
+    ]  # fmt: skip
 
 
 def knn() -> list[Any]:
@@ -118,6 +125,20 @@ def test_knn_accuracy_is_as_on_one_device(num_ranks: int, tmp_path: Path) -> Non
     assert expected.metrics.keys() >= {"val_knn_top1", "val_knn_top5"}
     assert results[0].metrics == pytest.approx(expected.metrics, rel=1e-9)
     torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
+
+
+def fit_by_knn(training: Training) -> str:
+    strict()
+    module, loader = build(training)
+    trainer = trainer_of(training, module, Recorder())
+    trainer.fit(module, loader)
+    return str(trainer.checkpoint_callback.best_model_path)
+
+
+def test_the_best_model_by_knn_accuracy(tmp_path: Path) -> None:
+    training = replace(BYOL, callbacks=knn_decides, trainer={"enable_checkpointing": True})
+    expected, results = both(fit_by_knn, training, tmp_path)
+    assert {Path(path).name for path in results} == {Path(expected).name}
 
 
 def delayed_checkpoint() -> list[Any]:
