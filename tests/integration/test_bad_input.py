@@ -21,7 +21,6 @@ from tests.integration.jobs import Job, run_job
 from tests.integration.trainings import Training, build, strict, train, trainer_of
 
 BYOL = Training(sizes=((5, 5, 5),), strategy="instance", options={"num_microbatches": 2})
-WHEN_TRAINING_STARTS = "never"
 
 
 def refused(training: Training, folder: Path, function: Any = train) -> Job:
