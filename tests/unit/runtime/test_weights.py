@@ -42,6 +42,11 @@ def make(rank: int) -> tuple[Module, Shards]:
     return module, shards
 
 
+def make_all() -> list[tuple[Module, Shards]]:
+    """Made one after the other: threads share the random generator."""
+    return [make(rank) for rank in range(2)]
+
+
 def on_ranks(work: Callable[[int, LocalTransport], Any]) -> list[Any]:
     network = LocalNetwork(2, timeout=10)
     results: list[Any] = [None, None]
@@ -85,9 +90,10 @@ def test_an_optimizer_made_before_keeps_its_parameters() -> None:
 def test_the_whole_state_comes_together_on_the_loss_rank() -> None:
     torch.manual_seed(0)
     expected = dict(Module().state_dict())
+    made = make_all()
 
     def work(rank: int, transport: LocalTransport) -> dict[str, Any]:
-        _, shards = make(rank)
+        _, shards = made[rank]
         return shards.state_dict(rank, transport)
 
     state, nothing = on_ranks(work)
@@ -99,9 +105,10 @@ def test_the_whole_state_comes_together_on_the_loss_rank() -> None:
 def test_the_whole_module_comes_back_to_the_loss_rank() -> None:
     torch.manual_seed(0)
     expected = dict(Module().state_dict())
+    made = make_all()
 
     def work(rank: int, transport: LocalTransport) -> tuple[Module, list[nn.Parameter]]:
-        module, shards = make(rank)
+        module, shards = made[rank]
         before = list(module.parameters())
         shards.restore(rank, transport)
         return module, before
@@ -114,8 +121,10 @@ def test_the_whole_module_comes_back_to_the_loss_rank() -> None:
 
 
 def test_the_optimizer_state_of_all_ranks() -> None:
+    made = make_all()
+
     def work(rank: int, transport: LocalTransport) -> tuple[dict[str, Any], list[str]]:
-        module, shards = make(rank)
+        module, shards = made[rank]
         optimizer = torch.optim.AdamW(module.parameters())
         names = []
         for name, parameter in module.named_parameters():
