@@ -87,6 +87,16 @@ class ProcessHooks(_Base):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    @override
+    def world_size(self) -> int:
+        """Replicas, which is what learning-rate rules mean by it.
+
+        Lightning's training loop means it too: above 1 it broadcasts before every batch whether a
+        SIGTERM came, and no rank could start a step before rank 0 has ended the last one.
+        """
+        return 1
+
+    @property
     def num_ranks(self) -> int:
         """Ranks of the pipeline."""
         return self.num_nodes * self.num_processes
