@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -245,8 +245,3 @@ def _silenced(module: nn.Module) -> Iterator[None]:
     finally:
         for name in names:
             module.__dict__.pop(name, None)
-
-
-def as_meta(batch_leaves: Sequence[Any]) -> list[Any]:
-    """The leaves of a batch, its tensors without memory."""
-    return [x.to("meta") if isinstance(x, Tensor) else x for x in batch_leaves]

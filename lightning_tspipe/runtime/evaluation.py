@@ -7,7 +7,7 @@ at the next.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,7 +72,7 @@ class Evaluation:
         self._executor = Executor(
             engine.transport, networks, statistics, engine.context, engine.device
         )
-        self._program = _forward_program(engine, captured_layouts(engine, plan, networks, cuts))
+        self._program = _forward_program(captured_layouts(engine, plan, networks, cuts))
 
         def units(inputs: tuple[TensorSpec, ...]) -> StepUnits:
             return StepUnits(plan, networks, cuts, 1, inputs, engine.context)
@@ -143,20 +143,17 @@ def captured_layouts(
     )
 
 
-def _forward_program(engine: Engine, pipeline: Pipeline) -> Program:
+def _forward_program(pipeline: Pipeline) -> Program:
     schedule = gpipe(pipeline)
     ranks = tuple(
         tuple(action for action in actions if action.op in _FORWARD_OPS)
         for actions in schedule.ranks
     )
-    del engine
     return lower(Schedule(pipeline, ranks))
 
 
 def _no_grad() -> AbstractContextManager[Any]:
     """No gradients, but ordinary tensors: buffers are shared with the training."""
-    from contextlib import ExitStack  # noqa: PLC0415
-
     stack = ExitStack()
     stack.enter_context(torch.inference_mode(mode=False))
     stack.enter_context(torch.no_grad())
