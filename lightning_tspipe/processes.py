@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tspipe.runtime import shared_memory
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL
 from lightning_tspipe.runtime.nccl import NcclTransport
 from lightning_tspipe.runtime.transport import (
@@ -170,6 +171,8 @@ class ProcessHooks(_Base):
         ranks, device = range(self.num_ranks), self.root_device
         if device.type == "cuda" and self.ranks_per_device == 1:
             return NcclTransport(ranks, device, self._timeout, frozenset({BATCH_CHANNEL}))
+        if device.type == "cpu" and self.num_nodes == 1 and shared_memory.is_available():
+            return shared_memory.SharedMemoryTransport(ranks, self._timeout)
         # NCCL refuses two ranks on one GPU: then tensors go through pinned host memory.
         return GlooTransport(ranks, device, self._timeout)
 

@@ -23,6 +23,7 @@ from lightning_tspipe.processes import ProcessHooks
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.failures import settle
+from lightning_tspipe.runtime.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.loading import (
     LookaheadLoader,
     Remote,
@@ -122,6 +123,8 @@ class PipelineHooks(ProcessHooks):
         assert self.accelerator is not None
         assert self.model is not None
         self.accelerator.setup(trainer)
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
         self.model = self.precision_plugin.convert_module(self.model)
         world = world_of(self)
         # One rank logs for all: there is nothing to reduce.

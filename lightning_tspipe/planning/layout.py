@@ -19,8 +19,9 @@ class Cuts:
 
     Attributes:
         student: First atom of each stage, and the number of atoms. Stage s is on rank
-            ``(S - 1 - s) % P``: the last one on rank 0, and with more stages than ranks *folded*
-            (for P = 2 and S = 3: stages 0 and 2 on rank 0, stage 1 on rank 1).
+            ``(P - 1 - s) % P``: the first one on the last rank, where the data is, and with more
+            stages than ranks *folded* (for P = 2 and S = 3: stages 0 and 2 on rank 1, stage 1 on
+            rank 0).
         teacher: The same for an independent teacher, for its parts on ranks P - 1, ..., 0, of
             which some may be empty; () for a teacher that is paired, or not there.
     """
@@ -85,7 +86,7 @@ class Layout:
                 workload.num_calls[1],
             )
         student = self._network(workload.student, self.cuts.student, ranks, workload.num_calls[0])
-        return Pipeline(workload.num_ranks, student, teacher, data_rank=ranks[0])
+        return Pipeline(workload.num_ranks, student, teacher, data_rank=workload.num_ranks - 1)
 
     def _network(
         self, network: NetworkProfile, cuts: tuple[int, ...], ranks: tuple[int, ...], num_calls: int
@@ -152,7 +153,7 @@ class Layout:
             )
         ]
         seconds[0] += workload.loss_seconds
-        seconds[self.student_ranks[0]] += workload.data_seconds
+        seconds[-1] += workload.data_seconds
         bounds = pairwise(self.cuts.student)
         for stage, ((start, stop), rank) in enumerate(zip(bounds, self.student_ranks, strict=True)):
             kinds = [units.forward, units.backward]

@@ -34,9 +34,12 @@ class Placement:
 
 
 def default_ranks(num_stages: int, num_ranks: int) -> tuple[int, ...]:
-    """The last stage on rank 0, the others behind it; folded if there are more stages than ranks.
+    """The first stage on the last rank, the others before it; folded if there are more than ranks.
+
+    The rank that reads the data has the first stage, so that no other one has to wait for the end
+    of its step before it may start the next.
 
     >>> default_ranks(3, 3), default_ranks(3, 2)
-    ((2, 1, 0), (0, 1, 0))
+    ((2, 1, 0), (1, 0, 1))
     """
-    return tuple((num_stages - 1 - stage) % num_ranks for stage in range(num_stages))
+    return tuple((num_ranks - 1 - stage) % num_ranks for stage in range(num_stages))

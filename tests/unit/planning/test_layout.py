@@ -70,8 +70,8 @@ def test_prices_by_hand() -> None:
 def test_folded_stages_share_their_rank() -> None:
     workload = Workload(network(1, 2, 3, 4), None, 2, (1, 0), (8,))
     layout = Layout(workload, Cuts((0, 1, 3, 4)), num_microbatches=1)
-    assert layout.pipeline.student.ranks == (0, 1, 0)
-    assert layout.pipeline.data_rank == 0
+    assert layout.pipeline.student.ranks == (1, 0, 1)
+    assert layout.pipeline.data_rank == 1
     assert layout.busy == (3.0 * 8 * (1 + 4), 3.0 * 8 * (2 + 3))
     assert layout.state_bytes == (3 * 5 * MB, 3 * 5 * MB)
 

@@ -220,7 +220,7 @@ def test_a_partition_by_hand() -> None:
     found = planned(EVEN, EVEN, partition=[2, 6])
     assert found.student_cuts == (0, 2, 8)
     folded = planned(EVEN, EVEN, partition=[2, 4, 2])
-    assert folded.pipeline.student.ranks == (0, 1, 0)
+    assert folded.pipeline.student.ranks == (1, 0, 1)
     apart = planned(EVEN, EVEN, partition=[2, 6], paired=False)
     assert apart.student_cuts == (0, 2, 8)
     assert apart.teacher_cuts != (0, 2, 8)

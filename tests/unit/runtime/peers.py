@@ -12,13 +12,16 @@ import torch.distributed as dist
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport import GlooTransport
+from lightning_tspipe.runtime.shared_memory import SharedMemoryTransport
+from lightning_tspipe.runtime.transport import GlooTransport, Transport
 
 
-def connect(seconds: float) -> GlooTransport:
+def connect(kind: str, seconds: float) -> Transport:
     rank, num_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit)
+    if kind == "shared memory":
+        return SharedMemoryTransport(range(num_ranks), limit)
     return GlooTransport(range(num_ranks), torch.device("cpu"), limit)
 
 
@@ -26,9 +29,9 @@ def scaled(tensor: torch.Tensor, channel: int, step: int) -> torch.Tensor:
     return (tensor * channel + step).to(tensor.dtype)
 
 
-def exchange(objects: list[Any], tensors: list[torch.Tensor], num_steps: int) -> Any:
+def exchange(kind: str, objects: list[Any], tensors: list[torch.Tensor], num_steps: int) -> Any:
     """Both ranks send first, then receive: rendezvous sends would deadlock if they blocked."""
-    transport = connect(30)
+    transport = connect(kind, 30)
     peer = 1 - transport.rank
     found: list[Any] = []
     for step in range(num_steps):
@@ -53,9 +56,9 @@ def exchange(objects: list[Any], tensors: list[torch.Tensor], num_steps: int) ->
     return found, gathered, hello
 
 
-def lose_a_peer(how: str) -> tuple[str, float]:
+def lose_a_peer(kind: str, how: str) -> tuple[str, float]:
     """Rank 1 ends or stalls; what rank 0 gets to know, and after how many seconds."""
-    transport = connect(3)
+    transport = connect(kind, 3)
     if transport.rank == 1:
         if how.startswith("ends"):
             os._exit(3)
@@ -70,3 +73,46 @@ def lose_a_peer(how: str) -> tuple[str, float]:
     except TransportError as error:
         return str(error), time.monotonic() - started
     return "", time.monotonic() - started
+
+
+def flood(num_messages: int, num_bytes: int) -> tuple[int, bool]:
+    """Both ranks send much more than a socket holds before either of them receives."""
+    transport = connect("shared memory", 30)
+    peer = 1 - transport.rank
+    tensor = torch.full((num_bytes,), transport.rank, dtype=torch.uint8)
+    for _ in range(num_messages):
+        transport.send([tensor], peer, 1)
+    specs = [TensorSpec.of(tensor)]
+    receipts = [transport.receive(specs, peer, 1) for _ in range(num_messages)]
+    received = [receipt.wait()[0] for receipt in receipts]
+    right = all(bool((one == peer).all()) for one in received)
+    transport.finish_step()
+    dist.barrier()
+    dist.destroy_process_group()
+    return len(received), right
+
+
+def keep_and_reuse(num_steps: int) -> tuple[list[float], int]:
+    """Rank 0 keeps the first tensor; rank 1 sends on, in as little memory as it can."""
+    transport = connect("shared memory", 30)
+    specs = [TensorSpec((1000,), torch.float64)]
+    kept: list[float] = []
+    first: torch.Tensor | None = None
+    for step in range(num_steps):
+        if transport.rank == 1:
+            transport.send([torch.full((1000,), float(step), dtype=torch.float64)], 0, 1)
+        else:
+            (tensor,) = transport.receive(specs, 1, 1).wait()
+            first = tensor if first is None else first
+            kept.append(float(tensor.sum()))
+            del tensor
+        transport.finish_step()
+    if first is not None:
+        kept.append(float(first.sum()))
+    num_buffers = 0
+    if transport.rank == 1:
+        assert isinstance(transport, SharedMemoryTransport)
+        num_buffers = transport.num_buffers
+    dist.barrier()
+    dist.destroy_process_group()
+    return kept, num_buffers

@@ -65,9 +65,13 @@ def assert_equal(received: list[torch.Tensor], expected: list[torch.Tensor]) -> 
     torch.testing.assert_close(received, expected, rtol=0, atol=0)
 
 
+KINDS = ["gloo", "shared memory"]
+
+
 @pytest.mark.distributed
-def test_two_processes_exchange_objects_and_tensors(folder: Path) -> None:
-    noise = random.Random(0).randbytes(20_000)  # noqa: S311 - more than one frame
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_exchange_objects_and_tensors(kind: str, folder: Path) -> None:
+    noise = random.Random(0).randbytes(80_000)  # noqa: S311 - more than one frame or packet
     # A frame holds 4096 bytes: around that, short, long.
     objects: list[Any] = ["", None, {"a": 1}, noise, b"x" * 4050, b"x" * 4096, list(range(5000))]
     tensors = [
@@ -77,7 +81,7 @@ def test_two_processes_exchange_objects_and_tensors(folder: Path) -> None:
         torch.arange(4, dtype=torch.int64),
         torch.randn(5, dtype=torch.float64).to(torch.bfloat16),
     ]
-    results = jobs.run(peers.exchange, objects, tensors, 4, folder=folder)
+    results = jobs.run(peers.exchange, kind, objects, tensors, 4, folder=folder)
     for rank, (found, gathered, hello) in enumerate(results):
         for step in range(4):
             received, first, second = found[3 * step : 3 * step + 3]
@@ -89,10 +93,30 @@ def test_two_processes_exchange_objects_and_tensors(folder: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["ends", "ends, object", "stalls", "stalls, object"])
-def test_a_lost_peer_is_an_error_in_bounded_time(how: str, folder: Path) -> None:
-    job = jobs.run_job(peers.lose_a_peer, how, folder=folder, seconds=60)
+def test_a_lost_peer_is_an_error_in_bounded_time(kind: str, how: str, folder: Path) -> None:
+    job = jobs.run_job(peers.lose_a_peer, kind, how, folder=folder, seconds=60)
     message, seconds = job.ranks[0].value
     assert "rank 0 could not receive from rank 1: it ended or stalled" in message
     assert "output of that rank" in message
     assert seconds < 15  # the limit is 3
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("num_messages", "num_bytes"), [(3000, 10), (40, 1 << 20)])
+def test_senders_that_are_far_ahead_do_not_block(
+    num_messages: int, num_bytes: int, folder: Path
+) -> None:
+    assert jobs.run(peers.flood, num_messages, num_bytes, folder=folder) == [
+        (num_messages, True),
+        (num_messages, True),
+    ]
+
+
+@pytest.mark.distributed
+def test_shared_memory_is_reused_but_never_under_a_living_tensor(folder: Path) -> None:
+    (kept, _), (_, num_buffers) = jobs.run(peers.keep_and_reuse, 50, folder=folder)
+    assert kept == [1000.0 * step for step in range(50)] + [0.0]
+    # One is kept; with the others the sender is at most 4 steps and 16 messages ahead.
+    assert num_buffers <= 1 + 4 + 16 + 1

@@ -1,0 +1,401 @@
+"""Ranks on one machine that compute on the CPU: tensors travel through shared memory.
+
+A sender copies a tensor once, into a buffer that both processes have mapped; the receiver works on
+that memory and hands it back when nothing refers to it any more::
+
+    sender    copy ──► buffer 7 ── "message: channel 2, buffer 7" ──►  receiver
+              pool ◄──────────────── "free: buffer 7" ───────────────  (tensor was deleted)
+
+Words travel over a Unix socket between every two ranks, so a process that ends is noticed at once.
+Over loopback TCP the same transfer takes two copies through the kernel, on threads that compete
+with the computation for its cores.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import secrets
+import select
+import socket
+import struct
+import sys
+import time
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.transport import CONTROL, Receipt, Transport
+
+_HEAD = struct.Struct("<BBHq")
+"""Kind of packet, channel, number of buffers, messages consumed so far."""
+_NEW, _MESSAGE, _FREE, _OBJECT, _LONG_OBJECT = range(5)
+_PACKET = 1 << 16
+_MAX_INLINE = 1 << 15
+_SMALLEST = 1 << 12
+_EMPTY = -1
+"""Stands for the buffer of a tensor without elements."""
+_STEPS_AHEAD = 4
+_SLACK = 16
+"""A peer may leave so many steps' messages untaken, and so many more, before a sender waits for it.
+
+What a teacher computed ahead is taken in the next step only, and there may be an evaluation before.
+"""
+
+
+def is_available() -> bool:
+    """Whether the system has anonymous shared files (Linux)."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+class SharedMemoryTransport(Transport):
+    """Ranks are processes of one machine that compute on its CPU.
+
+    Args:
+        ranks: The global ranks of the pipeline, in its order; ``torch.distributed`` connects them.
+        timeout: How long a receive waits for a message of a live peer.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+        self.num_ranks = len(ranks)
+        self.rank = list(ranks).index(dist.get_rank())
+        self._timeout = timeout.total_seconds()
+        sockets = _connect(ranks, self.rank, timeout)
+        self._peers = {rank: _Peer(end) for rank, end in sockets.items()}
+        self._poll = select.poll()
+        self._by_file = {}
+        for peer in self._peers.values():
+            self._by_file[peer.socket.fileno()] = peer
+            self._poll.register(peer.socket, select.POLLIN)
+        os.register_at_fork(after_in_child=_closing(self))
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers that this rank has made, for all peers."""
+        return sum(len(peer.buffers) for peer in self._peers.values())
+
+    @override
+    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+        peer = self._peers[target]
+        places = [self._fill(peer, target, tensor.detach()) for tensor in tensors]
+        self._push(target, _MESSAGE, channel, places)
+        peer.num_sent += 1
+
+    def _fill(self, peer: _Peer, target: int, tensor: Tensor) -> int:
+        """Copy a tensor into a buffer of the peer; the number of the buffer."""
+        if tensor.numel() == 0:
+            return _EMPTY
+        place = self._buffer(peer, target, tensor.nbytes)
+        memory = peer.buffers[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        memory.copy_(tensor)
+        return place
+
+    def _buffer(self, peer: _Peer, target: int, num_bytes: int) -> int:
+        size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
+        if not peer.pool[size]:
+            self._read_available()  # perhaps one was handed back
+        if peer.pool[size]:
+            return peer.pool[size].pop()
+        place = len(peer.buffers)
+        file = os.memfd_create("lightning-tspipe", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, size)
+            peer.buffers.append(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8))
+            self._push(target, _NEW, 0, [place, size], files=[file])
+        finally:
+            os.close(file)
+        return place
+
+    @override
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+        peer = self._peers[source]
+        number = peer.num_asked[channel]
+        peer.num_asked[channel] += 1
+        return _SharedReceipt(self, tuple(specs), source, channel, number)
+
+    def take(self, specs: Sequence[TensorSpec], source: int, channel: int, number: int) -> Any:
+        """The tensors of a message, as soon as it is here."""
+        peer = self._peers[source]
+        arrived = peer.arrived[channel]
+        self._wait(source, lambda: number in arrived, "receive from")
+        peer.num_consumed += 1
+        return [
+            peer.lend(place, spec) for place, spec in zip(arrived.pop(number), specs, strict=True)
+        ]
+
+    @override
+    def finish_step(self) -> None:
+        for rank, peer in self._peers.items():
+            self._give_back(rank)
+            limit = peer.end_step()
+            self._wait(rank, partial(peer.has_taken_all_but, limit), "send to")
+
+    @override
+    def send_object(self, value: Any, target: int) -> None:
+        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        peer = self._peers[target]
+        if len(payload) <= _MAX_INLINE:
+            self._push(target, _OBJECT, CONTROL, [], payload)
+        else:
+            place = self._fill(
+                peer, target, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+            )
+            self._push(target, _LONG_OBJECT, CONTROL, [place, len(payload)])
+        peer.num_sent += 1
+
+    @override
+    def receive_object(self, source: int) -> Any:
+        peer = self._peers[source]
+        self._wait(source, lambda: bool(peer.objects), "receive from")
+        peer.num_consumed += 1
+        payload = peer.objects.popleft()
+        if isinstance(payload, tuple):
+            place, length = payload
+            payload = peer.lend(place, TensorSpec((length,), torch.uint8)).numpy().tobytes()
+        # Objects travel outside of steps too, where no ``finish_step`` would tell the sender.
+        self._give_back(source)
+        return pickle.loads(payload)  # noqa: S301 - a rank of this job wrote it
+
+    def close(self) -> None:
+        """Let go of the connections; messages that wait are lost."""
+        for peer in self._peers.values():
+            peer.socket.close()
+
+    # Words
+
+    def _push(  # noqa: PLR0913, PLR0917 - the parts of a packet
+        self,
+        target: int,
+        kind: int,
+        channel: int,
+        places: Sequence[int],
+        payload: bytes = b"",
+        files: Sequence[int] = (),
+    ) -> None:
+        """Send one packet; while the way is full, read what others send."""
+        peer = self._peers[target]
+        num_places = len(places)
+        packet = (
+            _HEAD.pack(kind, channel, num_places, peer.num_consumed)
+            + struct.pack(f"<{num_places}q", *places)
+            + payload
+        )
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                if files:
+                    socket.send_fds(peer.socket, [packet], list(files))
+                else:
+                    peer.socket.send(packet)
+            except BlockingIOError:
+                self._make_room(target, deadline)
+            except OSError as error:
+                raise self._failure("send to", target, "connection lost") from error
+            else:
+                peer.num_told = peer.num_consumed
+                return
+
+    def _make_room(self, target: int, deadline: float) -> None:
+        peer = self._peers[target]
+        if time.monotonic() > deadline:
+            raise self._failure("send to", target, f"{self._timeout:.0f} s without an answer")
+        self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
+        self._read_available(milliseconds=100)
+        self._poll.modify(peer.socket, select.POLLIN)
+
+    def _give_back(self, target: int) -> None:
+        """Tell a peer which of its buffers are free, and how many messages were consumed."""
+        peer = self._peers[target]
+        places = [peer.returned.popleft() for _ in range(len(peer.returned))]
+        if peer.is_open and (places or peer.num_told < peer.num_consumed):
+            try:
+                for start in range(0, max(1, len(places)), 256):
+                    self._push(target, _FREE, 0, places[start : start + 256])
+            except TransportError:  # it has ended, and needs no memory
+                peer.is_open = False
+
+    def _wait(self, source: int, done: Callable[[], bool], verb: str) -> None:
+        """Read until ``done``."""
+        if done():
+            return
+        self._read_available()
+        deadline = None
+        while not done():
+            if deadline is None:
+                deadline = time.monotonic() + self._timeout
+                for rank in self._peers:
+                    self._give_back(rank)
+            if not self._peers[source].is_open:
+                raise self._failure(verb, source, "connection closed by peer")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._failure(verb, source, f"nothing within {self._timeout:.0f} s")
+            self._read_available(milliseconds=1000 * left + 1)
+
+    def _read_available(self, milliseconds: float = 0) -> None:
+        for file, _ in self._poll.poll(milliseconds):
+            peer = self._by_file[file]
+            if not peer.read():
+                peer.is_open = False
+                self._poll.unregister(file)
+
+    def _failure(self, verb: str, peer: int, reason: str) -> TransportError:
+        return TransportError(
+            f"rank {self.rank} could not {verb} rank {peer}: it ended or stalled ({reason}). "
+            "The cause is in the output of that rank"
+        )
+
+
+class _Peer:
+    """One other rank: the socket, and both directions' memory and counts."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self.is_open = True
+        # To the peer: buffers by number, free ones by size, messages sent and taken
+        self.buffers: list[Tensor] = []
+        self.pool: dict[int, list[int]] = defaultdict(list)
+        self.num_sent = 0
+        self.num_taken = 0
+        self.num_sent_before = 0
+        self.most_sent = 0
+        # From the peer
+        self.mapped: dict[int, mmap.mmap] = {}
+        self.arrived: dict[int, dict[int, list[int]]] = defaultdict(dict)
+        self.num_arrived: dict[int, int] = defaultdict(int)
+        self.num_asked: dict[int, int] = defaultdict(int)
+        self.objects: deque[bytes | tuple[int, int]] = deque()
+        self.returned: deque[int] = deque()
+        self.num_consumed = 0
+        self.num_told = 0
+
+    def end_step(self) -> int:
+        """How many messages the peer may leave untaken from now on."""
+        self.most_sent = max(self.most_sent, self.num_sent - self.num_sent_before)
+        self.num_sent_before = self.num_sent
+        return _STEPS_AHEAD * self.most_sent + _SLACK
+
+    def has_taken_all_but(self, number: int) -> bool:
+        """Whether no more messages than that are under way."""
+        return self.num_sent - self.num_taken <= number
+
+    def lend(self, place: int, spec: TensorSpec) -> Tensor:
+        """A tensor in a buffer; when its memory has no user any more, the buffer is returned."""
+        if place == _EMPTY:
+            return torch.empty(spec.shape, dtype=spec.dtype)
+        memory = np.frombuffer(self.mapped[place], np.uint8, spec.num_bytes)
+        weakref.finalize(memory, self.returned.append, place).atexit = False
+        return torch.from_numpy(memory).view(spec.dtype).view(spec.shape)
+
+    def read(self) -> bool:
+        """Take in all packets that are here; False at the end of the connection."""
+        while True:
+            try:
+                packet, files, _, _ = socket.recv_fds(self.socket, _PACKET, 1)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not packet:
+                return False
+            self._take_in(packet, files)
+
+    def _take_in(self, packet: bytes, files: Sequence[int]) -> None:
+        kind, channel, count, num_taken = _HEAD.unpack_from(packet)
+        self.num_taken = max(self.num_taken, num_taken)
+        places = list(struct.unpack_from(f"<{count}q", packet, _HEAD.size))
+        if kind == _MESSAGE:
+            self.arrived[channel][self.num_arrived[channel]] = places
+            self.num_arrived[channel] += 1
+        elif kind == _FREE:
+            for place in places:
+                self.pool[self.buffers[place].numel()].append(place)
+        elif kind == _NEW:
+            place, size = places
+            self.mapped[place] = mmap.mmap(files[0], size)
+            os.close(files[0])
+        elif kind == _LONG_OBJECT:
+            place, length = places
+            self.objects.append((place, length))
+        else:
+            self.objects.append(packet[_HEAD.size :])
+
+
+@dataclass(slots=True)
+class _SharedReceipt(Receipt):
+    transport: SharedMemoryTransport
+    specs: tuple[TensorSpec, ...]
+    source: int
+    channel: int
+    number: int
+
+    @override
+    def wait(self) -> list[Tensor]:
+        tensors: list[Tensor] = self.transport.take(
+            self.specs, self.source, self.channel, self.number
+        )
+        return tensors
+
+
+def _connect(ranks: Sequence[int], rank: int, timeout: timedelta) -> dict[int, socket.socket]:
+    """One socket to each other rank. The later rank calls, the earlier one listens."""
+    group: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
+    token = [secrets.token_hex(16)]
+    dist.broadcast_object_list(token, ranks[0], group=group)
+    # A name in the abstract namespace: no file that could be left behind.
+    names = [f"\0lightning-tspipe-{token[0]}-{place}" for place in range(len(ranks))]
+    seconds = timeout.total_seconds()
+    found: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(seconds)
+        listener.bind(names[rank])
+        listener.listen(len(ranks))
+        dist.barrier(group=group)
+        for place in range(rank):
+            caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            caller.settimeout(seconds)
+            caller.connect(names[place])
+            caller.send(rank.to_bytes(4, "little"))
+            found[place] = caller
+        while len(found) < len(ranks) - 1:
+            end, _ = listener.accept()
+            if _user_of(end) != os.getuid():  # abstract names are open to every user
+                end.close()
+                continue
+            end.settimeout(seconds)
+            found[int.from_bytes(end.recv(4), "little")] = end
+    for end in found.values():
+        end.setblocking(False)
+    return found
+
+
+def _user_of(end: socket.socket) -> int:
+    """The user at the other end."""
+    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    user: int = struct.unpack("3i", credentials)[1]
+    return user
+
+
+def _closing(transport: SharedMemoryTransport) -> Callable[[], None]:
+    """Closes a transport that may be gone: a loader's worker must not keep connections open."""
+    reference = weakref.ref(transport)
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found.close()
+
+    return close
