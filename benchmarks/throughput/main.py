@@ -26,7 +26,7 @@ from benchmarks.throughput.figures import (
 )
 from benchmarks.throughput.report import Report
 
-FULL = Length(num_rounds=7, num_steps=6)
+FULL = Length(num_rounds=5, num_steps=8)
 QUICK = Length(num_rounds=2, num_steps=2)
 BATCH_SIZES = {"byol": 64, "moco": 32, "kd": 64}
 QUICK_BATCH_SIZES = {"byol": 16, "moco": 8, "kd": 16}
