@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,9 @@ from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.planning.planner import plan as make_plan
+from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.runtime.engine import Captured, Engine
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import Transport
@@ -31,9 +33,9 @@ log = logging.getLogger("lightning_tspipe")
 
 _SIZES = (1, 2, 4, 8)
 _PROFILE_SECONDS = 30.0
-_GLOO_LINK = (1.5e-4, 2.0e9)
+_HOST_LINK = (1.5e-4, 4.0e9)
 _ACTION_SECONDS = 1.0e-4
-_UPDATE_SECONDS_PER_BYTE = 5.0e-10
+_UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -49,6 +51,7 @@ class SetupOptions:
     split_backward: Literal["auto"] | bool = "auto"
     memory_limit: int | str | None = None
     state_limit: int | float | str | None = None
+    plan: Plan | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in {"tspipe", "gpipe", "sequential"}:
@@ -154,7 +157,10 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     engine = Engine(module, networks, transport, device, seed, context)
     _share_weights(module, transport)
     captured = engine.capture(step, batch)
-    if transport.num_ranks == 1:
+    if options.plan is not None:
+        _check_plan(options.plan, captured, transport.num_ranks)
+        placement, costs = options.plan.placement, options.plan.costs
+    elif transport.num_ranks == 1:
         placement, costs = _single(captured, options), None
     else:
         planner = transport.num_ranks - 1
@@ -193,6 +199,49 @@ def _share_weights(module: nn.Module, transport: Transport) -> None:
                 tensor.copy_(state[name])
 
 
+def load_plan(plan: Plan | str | Path | None) -> Plan | None:
+    """A plan, also from its file.
+
+    Raises:
+        ConfigurationError: There is no such file, or something else is in it.
+    """
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    path = Path(plan)
+    if not path.is_file():
+        raise ConfigurationError(
+            f"plan={str(plan)!r}: there is no such file; `tspipe plan --save {path.name}` writes it"
+        )
+    return Plan.from_json(path.read_text(encoding="utf-8"))
+
+
+def _check_plan(plan: Plan, captured: Captured, num_ranks: int) -> None:
+    """Refuse a plan that was made for something else.
+
+    Raises:
+        PartitionError: Says what differs.
+    """
+    if plan.pipeline.num_ranks != num_ranks:
+        raise PartitionError(
+            f"the plan is one for {plan.pipeline.num_ranks} devices, and this run has {num_ranks}: "
+            f"use devices={plan.pipeline.num_ranks}, or plan again"
+        )
+    cuts = {"student": plan.student_cuts, "teacher": plan.teacher_cuts}
+    layouts = {"student": plan.pipeline.student, "teacher": plan.pipeline.teacher}
+    for name in ("student", "teacher"):
+        network, layout = captured.networks.get(name), layouts[name]
+        found = (0, 0)
+        if network is not None:
+            found = len(network.atoms), len(captured.plan.calls_of(name))
+        planned = (cuts[name][-1], layout.num_calls) if layout is not None else (0, 0)
+        if planned != found:
+            raise PartitionError(
+                f"the plan is one for a {name} of {planned[0]} atoms that is called {planned[1]} "
+                f"times per step; this one has {found[0]} atoms and {found[1]} calls. Plan again: "
+                "the module or its step has changed"
+            )
+
+
 def _single(captured: Captured, options: SetupOptions) -> Placement:
     number = 1 if options.num_microbatches == "auto" else options.num_microbatches
     networks = captured.networks
@@ -227,28 +276,41 @@ def _decide(
     partition = options.partition
     if isinstance(partition, Mapping):
         return _by_hand(partition, captured, options, num_ranks, paired=paired)
-    profiles = _profile(plan, networks, options, device)
-    batch_sizes = [plan.calls[i].input.shape[0] for i in plan.calls_of("student")]
-    decided = make_plan(
-        profiles["student"],
-        profiles.get("teacher"),
-        num_ranks=num_ranks,
-        num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
-        batch_sizes=batch_sizes,
-        paired=paired,
+    profile = profile_step(captured, options, device, optimizers)
+    decided = profile.plan(
+        num_ranks,
         memory_limit=_memory_limit(options, device),
-        state_limit=_state_limit(options, profiles, optimizers),
-        optimizer_bytes_per_parameter_byte=_optimizer_bytes(optimizers),
+        state_limit=_state_limit(options, profile),
         schedule=options.schedule,
         num_microbatches=options.num_microbatches,
         partition="auto" if isinstance(partition, str) else list(partition),
         split=options.split_backward,
-        link=_GLOO_LINK,
+        link=_HOST_LINK,
         action_overhead=_ACTION_SECONDS,
-        update_seconds_per_byte=_UPDATE_SECONDS_PER_BYTE,
-        input_bytes_per_sample=_bytes_per_sample(plan.calls[0].input),
     )
     return decided.placement, decided.costs, str(decided)
+
+
+def profile_step(
+    captured: Captured,
+    options: SetupOptions,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> StepProfile:
+    """Measure the networks of a step on this device."""
+    plan, networks = captured.plan, captured.networks
+    profiles = _profile(plan, networks, options, device)
+    teacher = networks.get("teacher")
+    return StepProfile(
+        student=profiles["student"],
+        teacher=profiles.get("teacher"),
+        num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
+        batch_sizes=tuple(plan.calls[i].input.shape[0] for i in plan.calls_of("student")),
+        paired=teacher is not None and is_paired(networks["student"], teacher),
+        optimizer_bytes_per_parameter_byte=_optimizer_bytes(optimizers),
+        input_bytes_per_sample=_bytes_per_sample(plan.calls[0].input),
+        update_seconds_per_byte=_UPDATE_SECONDS_PER_BYTE,
+    )
 
 
 def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
@@ -340,18 +402,11 @@ def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
     return parse_bytes(options.memory_limit)
 
 
-def _state_limit(
-    options: SetupOptions,
-    profiles: Mapping[NetworkName, NetworkProfile],
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> int | None:
+def _state_limit(options: SetupOptions, profile: StepProfile) -> int | None:
     limit = options.state_limit
     if not isinstance(limit, float):
         return parse_bytes(limit)
-    student = profiles["student"]
-    total = sum(atom.parameter_bytes for p in profiles.values() for atom in p.atoms)
-    trained = sum(atom.trainable_bytes for atom in student.atoms)
-    return int(limit * (total + trained * (1 + _optimizer_bytes(optimizers))))
+    return int(limit * profile.state_bytes)
 
 
 def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> float:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tspipe.pipelined import Pipelined
+from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.processes import ProcessHooks
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
@@ -31,7 +33,7 @@ from lightning_tspipe.runtime.loading import (
     UnsizedRemoteLoader,
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.setup import SetupOptions, find_networks, is_paired, set_up
+from lightning_tspipe.setup import SetupOptions, find_networks, is_paired, load_plan, set_up
 from lightning_tspipe.support import (
     TeacherWatch,
     refuse_callbacks,
@@ -69,6 +71,7 @@ class PipelineHooks(ProcessHooks):
         split_backward: Literal["auto"] | bool = "auto",
         memory_limit: int | str | None = None,
         state_limit: float | str | None = None,
+        plan: Plan | str | Path | None = None,
         ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -91,6 +94,8 @@ class PipelineHooks(ProcessHooks):
                 limit (on a GPU: what is free).
             state_limit: The same for parameters, gradients, optimizer state and teacher alone; a
                 fraction such as ``0.6`` is one of what all ranks hold together.
+            plan: A plan, or the file that ``tspipe plan --save`` wrote: instead of measuring. It
+                decides ``schedule``, ``num_microbatches``, ``partition`` and ``split_backward``.
             ranks_per_device: Processes that share a device; on a GPU their tensors then travel
                 through pinned host memory.
             timeout: How long to wait for a rank that says nothing.
@@ -99,9 +104,10 @@ class PipelineHooks(ProcessHooks):
                 ``cluster_environment``, ``checkpoint_io``, ``parallel_devices``).
         """
         super().__init__(ranks_per_device, timeout, start_method, **kwargs)
+        plan = load_plan(plan)
         self.options = SetupOptions(
-            student, teacher, num_microbatches, schedule, partition, split_backward,
-            memory_limit, state_limit,
+            student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
+            partition, split_backward, memory_limit, state_limit, plan,
         )  # fmt: skip
         self._engine: Engine | None = None
         self._evaluations: dict[Any, Evaluation] = {}

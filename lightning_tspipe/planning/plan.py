@@ -8,10 +8,15 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.schedules.registry import build_schedule, runs_ahead
 from lightning_tspipe.simulation.cost import CostTable, StageCost
+from lightning_tspipe.simulation.simulator import simulate
+from lightning_tspipe.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,30 @@ class Plan:
             split=self.split,
         )
 
+    def simulate(self, num_steps: int = 5) -> Timeline:
+        """The first steps of a run, on paper: the pipeline fills, then repeats itself.
+
+        Raises:
+            ConfigurationError: Fewer than one step.
+        """
+        if num_steps < 1:
+            raise ConfigurationError(f"{num_steps} steps to simulate; at least 1")
+        ahead = self.pipeline.teacher is not None and runs_ahead(self.schedule)
+        first, steady = (
+            lower(
+                build_schedule(
+                    self.schedule,
+                    self.pipeline,
+                    self.costs,
+                    teacher_now=teacher_now,
+                    teacher_next=ahead,
+                    split=self.split,
+                )
+            )
+            for teacher_now in (True, not ahead)
+        )
+        return simulate([first, *[steady] * (num_steps - 1)], self.costs)
+
     def to_json(self) -> str:
         """Everything, as JSON that :meth:`from_json` reads."""
         data = asdict(self)
@@ -77,8 +106,20 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read what :meth:`to_json` wrote."""
-        data = json.loads(text)
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ConfigurationError: The text is something else.
+        """
+        try:
+            return cls._from(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"not a plan ({type(error).__name__}: {error}); `tspipe plan --save` writes one"
+            ) from error
+
+    @classmethod
+    def _from(cls, data: dict[str, Any]) -> Plan:
         pipeline = data["pipeline"]
         for name in ("student", "teacher"):
             if pipeline[name] is not None:

@@ -19,6 +19,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.support import refuse_precision
 from tests.integration.jobs import Job, run_job
 from tests.integration.trainings import Training, build, strict, train, trainer_of
+from tests.unit.cli.profiles import step_profile
 
 BYOL = Training(sizes=((5, 5, 5),), strategy="instance", options={"num_microbatches": 2})
 
@@ -313,3 +314,19 @@ def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:
 def test_arguments_are_checked_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         TSPipeStrategy(**options)
+
+
+def test_a_plan_for_something_else(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    for profile, devices, message in (
+        (step_profile(), 3, "the plan is one for 3 devices, and this run has 2: use devices=3"),
+        (step_profile(), 2, "the plan is one for a student of 8 atoms that is called 2 times"),
+    ):
+        path.write_text(profile.plan(devices).to_json())
+        job = refused(replace(BYOL, options={"plan": str(path)}), tmp_path)
+        assert message in job.output
+    with pytest.raises(ConfigurationError, match=r"`tspipe plan --save nowhere\.json` writes it"):
+        TSPipeStrategy(plan="nowhere.json")
+    path.write_text("{}")
+    with pytest.raises(ConfigurationError, match="not a plan"):
+        TSPipeStrategy(plan=path)

@@ -17,6 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
+from lightning_tspipe.cli.modules import measure
 from tests.exactness.modules import images, labels
 from tests.integration.jobs import run
 from tests.integration.trainings import (
@@ -29,6 +30,7 @@ from tests.integration.trainings import (
     lightning_module,
     report,
     strict,
+    train,
     trainer_of,
 )
 
@@ -379,5 +381,22 @@ def test_lightlys_byol(tmp_path: Path) -> None:
     )  # fmt: skip
     expected, results = both(fit_lightly, training, tmp_path)
     assert len(expected.losses) == 12
+    torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(results[0].weights, expected.weights, **CLOSE)
+
+
+def save_plan(training: Training, path: str) -> None:
+    """Measure the step on one device, and plan for two."""
+    module, loader = build(training)
+    profile = measure(module, loader, accelerator="cpu", student=module.student_names)
+    plan = profile.plan(2, schedule="gpipe", num_microbatches=2)
+    Path(path).write_text(plan.to_json(), encoding="utf-8")
+
+
+def test_a_saved_plan_is_carried_out(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    training = replace(TRAINING, case="Classifier-group", options={"plan": str(path)})
+    run(save_plan, replace(training, num_ranks=1), str(path), num_ranks=1, folder=tmp_path)
+    expected, results = both(train, training, tmp_path)
     torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
     torch.testing.assert_close(results[0].weights, expected.weights, **CLOSE)

@@ -1,0 +1,1 @@
+"""The command ``tspipe``: plan a pipeline, look at plans and at recorded runs."""

@@ -1,0 +1,211 @@
+"""``tspipe check``: does the pipeline train what one device trains? In float64, step by step."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+from lightning_tspipe.callbacks import DelayedTeacherUpdate
+from lightning_tspipe.cli.modules import Batches, Data, load
+from lightning_tspipe.errors import ConfigurationError, TSPipeError
+from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
+from lightning_tspipe.setup import find_networks
+from lightning_tspipe.strategy import TSPipeStrategy
+
+_TOLERANCE = 1e-9
+
+
+class DifferenceError(TSPipeError):
+    """The pipeline trains something else."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument(
+        "target", help="FILE.py[:FUNCTION] that returns a LightningModule and its training data"
+    )
+    parser.add_argument("--devices", type=int, default=2, help="devices of the pipeline")
+    parser.add_argument("--steps", type=int, default=4, help="steps to compare")
+    parser.add_argument("--schedule", default="tspipe", choices=SCHEDULES)
+    parser.add_argument(
+        "--microbatches", type=int, default=1,
+        help="per call; more than 1 changes what BatchNorm computes",
+    )  # fmt: skip
+    parser.add_argument("--student", nargs="+", help="trained submodules, if not `student`")
+    parser.add_argument("--teacher", nargs="+", help="forward-only submodules, if not `teacher`")
+
+
+@dataclass
+class Record:
+    """What a run trained.
+
+    Attributes:
+        losses: One per step, on the rank that has them.
+        weights: Parameters and buffers at the end.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Train both ways and compare.
+
+    Raises:
+        DifferenceError: They differ; says where first.
+    """
+    if options.steps < 1:
+        raise ConfigurationError(f"--steps {options.steps}: at least 1")
+    seed_everything(0, verbose=False)
+    module, data = load(options.target)
+    module = module.double()
+    batches = _first_batches(data, options.steps)
+    strategy = TSPipeStrategy(
+        student=options.student,
+        teacher=options.teacher,
+        schedule=options.schedule,
+        num_microbatches=options.microbatches,
+    )
+    late = bool(find_networks(module, strategy.options).teacher) and runs_ahead(options.schedule)
+    expected = Record()
+    is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
+    if is_first:  # the other processes run this command too, for their part of the pipeline
+        _say(f"{options.steps} steps on one device, in float64 ...")
+        callbacks = [DelayedTeacherUpdate()] if late else []
+        expected = _train(deepcopy(module), batches, callbacks, strategy="auto", devices=1)
+        _say(f"the same over {options.devices} devices, schedule {options.schedule} ...")
+    actual = _train(module, batches, [], strategy=strategy, devices=options.devices)
+    if is_first:
+        report = compare(expected, actual)
+        _say(report)
+        if late:
+            _say("(the teacher is one update late in both: DelayedTeacherUpdate on one device)")
+
+
+def compare(expected: Record, actual: Record) -> str:
+    """Steps side by side, and the largest difference of the weights.
+
+    Raises:
+        DifferenceError: More than rounding; the message holds the same lines.
+    """
+    lines = ["step  one device         pipelined          difference"]
+    differs = ""
+    for step, (one, other) in enumerate(zip(expected.losses, actual.losses, strict=True)):
+        difference = _relative(one, other)
+        lines.append(f"{step:4}  {one:<17.12g}  {other:<17.12g}  {difference:.1e}")
+        if not difference <= _TOLERANCE and not differs:
+            differs = f"the losses of step {step} differ by {difference:.1e}"
+    name, largest = _largest_difference(expected.weights, actual.weights)
+    lines.append(f"weights after {len(expected.losses)} steps: {largest:.1e} at most, in {name}")
+    if not largest <= _TOLERANCE and not differs:
+        differs = f"the weights of {name} differ by {largest:.1e}"
+    if differs:
+        hint = (
+            f"NOT the same: {differs}. Random numbers (dropout, a random choice in the step) may "
+            "come in another order, and BatchNorm sees micro-batches: check without them first"
+        )
+        raise DifferenceError("\n".join([*lines, hint]))
+    return "\n".join([*lines, "the same"])
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+
+
+def _largest_difference(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
+) -> tuple[str, float]:
+    """The tensor that differs most, relative to its largest value."""
+    if expected.keys() != actual.keys():
+        missing = sorted(expected.keys() ^ actual.keys())
+        raise DifferenceError(f"only one of the two runs has {', '.join(missing)}")
+    worst = ("", 0.0)
+    for name, one in expected.items():
+        scale = float(one.abs().max()) if one.numel() else 0.0
+        gap = float((one - actual[name]).abs().max()) if one.numel() else 0.0
+        if gap / max(scale, 1e-12) >= worst[1]:
+            worst = (name, gap / max(scale, 1e-12))
+    return worst
+
+
+class _Recorder(Callback):
+    def __init__(self) -> None:
+        self.record = Record()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self.record.losses.append(float(loss))
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        self.record.weights = {
+            name: tensor.detach().cpu().double() for name, tensor in state.items()
+        }
+
+
+def _train(
+    module: LightningModule,
+    batches: Batches,
+    callbacks: Sequence[Callback],
+    **arguments: Any,  # noqa: ANN401 - of the Trainer
+) -> Record:
+    recorder = _Recorder()
+    seed_everything(0, verbose=False)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_steps=len(batches),
+        callbacks=[*callbacks, recorder],
+        logger=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(module, batches)
+    return recorder.record
+
+
+def _first_batches(data: Data, number: int) -> Batches:
+    if isinstance(data, LightningDataModule):
+        data.prepare_data()
+        data.setup("fit")
+        loader: Iterable[Any] = data.train_dataloader()
+    else:
+        loader = data
+    batches = list(islice(loader, number))
+    if len(batches) < number:
+        raise ConfigurationError(f"the training data has {len(batches)} batches, not {number}")
+    return Batches(pytree.tree_map(_as_double, batch) for batch in batches)
+
+
+def _as_double(value: Any) -> Any:  # noqa: ANN401 - a leaf of a batch
+    is_real = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.float64) if is_real else value
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - the command's output

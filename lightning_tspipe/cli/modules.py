@@ -1,0 +1,134 @@
+"""The user's module and data, from a file of theirs; and what one of its steps costs here."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.setup import profile_step
+from lightning_tspipe.strategy import TSPipeStrategy
+
+DEFAULT_NAME = "module_and_data"
+
+Data = Iterable[Any] | LightningDataModule
+
+
+def load(target: str) -> tuple[LightningModule, Data]:
+    """Call ``FILE.py:FUNCTION``, which returns a LightningModule and its training data.
+
+    Args:
+        target: The file, and the function if it is not called ``module_and_data``.
+
+    Raises:
+        ConfigurationError: No such file or function, or it returns something else.
+    """
+    path, _, name = target.partition(":")
+    name = name or DEFAULT_NAME
+    function = getattr(_import(Path(path)), name, None)
+    if not callable(function):
+        raise ConfigurationError(
+            f"{path} has no function {name}(); write one that returns the LightningModule and its "
+            f"training data (a DataLoader or a LightningDataModule), or name another: {path}:NAME"
+        )
+    found = function()
+    is_pair = isinstance(found, tuple) and len(found) == 2
+    if not is_pair or not isinstance(found[0], LightningModule):
+        raise ConfigurationError(
+            f"{name}() in {path} returned {type(found).__name__}: it must return a LightningModule "
+            "and its training data"
+        )
+    module, data = found
+    return module, data
+
+
+def _import(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigurationError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    # As `python FILE` has it: what lies beside the file can be imported.
+    sys.path.insert(0, str(path.parent))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure(
+    module: LightningModule,
+    data: Data,
+    *,
+    accelerator: str = "auto",
+    student: list[str] | None = None,
+    teacher: list[str] | None = None,
+) -> StepProfile:
+    """Train one step on one device, and measure what its networks cost there.
+
+    Raises:
+        CaptureError: The step cannot be captured.
+        ConfigurationError: The networks are not found.
+    """
+    measured: list[StepProfile] = []
+    strategy = TSPipeStrategy(student=student, teacher=teacher)
+
+    class Measure(Callback):
+        @override
+        def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            engine = strategy.engine
+            assert engine is not None
+            measured.append(
+                profile_step(
+                    engine.captured, strategy.options, strategy.root_device, strategy.optimizers
+                )
+            )
+            trainer.should_stop = True
+
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=1,
+        strategy=strategy,
+        max_steps=1,
+        callbacks=[Measure()],
+        logger=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, **_data_arguments(data))
+    if not measured:
+        raise ConfigurationError("the training data has no batch: there is nothing to measure")
+    return measured[0]
+
+
+class Batches:
+    """Batches that are there already; Lightning would take a list for several loaders."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self._batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def _data_arguments(data: Data) -> dict[str, Any]:
+    if isinstance(data, LightningDataModule):
+        return {"datamodule": data}
+    if inspect.isgenerator(data) or isinstance(data, list | tuple):
+        data = Batches(data)
+    return {"train_dataloaders": data}

@@ -1,0 +1,75 @@
+"""On GPUs: the same mathematics, whatever carries the tensors. Skipped where there are none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tspipe import DelayedTeacherUpdate
+from tests.integration.jobs import run
+from tests.integration.trainings import Training, train
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU"),
+]
+
+
+def delayed() -> list[DelayedTeacherUpdate]:
+    return [DelayedTeacherUpdate()]
+
+
+SHARED = Training(
+    "Byol-group-2-by hand",
+    "instance",
+    {"num_microbatches": 2, "ranks_per_device": 2},
+    callbacks=delayed,
+    trainer={"accelerator": "gpu", "devices": 1},
+)
+ALONE = replace(SHARED, strategy="auto", num_ranks=1, options={})
+
+
+def test_two_ranks_on_one_gpu_are_exact(tmp_path: Path) -> None:
+    """Through pinned host memory, in float64."""
+    expected = run(train, ALONE, num_ranks=1, folder=tmp_path)[0]
+    results = run(train, SHARED, num_ranks=2, folder=tmp_path)
+    torch.testing.assert_close(results[0].losses, expected.losses, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(results[0].weights, expected.weights, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_are_exact(tmp_path: Path) -> None:
+    """Through NCCL, in float64."""
+    piped = replace(
+        SHARED,
+        options={"num_microbatches": 2},
+        trainer={"accelerator": "gpu", "devices": 2},
+    )
+    expected = run(train, ALONE, num_ranks=1, folder=tmp_path)[0]
+    results = run(train, piped, num_ranks=2, folder=tmp_path)
+    torch.testing.assert_close(results[0].losses, expected.losses, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(results[0].weights, expected.weights, rtol=1e-9, atol=1e-12)
+
+
+def to_single(module: torch.nn.Module) -> None:
+    module.float()
+
+
+def test_bfloat16_trains_as_on_one_device(tmp_path: Path) -> None:
+    """Losses agree to what bfloat16 resolves."""
+    trainer = {**SHARED.trainer, "precision": "bf16-mixed"}
+    expected = run(
+        train, replace(ALONE, trainer=trainer, change=to_single), num_ranks=1, folder=tmp_path
+    )[0]
+    results = run(
+        train, replace(SHARED, trainer=trainer, change=to_single), num_ranks=2, folder=tmp_path
+    )
+    torch.testing.assert_close(
+        [loss.float() for loss in results[0].losses],
+        [loss.float() for loss in expected.losses],
+        rtol=0.05,
+        atol=0.02,
+    )

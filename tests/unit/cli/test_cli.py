@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_tspipe.cli.checking import DifferenceError, Record, compare
+from lightning_tspipe.cli.main import main
+from lightning_tspipe.cli.planning import Outcome, recommended
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.step_profile import StepProfile
+from tests.unit.cli.profiles import MB, step_profile
+
+MODULE = """
+import copy
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+class Distillation(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.student = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            target = self.teacher(batch)
+        loss = (self.student(batch) - target - 1).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.student.parameters())
+
+def module_and_data():
+    return Distillation(), [torch.randn(8, 8) for _ in range(3)]
+
+def nothing():
+    return None
+"""
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_text(step_profile().to_json())
+    return path
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def test_a_profile_survives_json() -> None:
+    for teacher in (True, False):
+        before = step_profile(teacher=teacher)
+        assert StepProfile.from_json(before.to_json()) == before
+    # 8 atoms: weights, gradients, momentum and teacher.
+    assert step_profile().state_bytes == 8 * 4 * MB
+
+
+def test_plan_compares_the_schedules_and_saves_the_best(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "plan.json"
+    assert run("plan", profile, "--devices", 4, "--link", "50GB/s", "--save", saved) == 0
+    output = capsys.readouterr().out
+    rows = {line.split()[-8] if line else "": line for line in output.splitlines()[1:4]}
+    best = [line for line in rows.values() if line.startswith("*")]
+    assert len(best) == 1
+    assert " tspipe " in best[0]
+    assert "1 update" in best[0]
+    assert f'TSPipeStrategy(plan="{saved}")' in output
+    plan = Plan.from_json(saved.read_text())
+    assert (plan.schedule, plan.pipeline.num_ranks) == ("tspipe", 4)
+    assert plan == step_profile().plan(4, link=(1.5e-4, 5e10))
+
+
+def test_a_faster_device_makes_links_matter_more(
+    profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = []
+    for speed in (1, 1000):
+        assert run("plan", profile, "--devices", 2, "--schedule", "gpipe", "--speed", speed) == 0
+        (row,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("*"))
+        times.append(float(row.split("s  ")[1].split()[0]))
+    assert times[1] > times[0] / 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (("--devices", "0"), "at least 1"),
+        (("--devices", "9"), "Use devices=8 or fewer"),
+        (("--devices", "2", "--memory", "1MB"), "block"),
+        (("--devices", "2", "--memory", "much"), "write '16GiB' or '800MB'"),
+        (("--devices", "2", "--link", "fast"), "write '50GB/s' or '100Gbit/s'"),
+        (("--devices", "2", "--latency", "soon"), "write '20us' or '1.5ms'"),
+        (("--devices", "2", "--speed", "0"), "more than 0"),
+    ],
+)
+def test_what_cannot_be_planned(
+    arguments: tuple[str, ...], remedy: str, profile: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", profile, *arguments) == 2
+    captured = capsys.readouterr()
+    assert remedy in captured.err
+    assert captured.err.startswith("tspipe: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("plan", "{}", "--devices", "2"), ("simulate", "{}"), ("timeline", "{}")],
+)
+@pytest.mark.parametrize("content", [None, "{}", "no JSON"])
+def test_files_that_are_something_else(
+    arguments: tuple[str, ...],
+    content: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    assert run(*(str(path) if word == "{}" else word for word in arguments)) == 2
+    assert ("there is no file" if content is None else "not a ") in capsys.readouterr().err
+
+
+def test_simulate_and_timeline_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, run_file = tmp_path / "plan.json", tmp_path / "timeline.json"
+    made = step_profile().plan(2)
+    plan.write_text(made.to_json())
+    trace, image = tmp_path / "trace.json", tmp_path / "image.png"
+    outputs = ("--trace", trace, "--image", image, "--width", 60)
+    assert run("simulate", plan, "--steps", 4, *outputs) == 0
+    drawn = capsys.readouterr().out
+    assert "rank 0 |" in drawn
+    assert "rank 1 |" in drawn
+    assert "simulated:" in drawn
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"0F0", "1F0", "0L"} <= names
+    assert image.stat().st_size > 1000
+    run_file.write_text(made.simulate(6).to_json())
+    assert run("timeline", run_file, "--plan", plan, "--width", 60) == 0
+    drawn = capsys.readouterr().out
+    assert drawn.count("rank 1 |") == 2
+    # What was "measured" is the simulation itself.
+    assert "simulated / measured step time: 1.00" in drawn
+
+
+def test_a_plan_simulates_what_it_says() -> None:
+    made = step_profile().plan(3)
+    timeline = made.simulate(8)
+    assert timeline.step_time == pytest.approx(made.step_seconds, rel=1e-6)
+    assert timeline.bubble_ratio == pytest.approx(made.bubble_ratio, abs=1e-6)
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        made.simulate(0)
+
+
+def test_of_equally_fast_schedules_the_one_without_staleness_is_recommended() -> None:
+    profile = step_profile()
+    plan = profile.plan(1, schedule="sequential")
+    late, exact = Outcome("tspipe", plan), Outcome("sequential", plan)
+    assert recommended([late, exact]) is exact
+    assert recommended([]) is None
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "distillation.py"
+    path.write_text(MODULE)
+    return path
+
+
+def test_plan_measures_a_module(
+    script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "profile.json"
+    arguments = ("--accelerator", "cpu", "--save-profile", saved)
+    assert run("plan", script, "--devices", 2, *arguments) == 0
+    assert "* " in capsys.readouterr().out
+    profile = StepProfile.from_json(saved.read_text())
+    assert profile.num_calls == (1, 1)
+    assert profile.batch_sizes == (8,)
+    assert profile.optimizer_bytes_per_parameter_byte == 2.0
+    assert profile.student.num_atoms == 4
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("num_microbatches", "code"), [(1, 0), (2, 2)])
+def test_check_compares_with_one_device(
+    num_microbatches: int, code: int, script: Path, tmp_path: Path
+) -> None:
+    # BatchNorm normalises each micro-batch by itself.
+    text = script.read_text()
+    script.write_text(text.replace("range(4)))", "range(4)), nn.BatchNorm1d(8))"))
+    command = [
+        *(sys.executable, "-m", "lightning_tspipe.cli", "check", str(script)),
+        *("--steps", "3", "--microbatches", str(num_microbatches)),
+    ]
+    done = subprocess.run(  # noqa: S603 - our own command
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    if code:
+        assert "NOT the same: the losses of step" in done.stderr
+    else:
+        assert done.stdout.rstrip().splitlines()[-2] == "the same"
+        assert "weights after 3 steps" in done.stdout
+
+
+def test_compare_names_the_first_difference() -> None:
+    weights = {"a": torch.ones(3), "b": torch.ones(2)}
+    same = Record([1.0, 2.0], weights)
+    assert compare(same, same).endswith("the same")
+    other = Record([1.0, 2.0], {**weights, "b": torch.tensor([1.0, 1.1])})
+    with pytest.raises(DifferenceError, match=r"the weights of b differ by 1\.0e-01"):
+        compare(same, other)
+    with pytest.raises(DifferenceError, match="the losses of step 1 differ"):
+        compare(same, Record([1.0, float("nan")], weights))
+    with pytest.raises(DifferenceError, match="only one of the two runs has b"):
+        compare(same, Record([1.0, 2.0], {"a": torch.ones(3)}))
+
+
+@pytest.mark.parametrize(
+    ("target", "remedy"),
+    [
+        ("{}:missing", "has no function missing()"),
+        ("{}:nothing", "must return a LightningModule and its training data"),
+        ("nowhere.py", "there is no file nowhere.py"),
+    ],
+)
+def test_modules_that_cannot_be_loaded(
+    target: str, remedy: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("plan", target.format(script), "--devices", 2) == 2
+    assert remedy in capsys.readouterr().err
