@@ -7,7 +7,7 @@ import re
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.setup import parse_bytes
 
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 def parse_bandwidth(text: str) -> float:
@@ -44,7 +44,7 @@ def parse_seconds(text: str) -> float:
     match = re.fullmatch(r"\s*([\d.]+)\s*([mun]?s)\s*", text)
     if match is None:
         raise ConfigurationError(f"{text!r} is not a time; write '20us' or '1.5ms'")
-    return float(match[1]) * _SECONDS[match[2]]
+    return float(match[1]) / _PER_SECOND[match[2]]
 
 
 def format_seconds(seconds: float) -> str:
@@ -53,7 +53,7 @@ def format_seconds(seconds: float) -> str:
     >>> format_seconds(0.0123), format_seconds(2.5)
     ('12.3 ms', '2.5 s')
     """
-    for unit, scale in _SECONDS.items():
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
+    for unit, number in _PER_SECOND.items():
+        if seconds * number >= 1:
+            return f"{seconds * number:.3g} {unit}"
     return f"{seconds:.3g} s"
