@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.callbacks import DelayedTeacherUpdate
-from lightning_tspipe.cli.modules import Batches, Data, load
+from lightning_tspipe.cli.modules import QUIET, Batches, Data, load
 from lightning_tspipe.errors import ConfigurationError, TSPipeError
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
 from lightning_tspipe.setup import find_networks
@@ -177,12 +177,7 @@ def _train(
         accelerator="cpu",
         max_steps=len(batches),
         callbacks=[*callbacks, recorder],
-        logger=False,
-        limit_val_batches=0,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **arguments,
     )
     trainer.fit(module, batches)

@@ -20,6 +20,16 @@ from lightning_tspipe.strategy import TSPipeStrategy
 
 DEFAULT_NAME = "module_and_data"
 
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Arguments of a Trainer that only runs a few training steps."""
+
 Data = Iterable[Any] | LightningDataModule
 
 
@@ -100,12 +110,7 @@ def measure(
         strategy=strategy,
         max_steps=1,
         callbacks=[Measure()],
-        logger=False,
-        num_sanity_val_steps=0,
-        limit_val_batches=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     trainer.fit(module, **_data_arguments(data))
     if not measured:

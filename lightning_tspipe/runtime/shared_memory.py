@@ -214,6 +214,8 @@ class SharedMemoryTransport(Transport):
             raise self._failure("send to", target, f"{self._timeout:.0f} s without an answer")
         self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
         self._read_available(milliseconds=100)
+        if not peer.is_open:
+            raise self._failure("send to", target, "connection closed by peer")
         self._poll.modify(peer.socket, select.POLLIN)
 
     def _give_back(self, target: int) -> None:

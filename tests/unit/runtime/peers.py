@@ -92,6 +92,20 @@ def flood(num_messages: int, num_bytes: int) -> tuple[int, bool]:
     return len(received), right
 
 
+def flood_a_dying_peer() -> str:
+    """Rank 1 reads nothing and ends, while the way to it is full."""
+    transport = connect("shared memory", 10)
+    if transport.rank == 1:
+        time.sleep(1)
+        os._exit(3)
+    try:
+        for _ in range(100_000):
+            transport.send([torch.zeros(1)], 1, 1)
+    except TransportError as error:
+        return str(error)
+    return ""
+
+
 def keep_and_reuse(num_steps: int) -> tuple[list[float], int]:
     """Rank 0 keeps the first tensor; rank 1 sends on, in as little memory as it can."""
     transport = connect("shared memory", 30)

@@ -115,6 +115,12 @@ def test_senders_that_are_far_ahead_do_not_block(
 
 
 @pytest.mark.distributed
+def test_a_peer_that_ends_while_the_way_to_it_is_full(folder: Path) -> None:
+    job = jobs.run_job(peers.flood_a_dying_peer, folder=folder, seconds=60)
+    assert "rank 0 could not send to rank 1" in job.ranks[0].value
+
+
+@pytest.mark.distributed
 def test_shared_memory_is_reused_but_never_under_a_living_tensor(folder: Path) -> None:
     (kept, _), (_, num_buffers) = jobs.run(peers.keep_and_reuse, 50, folder=folder)
     assert kept == [1000.0 * step for step in range(50)] + [0.0]
