@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import AtomInfo, LeafProgram, TracedProgram
 
 
@@ -70,21 +71,19 @@ class Atom:
         """How many tensors of a network's return value it emits."""
         return sum(segment.num_outputs for segment in self.segments)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor | None, tuple[Tensor, ...]]:
+    def __call__(self, *received: Tensor) -> tuple[Tensors, Tensors]:
         """Run the atom.
 
         Returns:
-            What the next atom gets (None after the last atom of a network that returns a
+            What the next atom gets (nothing after the last atom of a network that returns a
             structure), and the tensors of the network's return value that are computed here.
         """
-        value: Tensor | None = x
-        emitted: tuple[Tensor, ...] = ()
+        values: Tensors = received
+        emitted: Tensors = ()
         for segment in self.segments:
-            value, new = segment.program.function(segment.start, segment.stop)(value)  # type: ignore[arg-type]
-            emitted += new
-            if segment.returns_value and value is not None:
-                emitted += (value,)
-        return value, emitted
+            values, new = segment.program.function(segment.start, segment.stop)(values)
+            emitted += (*new, *values) if segment.returns_value else new
+        return values, emitted
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that it reads, as they are now."""
@@ -180,12 +179,12 @@ class AtomChain:
         self._steps: dict[tuple[int, int], list[_Step]] = {}
 
     def run(
-        self, x: Tensor, start: int, stop: int
-    ) -> tuple[Tensor | None, list[tuple[int, int, Tensor]]]:
+        self, received: Tensors, start: int, stop: int
+    ) -> tuple[Tensors, list[tuple[int, int, Tensor]]]:
         """Run the atoms from ``start`` up to, not including, ``stop``.
 
         Args:
-            x: What atom ``start`` gets, of any shape that it takes.
+            received: What atom ``start`` gets, of any shapes that it takes.
             start: The first atom.
             stop: One after the last.
 
@@ -198,21 +197,21 @@ class AtomChain:
         steps = self._steps.get((start, stop))
         if steps is None:
             steps = self._steps[start, stop] = self._plan(start, stop)
-        value: Tensor | None = x
-        del x  # so that the first activation can go as soon as it was read
+        values = received
         found: list[tuple[int, int, Tensor]] = []
         for segment, reports in steps:
-            value, emitted = segment.program.function(segment.start, segment.stop)(value)  # type: ignore[arg-type]
+            values, emitted = segment.program.function(segment.start, segment.stop)(values)
             if reports:
-                tensors = (*emitted, value) if segment.returns_value else emitted
-                found += [(atom, slot, tensors[k]) for k, atom, slot in reports]  # type: ignore[misc]
-        if value is not None and not isinstance(value, Tensor):
-            raise PartitionError(
-                f"{self.atoms[stop - 1].name} passes on a {type(value).__name__}, and only one "
-                "tensor can be sent between stages; put it and the module that reads its result "
-                "into one module without `pipeline_blocks`"
-            )
-        return value, found
+                tensors = (*emitted, *values) if segment.returns_value else emitted
+                found += [(atom, slot, tensors[k]) for k, atom, slot in reports]
+        for value in values:
+            if not isinstance(value, Tensor):
+                raise PartitionError(
+                    f"{self.atoms[stop - 1].name} passes on a {type(value).__name__}, and only "
+                    "tensors can be sent between stages; put it and the module that reads its "
+                    "result into one module without `pipeline_blocks`"
+                )
+        return values, found
 
     def _plan(self, start: int, stop: int) -> list[_Step]:
         steps: list[_Step] = []

@@ -2,10 +2,11 @@
 
 In the manner of ``torch.fx``::
 
-    def run(x):
-        v0 = f0(x); x = None             # a submodule, the original object
-        v1 = f1(v0, o1.class_token)      # a parameter, read from its owner at every run
-        return v1, (v0,)                 # what the next atom gets, what the network returns
+    def run(received):
+        v0, = received
+        v1 = f0(v0); v0 = None           # a submodule, the original object
+        v2 = f1(v1, o1.class_token)      # a parameter, read from its owner at every run
+        return (v2,), (v1,)              # what the next atom gets, what the network returns
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    RangeFunction = Callable[[Tensor], tuple[Tensor | None, tuple[Tensor, ...]]]
+Tensors = tuple[Tensor, ...]
+RangeFunction = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 _COUNTER = itertools.count()
 
@@ -33,14 +32,14 @@ class Calls:
 
     Attributes:
         nodes: The calls, in order.
-        received: Whose value the function is given.
-        passed: Whose value it returns first.
-        emitted: Whose values it returns as a tuple, second.
+        received: Whose values the function is given.
+        passed: Whose values it returns first.
+        emitted: Whose values it returns second.
     """
 
     nodes: Sequence[fx.Node]
-    received: fx.Node
-    passed: fx.Node | None
+    received: Sequence[fx.Node]
+    passed: Sequence[fx.Node]
     emitted: Sequence[fx.Node]
 
 
@@ -56,7 +55,7 @@ def write_function(
             of what the function is given.
     """
     writer = _Writer(root, calls.received, devices)
-    kept = {calls.passed, *calls.emitted}
+    kept = {*calls.passed, *calls.emitted}
     last_use = {argument: node for node in calls.nodes for argument in node.all_input_nodes}
     for node in calls.nodes:
         unused = [a for a in [*node.all_input_nodes, node] if last_use.get(a, node) is node]
@@ -69,13 +68,17 @@ class _Writer:
     """Source lines and the objects that they mention."""
 
     def __init__(
-        self, root: nn.Module, received: fx.Node, devices: frozenset[torch.device]
+        self, root: nn.Module, received: Sequence[fx.Node], devices: frozenset[torch.device]
     ) -> None:
         self._root = root
         self._devices = devices
-        self._variables = {received: "x"}
+        self._received = frozenset(received)
+        self._variables = {node: f"v{place}" for place, node in enumerate(received)}
         self._globals: dict[str, Any] = {"no_grad": torch.no_grad}
-        self._lines = ["def run(x):", "    device = x.device"] if devices else ["def run(x):"]
+        targets = "".join(f"{variable}, " for variable in self._variables.values())
+        self._lines = ["def run(received):", f"    {targets}= received"]
+        if devices:
+            self._lines.append("    device = v0.device")
         self._in_no_grad = False
 
     def call(self, node: fx.Node, unused: Sequence[fx.Node]) -> None:
@@ -95,10 +98,16 @@ class _Writer:
         self._in_no_grad = node.meta["no_grad"]
         self._lines.append(("        " if self._in_no_grad else "    ") + line)
 
-    def result(self, passed: fx.Node | None, emitted: Sequence[fx.Node]) -> None:
+    def result(self, passed: Sequence[fx.Node], emitted: Sequence[fx.Node]) -> None:
         """Add the return statement."""
+        values = "".join(f"{self._passed(node)}, " for node in passed)
         outputs = "".join(f"{self._expression(node)}, " for node in emitted)
-        self._lines.append(f"    return {self._expression(passed)}, ({outputs})")
+        self._lines.append(f"    return ({values}), ({outputs})")
+
+    def _passed(self, node: fx.Node) -> str:
+        # What goes through untouched must not be the stage's own input, a leaf of its graph.
+        variable = self._expression(node)
+        return f"{variable}.view_as({variable})" if node in self._received else variable
 
     def compile(self) -> RangeFunction:
         """The function."""

@@ -1,13 +1,16 @@
-"""Where a trace can be cut: after a call when exactly one tensor is live.
+"""Where a trace can be cut: what is live there is passed on.
 
 ::
 
-    conv1 ─ bn1 ─┬─ conv2 ─ bn2 ─ add ─ relu_ ─ fc
-      ^     ^    └────────────────┘       ^
-      cut   cut       (two live)          cut       not before relu_: it would write what was passed
+    conv1 ─ bn1 ─┬─ conv2 ─ bn2 ─ relu ─ conv3 ─ bn3 ─ add ─ relu_ ─ fc
+      ^     ^    └──────────────────── ^ ───────────────┘       ^
+      1     1                          2 live                   1       tensors that a cut passes on
 
 A value is *live* after a call if a later call reads it. Parameters and buffers are read where they
-are used, so they are never live; numbers that come from shapes are.
+are used, so they are never live; numbers that come from shapes are, and cannot be sent. Where one
+tensor is live, any call may be the last of an atom. Where several are (inside a residual block),
+only cuts that can balance something are made: between two calls that read weight matrices. No cut
+is made where a later call writes what would be passed on, as ``relu_`` does.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from lightning_tspipe.networks.modules import names_in, returns_tuple
 from lightning_tspipe.networks.tracing import Trace
@@ -40,6 +43,8 @@ _FRESH_MODULES = names_in("""
     torch.nn.modules.rnn torch.nn.modules.sparse torch.nn.modules.upsampling
 """)
 _NOT_WRITES = names_in("index inv invert is_ is_not")
+_MAX_LIVE = 4
+"""Tensors that a cut may pass on; with more, sending them costs more than a cut can gain."""
 
 
 def sink_constants(trace: Trace) -> list[fx.Node]:
@@ -75,8 +80,10 @@ def _is_pinned(node: fx.Node) -> bool:
     )
 
 
-def find_cuts(trace: Trace, nodes: Sequence[fx.Node]) -> list[tuple[int, fx.Node]]:
-    """Positions in ``nodes`` after which the trace may be cut, each with the value that is live."""
+def find_cuts(
+    trace: Trace, nodes: Sequence[fx.Node], root: nn.Module
+) -> list[tuple[int, tuple[fx.Node, ...]]]:
+    """Positions in ``nodes`` after which the trace may be cut, each with what is live there."""
     position = {node: index for index, node in enumerate(nodes)}
     numbers = number_nodes(nodes)
     forbidden = [
@@ -84,19 +91,43 @@ def find_cuts(trace: Trace, nodes: Sequence[fx.Node]) -> list[tuple[int, fx.Node
     ]
     live = {trace.input: _last_use(trace.input, position)}
     cuts = []
+    moving = {trace.input}  # what depends on the input; the rest is made again where it is read
+    has_product = False  # since the last cut
     for index, node in enumerate(nodes[:-1]):
         live[node] = _last_use(node, position)
         live = {value: last for value, last in live.items() if last > index}
-        if len(live) != 1 or any(start <= index < stop for start, stop in forbidden):
-            continue
-        (value,) = live
+        if not moving.isdisjoint(node.all_input_nodes):
+            moving.add(node)
+        has_product = has_product or _reads_matrix(node, root)
+        is_useful = len(live) == 1 or (has_product and _reads_matrix(nodes[index + 1], root))
         if (
-            value not in numbers
-            and not _is_sequence(value)
-            and (value is node or node in trace.leaves)
+            is_useful
+            and 1 <= len(live) <= _MAX_LIVE
+            and moving.issuperset(live)
+            and (node in live or node in trace.leaves)
+            and not any(start <= index < stop for start, stop in forbidden)
+            and not any(value in numbers or _is_sequence(value) for value in live)
         ):
-            cuts.append((index, value))
+            cuts.append((index, tuple(live)))
+            has_product = False
     return cuts
+
+
+def _reads_matrix(node: fx.Node, root: nn.Module) -> bool:
+    """Whether the call reads a parameter of two dimensions or more: most of the work is there."""
+    module = module_of(node)
+    if module is not None:
+        return any(parameter.dim() > 1 for parameter in module.parameters())
+    return any(
+        argument.op == "get_attr" and read_attribute(root, argument).dim() > 1
+        for argument in node.all_input_nodes
+    )
+
+
+def read_attribute(root: nn.Module, node: fx.Node) -> Tensor:
+    """The parameter or buffer that the node stands for."""
+    owner, _, name = str(node.target).rpartition(".")
+    return getattr(root.get_submodule(owner), name)  # type: ignore[no-any-return]
 
 
 def _last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.chain import Atom, OutputRef
+from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.profile import AtomProfile
 
@@ -92,25 +93,24 @@ class _Walk:
         """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
         if repeat and size not in self._sizes:
             return
-        received = self._inputs[:size].clone()
+        received: Tensors = (self._inputs[:size].clone(),)
         try:
             for atom, times in zip(self._atoms, self._times, strict=True):
-                passed = self._measure_atom(atom, times, received, size, repeat)
-                if passed is None:
+                received = _cut_off(self._measure_atom(atom, times, received, size, repeat))
+                if not received:
                     break
-                received = passed.detach().requires_grad_(passed.requires_grad)
         except ValueError:  # a BatchNorm that needs more samples
             return
         self._sizes.add(size)
 
     def _measure_atom(
-        self, atom: Atom, times: _Times, received: Tensor, size: int, repeat: int
-    ) -> Tensor | None:
+        self, atom: Atom, times: _Times, received: Tensors, size: int, repeat: int
+    ) -> Tensors:
         def keep(kept: Seconds, seconds: float) -> None:
             kept[size] = min(seconds, kept.get(size, seconds)) if repeat > 1 else seconds
 
-        clock = _Clock(received.device)
-        passed, emitted = atom(received)
+        clock = _Clock(self._inputs.device)
+        passed, emitted = atom(*received)
         keep(times.forward, clock.lap())
         if not self._trainable:
             return passed
@@ -121,7 +121,7 @@ class _Walk:
             torch.autograd.backward(roots, gradients)
         whole = clock.lap()
         halves = (whole, 0.0)
-        if roots and received.requires_grad and atom.parameter_names:
+        if roots and any(t.requires_grad for t in received) and atom.parameter_names:
             halves = _time_halves(atom, received) or halves
         for kept, seconds in zip(
             (times.backward, times.input_backward, times.weight_backward),
@@ -180,9 +180,14 @@ class _Clock:
         return seconds
 
 
-def _roots(passed: Tensor | None, emitted: Sequence[Tensor]) -> list[Tensor]:
+def _cut_off(passed: Tensors) -> Tensors:
+    """The same values as the leaves of the next atom's graph."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in passed)
+
+
+def _roots(passed: Tensors, emitted: Tensors) -> list[Tensor]:
     """What a backward through an atom starts from."""
-    tensors = {id(tensor): tensor for tensor in (passed, *emitted) if tensor is not None}
+    tensors = {id(tensor): tensor for tensor in (*passed, *emitted)}
     return [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
@@ -191,13 +196,13 @@ def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn_like(root) for root in roots]
 
 
-def _time_halves(atom: Atom, received: Tensor) -> tuple[float, float] | None:
+def _time_halves(atom: Atom, received: Tensors) -> tuple[float, float] | None:
     """Seconds of the input half and of the weight half of an atom's backward."""
-    received = received.detach().requires_grad_()
-    roots = _roots(*atom(received))
+    received = _cut_off(received)
+    roots = _roots(*atom(*received))
     gradients = _gradients(roots)
-    split = SplitBackward(roots, [received])
-    clock = _Clock(received.device)
+    split = SplitBackward(roots, received)
+    clock = _Clock(received[0].device)
     try:
         split.input_half(gradients)
         first = clock.lap()
@@ -227,10 +232,10 @@ def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | No
         # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
         saved.append(tensor)
 
-    received = x
+    received: Tensors = (x,)
     for index, atom in enumerate(atoms):
         with saved_tensors_hooks(pack, lambda nothing: nothing):
-            passed, emitted = atom(received)
+            passed, emitted = atom(*received)
         alive += [received, passed, emitted, *saved]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
         kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
@@ -241,10 +246,9 @@ def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | No
             for slot, tensor in enumerate(emitted)
             if wanted is None or OutputRef(index, slot) in wanted
         ]
-        sent = 0 if passed is None else passed.nbytes
-        found.append(_Bytes(*(math.ceil(n / size) for n in (sent, kept, _bytes(results)))))
-        if passed is not None:
-            received = passed.detach().requires_grad_(passed.requires_grad)
+        amounts = (_bytes(passed), kept, _bytes(results))
+        found.append(_Bytes(*(math.ceil(amount / size) for amount in amounts)))
+        received = _cut_off(passed)
     return found
 
 

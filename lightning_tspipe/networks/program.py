@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.codegen import Calls, write_function
+from lightning_tspipe.networks.codegen import Calls, RangeFunction, write_function
 from lightning_tspipe.networks.cuts import (
     allocates,
     find_cuts,
     memory_roots,
     number_nodes,
+    read_attribute,
     sink_constants,
     target_name,
     written_argument,
@@ -25,7 +26,6 @@ from lightning_tspipe.networks.cuts import (
 from lightning_tspipe.networks.modules import is_leaf, title
 from lightning_tspipe.networks.tracing import trace
 
-RangeFunction = Callable[[Tensor], "tuple[Tensor | None, tuple[Tensor, ...]]"]
 _MODELESS = frozenset({nn.Sequential, nn.ModuleList, nn.ModuleDict})
 
 
@@ -61,7 +61,7 @@ class LeafProgram:
     ) -> None:
         self.module = module
         self.infos = (info,)
-        self._run: RangeFunction = lambda x: (function(x), ())
+        self._run: RangeFunction = lambda received: ((function(*received),), ())
 
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function of the one atom."""
@@ -92,7 +92,7 @@ class TracedProgram:
             for child in module.modules()
             if (child is module or not is_leaf(child)) and type(child) not in _MODELESS
         )
-        first = TracedVariant(module, name)
+        self._first = first = TracedVariant(module, name)
         self._variants = {self._modes(): first}
         self.infos = first.infos
         self.outputs = first.outputs
@@ -120,6 +120,7 @@ class TracedProgram:
             [info.parameter_names for info in variant.infos]
             != [info.parameter_names for info in self.infos]
             or variant.outputs != self.outputs
+            or variant.num_passed != self._first.num_passed
             or variant.trace.spec != self.spec
         ):
             raise PartitionError(
@@ -148,10 +149,10 @@ class TracedVariant:
                 f"{title(module, name)} returns no tensor, or a number that depends on its input; "
                 "return tensors and constants only"
             )
-        cuts = find_cuts(self.trace, self._nodes)
+        cuts = find_cuts(self.trace, self._nodes, module)
         self._bounds = [0, *(index + 1 for index, _ in cuts), len(self._nodes)]
-        last = self.trace.leaves[0] if self.trace.is_plain else None
-        self._carried = [self.trace.input, *(value for _, value in cuts), last]
+        last = self.trace.leaves if self.trace.is_plain else ()
+        self._passed = [(self.trace.input,), *(values for _, values in cuts), tuple(last)]
         self._functions: dict[tuple[int, int], RangeFunction] = {}
         self._emitted: list[list[fx.Node]] = [[] for _ in self._bounds[1:]]
         self.outputs = () if self.trace.is_plain else tuple(map(self._emit, self.trace.leaves))
@@ -170,17 +171,19 @@ class TracedVariant:
         self._emitted[atom].append(leaf)
         return atom, len(self._emitted[atom]) - 1
 
+    @property
+    def num_passed(self) -> list[int]:
+        """How many tensors pass in front of each atom, and behind the last."""
+        return [len(values) for values in self._passed]
+
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive)."""
         function = self._functions.get((start, stop))
         if function is None:
-            received = self._carried[start]
-            if received is None:
-                raise IndexError(f"there is no atom {start}")
             calls = Calls(
                 self._nodes[self._bounds[start] : self._bounds[stop]],
-                received,
-                self._carried[stop],
+                self._passed[start],
+                self._passed[stop],
                 [leaf for leaves in self._emitted[start:stop] for leaf in leaves],
             )
             function = write_function(self._root, calls, self.trace.devices)
@@ -190,7 +193,7 @@ class TracedVariant:
     def _info(self, atom: int, names: dict[int, str], buffers: dict[int, str]) -> AtomInfo:
         nodes = self._nodes[self._bounds[atom] : self._bounds[atom + 1]]
         tensors = [id(tensor) for tensor in self._tensors(nodes, atom)]
-        own, passed = set(nodes), self._carried[atom + 1]
+        own, passed = set(nodes), self._passed[atom + 1]
         written = filter(None, map(written_argument, nodes))
         return AtomInfo(
             name=_atom_name(nodes),
@@ -198,7 +201,7 @@ class TracedVariant:
             buffer_names=tuple(dict.fromkeys(buffers[i] for i in tensors if i in buffers)),
             num_outputs=len(self._emitted[atom]),
             writes_input=any(not memory_roots(node) <= own for node in written),
-            passes_input=passed is not None and not memory_roots(passed) <= own,
+            passes_input=any(not memory_roots(value) <= own for value in passed),
         )
 
     def _tensors(self, nodes: Sequence[fx.Node], atom: int) -> list[Tensor]:
@@ -209,10 +212,7 @@ class TracedVariant:
                 module: nn.Module = node.meta["module"]
                 tensors += [*module.parameters(), *module.buffers()]
             leaves += [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
-        for leaf in leaves:
-            owner, _, name = str(leaf.target).rpartition(".")
-            tensors.append(getattr(self._root.get_submodule(owner), name))
-        return tensors
+        return [*tensors, *(read_attribute(self._root, leaf) for leaf in leaves)]
 
 
 def _atom_name(nodes: Sequence[fx.Node]) -> str:

@@ -20,6 +20,7 @@ from lightning_tspipe.capture.plan import NetworkName, ValueRef
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message, Program
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.network import ChainNetwork
@@ -39,9 +40,9 @@ Key = tuple[int, Action]
 class _Saved:
     """What a forward keeps for its backward."""
 
-    input: Tensor
+    inputs: Tensors
     results: list[Tensor]
-    recyclable: bool
+    recyclable: list[Tensor]
     split: SplitBackward | None = None
 
 
@@ -87,8 +88,8 @@ class Executor:
         self._networks = networks
         self._statistics = statistics
         self._context = forward_context
-        self._activations: dict[Key, Tensor] = {}
-        self._received: dict[Key, Tensor] = {}
+        self._activations: dict[Key, Tensors] = {}
+        self._received: dict[Key, Tensors] = {}
         self._outputs: dict[Key, dict[ValueRef, Tensor]] = {}
         self._gradients: dict[tuple[int, Action, str], list[Tensor | None]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
@@ -149,7 +150,7 @@ class Executor:
     def _payload(self, step: StepContext, message: Message) -> list[Tensor]:
         key = (step.index + message.producer.batch, _base(message.producer))
         if message.payload == "activation":
-            return [self._activations[key]]
+            return list(self._activations[key])
         if message.payload == "output":
             found = self._outputs[key]
             refs = step.units[message.producer.batch].outputs_of(message.producer)
@@ -177,7 +178,7 @@ class Executor:
                 continue
             tensors = receipt.wait()
             if need.payload in {"input", "activation"}:
-                self._received[batch, _base(action)] = tensors[0]
+                self._received[batch, _base(action)] = tuple(tensors)
             else:
                 kind = "loss" if need.producer.op is Op.LOSS else "next"
                 self._gradients[step.index, _as_backward(action), kind] = list(tensors)
@@ -280,14 +281,14 @@ class Executor:
                 start += other.size
         return whole[start : start + unit.size]
 
-    def _take_input(self, step: StepContext, action: Action) -> tuple[Tensor, bool]:
-        """The forward's input, and whether its memory came from the transport."""
+    def _take_inputs(self, step: StepContext, action: Action) -> tuple[Tensors, bool]:
+        """What the forward gets, and whether its memory came from the transport."""
         batch = step.index + action.batch
         received = self._received.pop((batch, _base(action)), None)
         if received is not None:
             return received, True
         if action.stage == 0:
-            return self._input_chunk(step, action), False
+            return (self._input_chunk(step, action),), False
         return self._activations.pop(
             (batch, Action(action.op, action.stage - 1, action.unit))
         ), False
@@ -297,30 +298,30 @@ class Executor:
         unit = units.of(action)
         name: NetworkName = NETWORK_OF[action.op]  # type: ignore[assignment]
         first, last = units.span(action)
-        x, received = self._take_input(step, action)
-        assert unit.shapes is not None
-        spec = unit.shapes.boundaries[first]
+        taken, received = self._take_inputs(step, action)
         grad = unit.grad and action.op is Op.FORWARD
-        x = x.detach()
-        if grad and spec is not None and spec.requires_grad:
-            x.requires_grad_()
+        inputs = tuple(
+            tensor.detach().requires_grad_(grad and spec.requires_grad)
+            for tensor, spec in zip(taken, units.input_specs(action), strict=True)
+        )
         statistics = self._statistics[name]
         order = self._order(step, action)
         call = (action.stage, unit.call)
         plain = unit.is_only and order.is_next(unit.call)
         with self._context(), nullcontext() if plain else statistics.accumulate(call):
-            value, found = self._networks[name].run(x, first, last, grad=grad)
+            values, found = self._networks[name].run(inputs, first, last, grad=grad)
+        if last == unit.end:
+            values = ()
         for complete in order.ran(unit.call):
             statistics.commit((action.stage, complete))
-        self._store(step, action, value if last < unit.end else None, found)
-        recyclable = received and not _shares_memory(x, [value, *found.values()])
+        self._store(step, action, values, found)
+        recyclable = _unshared(inputs, (*values, *found.values())) if received else []
         if grad:
-            results = [value] if value is not None and last < unit.end else []
-            results += [found[ref] for ref in units.outputs_of(action)]
+            results = [*values, *(found[ref] for ref in units.outputs_of(action))]
             results = [result for result in results if result.requires_grad]
-            self._saved[action.stage, action.unit or 0] = _Saved(x, results, recyclable)
-        elif recyclable:
-            self._transport.recycle([x])
+            self._saved[action.stage, action.unit or 0] = _Saved(inputs, results, recyclable)
+        else:
+            self._transport.recycle(recyclable)
 
     def _order(self, step: StepContext, action: Action) -> CallOrder:
         key = (step.index + action.batch, action.op, action.stage)
@@ -332,12 +333,12 @@ class Executor:
         self,
         step: StepContext,
         action: Action,
-        passed_on: Tensor | None,
+        passed_on: Tensors,
         found: dict[ValueRef, Tensor],
     ) -> None:
         batch = step.index + action.batch
-        if passed_on is not None:
-            self._activations[batch, _base(action)] = passed_on.detach()
+        if passed_on:
+            self._activations[batch, _base(action)] = tuple(t.detach() for t in passed_on)
         if found:
             self._outputs[batch, _base(action)] = {r: t.detach() for r, t in found.items()}
 
@@ -345,15 +346,12 @@ class Executor:
         units = step.units[0]
         unit = units.of(action)
         base = _as_backward(action)
-        gradients: list[Tensor | None] = []
-        following = self._gradients.pop((step.index, base, "next"), None)
-        _, last = units.span(action)
         assert unit.shapes is not None
-        boundary = unit.shapes.boundaries[last] if last < unit.end else None
-        if boundary is not None and boundary.requires_grad:
-            gradients += following if following is not None else [None]
-        gradients += self._gradients.pop((step.index, base, "loss"), [])
-        return gradients
+        _, last = units.span(action)
+        passed = unit.shapes.boundaries[last] if last < unit.end else ()
+        unused: list[Tensor | None] = [None for spec in passed if spec.requires_grad]
+        following = self._gradients.pop((step.index, base, "next"), unused)
+        return following + self._gradients.pop((step.index, base, "loss"), [])
 
     def _backward(self, step: StepContext, action: Action) -> None:
         saved = self._saved.pop((action.stage, action.unit or 0), None)
@@ -363,17 +361,17 @@ class Executor:
         pairs = [(r, g) for r, g in zip(saved.results, gradients, strict=True) if g is not None]
         if pairs:
             torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-        self._pass_gradient(step, action, saved, saved.input.grad)
+        self._pass_gradients(step, action, saved, [tensor.grad for tensor in saved.inputs])
         self._finish_backward(saved)
 
     def _input_backward(self, step: StepContext, action: Action) -> None:
         saved = self._saved.get((action.stage, action.unit or 0))
         if saved is None:
             return
-        saved.split = SplitBackward(saved.results, [saved.input])
+        saved.split = SplitBackward(saved.results, saved.inputs)
         saved.results = []
-        (gradient,) = saved.split.input_half(self._grad_outputs(step, action))
-        self._pass_gradient(step, action, saved, gradient)
+        gradients = saved.split.input_half(self._grad_outputs(step, action))
+        self._pass_gradients(step, action, saved, gradients)
 
     def _weight_backward(self, step: StepContext, action: Action) -> None:  # noqa: ARG002
         saved = self._saved.pop((action.stage, action.unit or 0), None)
@@ -383,18 +381,19 @@ class Executor:
 
     def _finish_backward(self, saved: _Saved) -> None:
         saved.results = []
-        if saved.recyclable:
-            self._transport.recycle([saved.input])
+        self._transport.recycle(saved.recyclable)
 
-    def _pass_gradient(
-        self, step: StepContext, action: Action, saved: _Saved, gradient: Tensor | None
+    def _pass_gradients(
+        self, step: StepContext, action: Action, saved: _Saved, gradients: Sequence[Tensor | None]
     ) -> None:
-        if not saved.input.requires_grad or action.stage == 0:
+        if action.stage == 0:
             return
-        if gradient is None:
-            gradient = torch.zeros_like(saved.input)
         previous = Action(Op.BACKWARD, action.stage - 1, action.unit)
-        self._gradients[step.index, previous, "next"] = [gradient]
+        self._gradients[step.index, previous, "next"] = [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(saved.inputs, gradients, strict=True)
+            if tensor.requires_grad
+        ]
 
     def _record(self, step: StepContext, action: Action, started: float) -> None:
         if self.spans is not None:
@@ -420,9 +419,10 @@ def _as_backward(action: Action) -> Action:
     return Action(Op.BACKWARD, action.stage, action.unit)
 
 
-def _shares_memory(x: Tensor, made: Sequence[Tensor | None]) -> bool:
-    storage = x.untyped_storage().data_ptr()
-    return any(t is not None and t.untyped_storage().data_ptr() == storage for t in made)
+def _unshared(inputs: Tensors, made: Tensors) -> list[Tensor]:
+    """The inputs whose memory nothing that was made of them uses."""
+    used = {tensor.untyped_storage().data_ptr() for tensor in made}
+    return [tensor for tensor in inputs if tensor.untyped_storage().data_ptr() not in used]
 
 
 def _offset(message: Message) -> int:

@@ -31,6 +31,7 @@ from lightning_tspipe.networks.atoms import (
     function_atom,
     join_atoms,
 )
+from lightning_tspipe.networks.codegen import Tensors
 
 
 @dataclass(frozen=True)
@@ -38,12 +39,12 @@ class UnitShapes:
     """What flows when one unit goes through a chain.
 
     Attributes:
-        boundaries: Spec of what passes in front of each atom, and behind the last; None behind
+        boundaries: Specs of what passes in front of each atom, and behind the last; none behind
             the end of the call, or where nothing passes on.
         outputs: Specs of the values that the step uses.
     """
 
-    boundaries: tuple[TensorSpec | None, ...]
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
     outputs: dict[ValueRef, TensorSpec]
 
 
@@ -148,26 +149,25 @@ class ChainNetwork:
         return tuple(ref for ref, out in self._refs.items() if start <= out.atom < stop)
 
     def run(
-        self, x: Tensor, start: int, stop: int, *, grad: bool
-    ) -> tuple[Tensor | None, dict[ValueRef, Tensor]]:
+        self, received: Tensors, start: int, stop: int, *, grad: bool
+    ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
         """Run some atoms.
 
         Args:
-            x: What atom ``start`` gets.
+            received: What atom ``start`` gets.
             start: The first atom.
             stop: One after the last.
             grad: Whether the call takes part in the backward; links that the step ran under
                 ``no_grad`` never do.
         """
         outputs: dict[ValueRef, Tensor] = {}
-        value: Tensor | None = x
+        values = received
         for first, last, link_grad in self._stretches(start, stop):
             with torch.set_grad_enabled(grad and link_grad):
-                assert value is not None
-                value, found = self._chain.run(value, first, last)
+                values, found = self._chain.run(values, first, last)
             for atom, slot, tensor in found:
                 outputs[self._values[atom, slot]] = tensor
-        return value, outputs
+        return values, outputs
 
     def _stretches(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
         """The atoms from ``start`` to ``stop`` in pieces of one gradient mode."""
@@ -215,21 +215,20 @@ class ChainNetwork:
                 return nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made
 
-        boundaries: list[TensorSpec | None] = [None] * (len(self.atoms) + 1)
+        boundaries: list[tuple[TensorSpec, ...]] = [()] * (len(self.atoms) + 1)
         outputs: dict[ValueRef, TensorSpec] = {}
         with swap.TensorSwap(self._modules, make)(), swap.random_stream(None):
             with fake:
-                value: Tensor | None = torch.empty(
-                    spec.shape, dtype=spec.dtype, device=self._device
+                values: Tensors = (
+                    torch.empty(spec.shape, dtype=spec.dtype, device=self._device),
                 )
             with fake, context():
-                boundaries[0] = spec
+                boundaries[0] = (spec,)
                 for atom in range(end):
-                    assert value is not None
-                    value, found = self.run(value, atom, atom + 1, grad=grad)
+                    values, found = self.run(values, atom, atom + 1, grad=grad)
                     outputs |= {ref: TensorSpec.of(tensor) for ref, tensor in found.items()}
-                    if value is not None and atom + 1 < end:
-                        boundaries[atom + 1] = TensorSpec.of(value)
+                    if atom + 1 < end:
+                        boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
         return UnitShapes(tuple(boundaries), outputs)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:

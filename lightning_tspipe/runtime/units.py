@@ -159,12 +159,12 @@ class StepUnits:
             ref for ref in network.outputs_between(first, last) if ref in unit.shapes.outputs
         )
 
-    def input_spec(self, action: Action) -> TensorSpec | None:
+    def input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
         """What a forward gets."""
         unit = self.of(action)
         first, last = self.span(action)
         if unit.shapes is None or first >= last:
-            return None
+            return ()
         return unit.shapes.boundaries[first]
 
     def payload(self, message: Message) -> tuple[TensorSpec, ...]:
@@ -176,8 +176,7 @@ class StepUnits:
 
     def _find_payload(self, message: Message) -> tuple[TensorSpec, ...]:
         if message.payload in {"input", "activation"}:
-            spec = self.input_spec(message.consumer)
-            return () if spec is None else (spec,)
+            return self.input_specs(message.consumer)
         if message.payload == "output":
             shapes = self.of(message.producer).shapes
             refs = self.outputs_of(message.producer)
@@ -185,9 +184,9 @@ class StepUnits:
         assert message.payload == "gradient"
         if message.producer.op is Op.LOSS:
             return self._loss_gradients(message.consumer)
-        spec = self.input_spec(message.producer)
-        needed = spec is not None and spec.requires_grad and self.of(message.producer).grad
-        return (spec,) if needed and spec is not None else ()
+        if not self.of(message.producer).grad:
+            return ()
+        return tuple(s for s in self.input_specs(message.producer) if s.requires_grad)
 
     def _loss_gradients(self, consumer: Action) -> tuple[TensorSpec, ...]:
         unit = self.of(consumer)

@@ -54,30 +54,25 @@ NETWORKS: list[tuple[Callable[[], nn.Module], tuple[int, ...], int]] = [
 
 
 def run(atoms: AtomChain, x: Tensor) -> Tensor:
-    y, _ = atoms.run(x, 0, len(atoms.atoms))
-    assert y is not None
+    (y,), _ = atoms.run((x,), 0, len(atoms.atoms))
     return y
 
 
 def run_staged(chain: AtomChain, x: Tensor, head: Callable[[Tensor], Tensor]) -> None:
     """Forward and backward with every atom a stage of its own."""
-    received: list[Tensor] = []
-    passed: list[Tensor] = []
-    value = x
+    received: list[tuple[Tensor, ...]] = []
+    passed: list[tuple[Tensor, ...]] = []
+    values: tuple[Tensor, ...] = (x,)
     for k in range(len(chain.atoms)):
-        received.append(value.detach().requires_grad_(k > 0))
-        result, _ = chain.run(received[-1], k, k + 1)
-        assert result is not None
-        value = result
-        passed.append(value)
-    (gradient,) = torch.autograd.grad(head(value), value)
+        received.append(tuple(value.detach().requires_grad_(k > 0) for value in values))
+        values, _ = chain.run(received[-1], k, k + 1)
+        passed.append(values)
+    gradients: list[Tensor | None] = list(torch.autograd.grad(head(*values), values))
     for k in reversed(range(len(passed))):
-        if passed[k].requires_grad:
-            passed[k].backward(gradient)
-        if k:
-            last = received[k].grad
-            assert last is not None
-            gradient = last
+        pairs = zip(passed[k], gradients, strict=True)
+        pairs = [(value, gradient) for value, gradient in pairs if gradient is not None]
+        torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
+        gradients = [tensor.grad for tensor in received[k]]
 
 
 @pytest.mark.parametrize(("build", "shape", "num_atoms"), NETWORKS)
@@ -143,7 +138,7 @@ def test_atoms_name_all_parameters_and_buffers(
 
 
 class Residual(nn.Module):
-    """Nothing can be cut between the fork and the sum, nor before the in-place ReLU."""
+    """Between the fork and the sum there is one product; the ReLU writes the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,6 +158,34 @@ def test_cuts_spare_skip_connections_and_writes_in_place() -> None:
     assert atoms[1].parameter_names == ("second.weight", "second.bias")
 
 
+class Bottleneck(nn.Module):
+    """Three products beside the skip connection, of which the last is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduce = nn.Linear(4, 2)
+        self.middle = nn.Linear(2, 2)
+        self.expand = nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.reduce(x))
+        y = F.relu(self.middle(y))
+        return self.expand(y).add_(x)  # type: ignore[no-any-return]
+
+
+def test_cuts_between_the_products_of_a_block_pass_on_the_skip_connection_too() -> None:
+    network = nn.Sequential(Bottleneck(), Bottleneck())
+    atoms = atomize(network).atoms
+    block = ["reduce..relu", "middle..relu", "expand..add_"]
+    assert [atom.name for atom in atoms] == [f"{k}.{name}" for k in (0, 1) for name in block]
+    x = torch.randn(3, 4)
+    passed, _ = AtomChain(atoms).run((x,), 0, 2)
+    assert [value.shape for value in passed] == [(3, 4), (3, 2)]
+    assert torch.equal(passed[0], x)
+    (y,), _ = AtomChain(atoms).run(passed, 2, 6)
+    assert torch.equal(y, network(x))
+
+
 def test_a_write_through_a_view_is_joined_with_the_call_that_owns_the_memory() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Dropout(), nn.ReLU(inplace=True))
     assert [len(atom.segments) for atom in atomize(network).atoms] == [4]
@@ -174,7 +197,7 @@ def test_join_atoms_reaches_over_the_boundary_of_two_networks() -> None:
     atoms, places = join_atoms([*first.atoms, *second.atoms])
     assert [len(atom.segments) for atom in atoms] == [1, 2, 1]
     assert places == (OutputRef(0, 0), OutputRef(1, 0), OutputRef(1, 1), OutputRef(2, 0))
-    _, outputs = AtomChain(atoms).run(torch.randn(3, 4), 0, 3)
+    _, outputs = AtomChain(atoms).run((torch.randn(3, 4),), 0, 3)
     assert [(atom, slot) for atom, slot, _ in outputs] == [(1, 0), (2, 0)]
 
 
@@ -204,10 +227,9 @@ def test_a_structured_return_value_is_emitted_where_it_is_computed() -> None:
     expected = network(x)
     cut = atomize(network)
     chain = AtomChain(cut.atoms)
-    value, first = chain.run(x, 0, 1)
-    assert value is not None
-    end, rest = chain.run(value, 1, len(cut.atoms))
-    assert end is None
+    values, first = chain.run((x,), 0, 1)
+    end, rest = chain.run(values, 1, len(cut.atoms))
+    assert end == ()
     tensors = {OutputRef(atom, slot): tensor for atom, slot, tensor in first + rest}
     found = tree_unflatten([tensors[ref] for ref in cut.outputs], cut.output_spec)
     assert (found.name, type(found)) == ("features", Features)
@@ -219,7 +241,7 @@ def test_a_structured_return_value_is_emitted_where_it_is_computed() -> None:
 def test_only_wanted_outputs_are_reported() -> None:
     cut = atomize(Structured())
     _, outputs = AtomChain(cut.atoms, wanted={cut.outputs[0]}).run(
-        torch.randn(3, 4), 0, len(cut.atoms)
+        (torch.randn(3, 4),), 0, len(cut.atoms)
     )
     assert [OutputRef(atom, slot) for atom, slot, _ in outputs] == [cut.outputs[0]]
 
@@ -421,7 +443,7 @@ def test_a_frozen_submodule_keeps_its_mode() -> None:
 def test_a_module_that_passes_on_a_tuple_is_refused_when_it_runs() -> None:
     chain = AtomChain(atomize(nn.Sequential(nn.LSTM(4, 4), nn.Identity())).atoms)
     with pytest.raises(PartitionError, match="passes on a tuple"):
-        chain.run(torch.randn(2, 3, 4), 0, 1)
+        chain.run((torch.randn(2, 3, 4),), 0, 1)
 
 
 def test_a_recurrent_layer_and_what_reads_its_result_are_one_atom() -> None:
@@ -510,8 +532,7 @@ def test_other_modes_are_traced_when_foreign_parameters_are_on_meta() -> None:
         if not name.startswith("stem"):
             torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().to("meta")))
     network.eval()
-    value, _ = chain.run(x, 0, 1)
-    assert value is not None
+    (value,), _ = chain.run((x,), 0, 1)
     assert torch.equal(value, expected)
 
 
@@ -527,4 +548,4 @@ def test_an_error_in_a_network_shows_the_line() -> None:
     with pytest.raises(RuntimeError) as caught:
         run(AtomChain(atomize(Mistaken()).atoms), torch.randn(3, 4))
     assert any("return" not in str(entry.statement) for entry in caught.traceback)
-    assert "v1 = " in str(caught.traceback[-1].statement)
+    assert "v2 = " in str(caught.traceback[-1].statement)

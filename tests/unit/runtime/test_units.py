@@ -96,9 +96,9 @@ def test_what_a_unit_hands_to_the_loss_and_gets() -> None:
     assert units.outputs_of(Action(Op.FORWARD, 1, 0)) == (head,)
     assert units.outputs_of(Action(Op.FORWARD, 0, 3)) == (features,)
     assert units.outputs_of(Action(Op.FORWARD, 1, 3)) == ()
-    spec = units.input_spec(Action(Op.FORWARD, 1, 2))
+    (spec,) = units.input_specs(Action(Op.FORWARD, 1, 2))
     assert spec == TensorSpec((1, 4), torch.float32, requires_grad=True)
-    assert units.input_spec(Action(Op.FORWARD, 1, 3)) is None
+    assert units.input_specs(Action(Op.FORWARD, 1, 3)) == ()
 
 
 def test_outputs_without_a_batch_dimension_need_one_micro_batch() -> None:
