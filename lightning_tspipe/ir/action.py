@@ -17,7 +17,7 @@ A *unit* is one (call, micro-batch); units are numbered ``call * num_microbatche
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from lightning_tspipe.errors import ScheduleError
@@ -64,12 +64,18 @@ class Action:
     stage: int
     unit: int | None = None
     batch: int = 0
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.op.is_rank_wide != (self.unit is None):
             raise ScheduleError(
                 f"{self.op.name} {'takes no' if self.op.is_rank_wide else 'needs a'} unit"
             )
+        # Computed once, since the executor finds everything by its actions.
+        object.__setattr__(self, "_hash", hash((self.op, self.stage, self.unit, self.batch)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __str__(self) -> str:
         unit = "" if self.unit is None else str(self.unit)

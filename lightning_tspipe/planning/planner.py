@@ -36,6 +36,9 @@ _REFINED_ACTIONS = 90_000
 _CAREFUL_ACTIONS = 400
 """Small steps are simulated several times, with as many ways to choose among actions."""
 
+_NUM_PROMISING = 40
+"""Starts that are simulated more than once before the best of each kind are refined."""
+
 _NEAR = 1.05
 """Estimates this close may change places when the real schedule is built."""
 
@@ -141,7 +144,7 @@ class _Planner:
         self._evaluator = Evaluator(wishes.schedule, ahead=wishes.ahead)
 
     def plan(self) -> Plan:
-        found = [scored for scored in self._simulate_starts() if scored.seconds < math.inf]
+        found = self._simulate_starts()
         if self._wishes.schedule != "sequential":
             found = self._refine_best(found)
         fastest = min(map(_seconds, found))
@@ -160,7 +163,7 @@ class _Planner:
         return self._describe(best)
 
     def _simulate_starts(self) -> list[_Scored]:
-        """The best layout of each number of micro-batches, stages and halves; best first."""
+        """Good layouts for each number of micro-batches, stages and halves; best first."""
         spaces = list(self._spaces())
         starts = self._starts(spaces)
         if not starts:
@@ -172,14 +175,28 @@ class _Planner:
         best = math.inf
         for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
             for split in self._wishes.splits(self._workload, space.num_stages):
-                own = _Scored(math.inf, layouts[0], space)
                 for layout in (replace(start, split=split) for start in layouts):
-                    if max(layout.busy) < best:
+                    if not found or max(layout.busy) < best:
                         seconds = self._evaluator.estimate(layout)
-                        own = min(own, _Scored(seconds, layout, space), key=_seconds)
-                best = min(best, own.seconds)
-                found.append(own)
-        return sorted(found, key=_seconds)
+                        best = min(best, seconds)
+                        found.append(_Scored(seconds, layout, space))
+        return self._distinct(sorted(found, key=_seconds))
+
+    def _distinct(self, found: Sequence[_Scored]) -> list[_Scored]:
+        """Look again at the promising ones; of each kind keep the best."""
+        promising = [
+            replace(one, seconds=self._evaluator.estimate(one.layout, self._effort(one.layout)))
+            for one in found[:_NUM_PROMISING]
+        ]
+        kinds: dict[tuple[int, int, frozenset[int]], _Scored] = {}
+        for one in sorted([*promising, *found[_NUM_PROMISING:]], key=_seconds):
+            layout = one.layout
+            kind = layout.num_microbatches, layout.cuts.num_stages, layout.split
+            kinds.setdefault(kind, one)
+        return list(kinds.values())
+
+    def _effort(self, layout: Layout) -> int:
+        return 1 + _CAREFUL_ACTIONS // self._evaluator.num_actions(layout)
 
     @staticmethod
     def _starts(spaces: Sequence[CutSpace]) -> list[tuple[CutSpace, list[Layout]]]:
@@ -227,7 +244,7 @@ class _Planner:
             before = self._evaluator.num_simulated
             # No refinement takes more than a third of the time.
             most = min(budget, _REFINED_ACTIONS // 3) // num_actions
-            refined.append(self._refine(scored, most, effort=1 + _CAREFUL_ACTIONS // num_actions))
+            refined.append(self._refine(scored, most, self._effort(scored.layout)))
             budget -= num_actions * (self._evaluator.num_simulated - before)
         return refined
 

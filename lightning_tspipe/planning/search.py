@@ -20,10 +20,10 @@ from lightning_tspipe.planning.partition import partition
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 
-_MAX_ENUMERATED = 3000
+_MAX_ENUMERATED = 10_000
 """With so many cuts at most, all are priced; else the search starts from balanced ones."""
 
-_MAX_STARTS = 32
+_MAX_STARTS = 100
 _STRIDES = (1, -1, 2, -2, 4, -4)
 
 
@@ -54,14 +54,8 @@ class CutSpace:
             hints: Good layouts for another number of micro-batches: where a search is needed, they
                 are taken instead.
         """
-        found: dict[int, Layout] = {}
-        for cuts in self._candidates(hints):
-            layout = self.layout(cuts)
-            # One for each first cut, so that those that are tried differ.
-            other = found.get(cuts.student[1])
-            if layout.fits and (other is None or _bound(layout) < _bound(other)):
-                found[cuts.student[1]] = layout
-        return sorted(found.values(), key=_bound)[:_MAX_STARTS]
+        layouts = (self.layout(cuts) for cuts in dict.fromkeys(self._candidates(hints)))
+        return sorted((layout for layout in layouts if layout.fits), key=_bound)[:_MAX_STARTS]
 
     def closest(self) -> Layout:
         """A layout that needs little more memory than there is, or none."""

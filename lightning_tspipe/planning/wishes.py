@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import Literal
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.workload import Workload
 
 _NUM_MICROBATCHES = (1, 2, 4, 8)
+_MAX_SUBSETS = 3
+"""With so many stages at most, every choice of stages whose backward is split is tried."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,14 @@ class Wishes:
             return (later if self.split else frozenset(),)
         if self.schedule != "tspipe" or not workload.student.can_split:
             return (frozenset(),)
-        return tuple(dict.fromkeys([frozenset(), later & {num_stages - 1}, later]))
+        if len(later) <= _MAX_SUBSETS:
+            return tuple(
+                frozenset(chosen)
+                for size in range(num_stages)
+                for chosen in combinations(sorted(later), size)
+            )
+        odd = frozenset(range(1, num_stages, 2))
+        return frozenset(), frozenset({num_stages - 1}), odd, later
 
 
 def explicit_cuts(counts: Sequence[int], workload: Workload) -> tuple[int, ...]:

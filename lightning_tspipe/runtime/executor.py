@@ -25,7 +25,7 @@ from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import Receipt, Transport
-from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits, Unit
+from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
 from lightning_tspipe.simulation.timeline import Span
 
 _CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
@@ -198,53 +198,32 @@ class Executor:
         """On the loss rank: one value of one call for the whole batch, detached."""
         parts = [
             self._outputs[step.index, producer][ref]
-            for producer in self._producers(step, call, ref)
+            for producer in step.units[0].producers(call, ref)
         ]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.detach()
-
-    def _producers(self, step: StepContext, call: int, ref: ValueRef) -> list[Action]:
-        """The forwards that made one value of a call, micro-batch after micro-batch."""
-        units = step.units[0]
-        found = []
-        for op in (Op.FORWARD, Op.TEACHER):
-            for index, unit in enumerate(units.units.get(NETWORK_OF[op], ())):  # type: ignore[call-overload]
-                if unit.call != call or not unit.size:
-                    continue
-                layout = step.program.schedule.pipeline.layout(op)
-                for stage in sorted(layout.output_stages):
-                    action = Action(op, stage, index)
-                    if ref in units.outputs_of(action):
-                        found.append(action)
-        return found
 
     def scatter_gradient(
         self, step: StepContext, call: int, gradients: dict[ValueRef, Tensor | None]
     ) -> None:
         """On the loss rank: cut the gradients of a call's outputs into micro-batches."""
-        units = step.units[0]
-        layout = step.program.schedule.pipeline.student
+        ranks = step.program.schedule.pipeline.student.ranks
         offsets = dict.fromkeys(gradients, 0)
-        for index, unit in enumerate(units.units["student"]):
-            if unit.call != call or unit.shapes is None:
-                continue
-            for stage in sorted(layout.output_stages):
-                action = Action(Op.BACKWARD, stage, index)
-                parts: list[Tensor | None] = []
-                local = layout.ranks[stage] == self._rank
-                for ref in units.outputs_of(action):
-                    spec = unit.shapes.outputs[ref]
-                    if not spec.requires_grad:
-                        continue
-                    start, whole = offsets[ref], gradients.get(ref)
-                    stop = offsets[ref] = start + (spec.shape[0] if spec.shape else 0)
-                    if whole is not None:
-                        parts.append(whole if unit.is_only else whole[start:stop])
-                    else:
-                        # Another rank waits for as many tensors as planned.
-                        zeros = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-                        parts.append(None if local else zeros)
-                self._gradients[step.index, action, "loss"] = parts
+        for action, unit, refs in step.units[0].loss_gradients(call):
+            assert unit.shapes is not None
+            parts: list[Tensor | None] = []
+            for ref in refs:
+                spec = unit.shapes.outputs[ref]
+                start, whole = offsets.get(ref, 0), gradients.get(ref)
+                stop = offsets[ref] = start + (spec.shape[0] if spec.shape else 0)
+                if whole is not None:
+                    parts.append(whole if unit.is_only else whole[start:stop])
+                elif ranks[action.stage] == self._rank:
+                    parts.append(None)
+                else:
+                    # Another rank waits for as many tensors as planned.
+                    parts.append(torch.zeros(spec.shape, dtype=spec.dtype, device=self._device))
+            self._gradients[step.index, action, "loss"] = parts
 
     def finish(self, step: StepContext) -> None:
         """The step is over: forget what belongs to it."""
@@ -274,12 +253,7 @@ class Executor:
         whole = step.inputs[action.batch][unit.call]
         if unit.is_only:
             return whole
-        siblings: tuple[Unit, ...] = step.units[action.batch].units[NETWORK_OF[action.op]]  # type: ignore[index]
-        start = 0
-        for other in siblings:
-            if other.call == unit.call and other.microbatch < unit.microbatch:
-                start += other.size
-        return whole[start : start + unit.size]
+        return whole[unit.start : unit.start + unit.size]
 
     def _take_inputs(self, step: StepContext, action: Action) -> tuple[Tensors, bool]:
         """What the forward gets, and whether its memory came from the transport."""

@@ -219,9 +219,7 @@ class ChainNetwork:
         outputs: dict[ValueRef, TensorSpec] = {}
         with swap.TensorSwap(self._modules, make)(), swap.random_stream(None):
             with fake:
-                values: Tensors = (
-                    torch.empty(spec.shape, dtype=spec.dtype, device=self._device),
-                )
+                values: Tensors = (torch.empty(spec.shape, dtype=spec.dtype, device=self._device),)
             with fake, context():
                 boundaries[0] = (spec,)
                 for atom in range(end):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -38,6 +38,7 @@ class Unit:
     Attributes:
         call: Index into the step's calls.
         microbatch: Index within the call.
+        start: Samples of the call in the micro-batches before.
         size: Samples; 0 for a micro-batch that a small batch leaves empty.
         end: One after the last atom that it goes through.
         grad: Whether it has a backward.
@@ -47,6 +48,7 @@ class Unit:
 
     call: int
     microbatch: int
+    start: int
     size: int
     end: int
     grad: bool
@@ -82,6 +84,8 @@ class StepUnits:
         self.inputs = tuple(inputs)
         self._spans: dict[Action, tuple[int, int]] = {}
         self._payloads: dict[Message, tuple[TensorSpec, ...]] = {}
+        self._outputs: dict[Action, tuple[ValueRef, ...]] = {}
+        self._producers: dict[tuple[int, ValueRef], tuple[Action, ...]] = {}
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
             name: tuple(
                 unit
@@ -111,6 +115,7 @@ class StepUnits:
                 Unit(
                     index,
                     microbatch,
+                    sum(sizes[:microbatch]),
                     size,
                     network.end_of(call.num_links),
                     call.grad,
@@ -150,6 +155,12 @@ class StepUnits:
 
     def outputs_of(self, action: Action) -> tuple[ValueRef, ...]:
         """The values that a forward hands to the loss, in a fixed order."""
+        known = self._outputs.get(action)
+        if known is None:
+            known = self._outputs[action] = self._find_outputs(action)
+        return known
+
+    def _find_outputs(self, action: Action) -> tuple[ValueRef, ...]:
         unit = self.of(action)
         first, last = self.span(action)
         if unit.shapes is None or first >= last:
@@ -158,6 +169,35 @@ class StepUnits:
         return tuple(
             ref for ref in network.outputs_between(first, last) if ref in unit.shapes.outputs
         )
+
+    def producers(self, call: int, ref: ValueRef) -> tuple[Action, ...]:
+        """The forwards that make one value of a call, micro-batch after micro-batch."""
+        known = self._producers.get((call, ref))
+        if known is None:
+            known = self._producers[call, ref] = tuple(
+                action for action in self._forwards_of(call) if ref in self.outputs_of(action)
+            )
+        return known
+
+    def _forwards_of(self, call: int) -> Iterator[Action]:
+        name = self._plan.calls[call].network
+        op = Op.TEACHER if name == "teacher" else Op.FORWARD
+        for index, unit in enumerate(self.units[name]):
+            if unit.call == call:
+                for stage in range(len(self._cuts[name]) - 1):
+                    yield Action(op, stage, index)
+
+    def loss_gradients(self, call: int) -> tuple[tuple[Action, Unit, tuple[ValueRef, ...]], ...]:
+        """The backwards that get gradients of one call's outputs, and of which."""
+        found = []
+        for action in self._forwards_of(call):
+            unit = self.of(action)
+            if unit.shapes is None or not self.outputs_of(action):
+                continue
+            outputs = unit.shapes.outputs
+            refs = tuple(ref for ref in self.outputs_of(action) if outputs[ref].requires_grad)
+            found.append((Action(Op.BACKWARD, action.stage, action.unit), unit, refs))
+        return tuple(found)
 
     def input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
         """What a forward gets."""

@@ -69,8 +69,7 @@ def run_staged(chain: AtomChain, x: Tensor, head: Callable[[Tensor], Tensor]) ->
         passed.append(values)
     gradients: list[Tensor | None] = list(torch.autograd.grad(head(*values), values))
     for k in reversed(range(len(passed))):
-        pairs = zip(passed[k], gradients, strict=True)
-        pairs = [(value, gradient) for value, gradient in pairs if gradient is not None]
+        pairs = [(v, g) for v, g in zip(passed[k], gradients, strict=True) if g is not None]
         torch.autograd.backward([value for value, _ in pairs], [grad for _, grad in pairs])
         gradients = [tensor.grad for tensor in received[k]]
 
