@@ -45,6 +45,7 @@ _HEAD = struct.Struct("<BBHq")
 _NEW, _MESSAGE, _FREE, _OBJECT, _LONG_OBJECT = range(5)
 _PACKET = 1 << 16
 _MAX_INLINE = 1 << 15
+_SPIN_SECONDS = 3e-4
 _SMALLEST = 1 << 12
 _EMPTY = -1
 """Stands for the buffer of a tensor without elements."""
@@ -73,6 +74,9 @@ class SharedMemoryTransport(Transport):
         self.num_ranks = len(ranks)
         self.rank = list(ranks).index(dist.get_rank())
         self._timeout = timeout.total_seconds()
+        # Not where ranks share cores: another one could use the time.
+        enough_cores = self.num_ranks <= len(os.sched_getaffinity(0))
+        self._spin_seconds = _SPIN_SECONDS if enough_cores else 0.0
         sockets = _connect(ranks, self.rank, timeout)
         self._peers = {rank: _Peer(end) for rank, end in sockets.items()}
         self._poll = select.poll()
@@ -233,8 +237,8 @@ class SharedMemoryTransport(Transport):
         """Read until ``done``."""
         if done():
             return
-        self._read_available()
         deadline = None
+        self._spin(done)
         while not done():
             if deadline is None:
                 deadline = time.monotonic() + self._timeout
@@ -246,6 +250,13 @@ class SharedMemoryTransport(Transport):
             if left <= 0:
                 raise self._failure(verb, source, f"nothing within {self._timeout:.0f} s")
             self._read_available(milliseconds=1000 * left + 1)
+
+    def _spin(self, done: Callable[[], bool]) -> None:
+        """Look for a short while: often less time than falling asleep and waking up takes."""
+        until = time.perf_counter() + self._spin_seconds
+        self._read_available()
+        while not done() and time.perf_counter() < until:
+            self._read_available()
 
     def _read_available(self, milliseconds: float = 0) -> None:
         for file, _ in self._poll.poll(milliseconds):
