@@ -16,10 +16,13 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.context import ForkServerContext
 from typing import TypeVar
 
-from benchmarks.throughput.crew import Crew, MethodError
+from benchmarks.crews.crew import Crew, MethodError
+from benchmarks.crews.job import Job
 from benchmarks.throughput.entries import Entry
 from benchmarks.throughput.figures import Result
-from benchmarks.throughput.job import Job
+
+PROGRAM = "benchmarks.throughput.methods"
+"""What the processes run."""
 
 T = TypeVar("T")
 
@@ -78,6 +81,7 @@ class Contest:
 
     def _job(self, entry: Entry) -> Job:
         return Job(
+            program=PROGRAM,
             workload=self.workload,
             method=entry.method,
             options=entry.options,

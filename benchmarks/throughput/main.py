@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.throughput.contest import Contest, Length
-from benchmarks.throughput.crew import worker_context
+from benchmarks.crews.crew import worker_context
+from benchmarks.throughput.contest import PROGRAM, Contest, Length
 from benchmarks.throughput.entries import comparison, overhead, single_device
 from benchmarks.throughput.figures import (
     comparison_figures,
@@ -67,7 +67,7 @@ def _measure(options: argparse.Namespace) -> Report:
     default = QUICK if options.quick else FULL
     length = Length(options.rounds or default.num_rounds, options.steps or default.num_steps)
     sizes = QUICK_BATCH_SIZES if options.quick else BATCH_SIZES
-    context = worker_context()
+    context = worker_context(PROGRAM)
     report = Report()
     for workload in options.workloads:
         entries = comparison(num_microbatches=(1, 2) if options.quick else (1, 2, 4))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmarks.throughput.messages import Bytes
+from benchmarks.crews.messages import Bytes
 
 COUNT_AT = 3
 """The optimizer step after which memory is counted: by then all of it is allocated."""

@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.throughput.gate import Gate, GatedLoader
-from benchmarks.throughput.job import Job
+from benchmarks.crews.gate import Gate, GatedLoader
+from benchmarks.crews.job import Job
 from benchmarks.throughput.memory import count_at_step
 from benchmarks.throughput.tiny import TINY, HalfOfTiny
 from benchmarks.throughput.torch_gpipe import train_torch_gpipe

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import json
-import os
-import platform
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from benchmarks.environment import environment_of
 from benchmarks.throughput.figures import Result, rows_of
 from benchmarks.throughput.table import figures_table, table
 
@@ -47,47 +42,22 @@ class Report:
     @property
     def text(self) -> str:
         """The tables, and what they were measured on."""
-        environment = environment_of(self.background)
+        environment = self._environment
         facts = "\n".join(f"{name}: {value}" for name, value in environment.items())
         return f"{table(self.rows)}\n\n{figures_table(self.figures)}\n\n{facts}"
+
+    @property
+    def _environment(self) -> dict[str, object]:
+        waiting = round(self.background, 4)
+        return {**environment_of(PACKAGES), "cores_used_by_waiting_methods": waiting}
 
     def write(self, path: Path) -> None:
         """Write the JSON to ``path`` and the text beside it."""
         content = {
-            "environment": environment_of(self.background),
+            "environment": self._environment,
             "figures": self.figures,
             "rows": self.rows,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n")
         path.with_suffix(".txt").write_text(self.text + "\n")
-
-
-def environment_of(background: float) -> dict[str, object]:
-    """Machine, versions, date and command."""
-    return {
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "threads_per_process": 1,
-        "python": platform.python_version(),
-        **{package: _version(package) for package in PACKAGES},
-        "date": dt.datetime.now(tz=dt.UTC).date().isoformat(),
-        "command": f"python {shlex.join(sys.argv)}",
-        "cores_used_by_waiting_methods": round(background, 4),
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

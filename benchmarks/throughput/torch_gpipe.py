@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torchvision.models import ResNet, VisionTransformer
 from typing_extensions import override
 
-from benchmarks.throughput.gate import Batch, GatedLoader
-from benchmarks.throughput.job import Job
+from benchmarks.crews.gate import Batch, GatedLoader
+from benchmarks.crews.job import Job
 from benchmarks.throughput.memory import count_at_step
 from benchmarks.throughput.workloads import (
     WORKLOADS,

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -138,24 +138,17 @@ class _Walk:
                 f"the network cannot run {len(self._inputs)} samples or fewer in its present "
                 "modes; use larger batches"
             )
-        memory = _memory(self._atoms, self._inputs[: min(self._sizes)].clone(), wanted)
-        joined = _joined(self._atoms)
+        sample = self._inputs[: min(self._sizes)].clone()
         return [
-            AtomProfile(
-                name=atom.name,
+            replace(
+                record,
                 forward=self._runnable(times.forward),
                 backward=self._runnable(times.backward),
                 input_backward=self._runnable(times.input_backward),
                 weight_backward=self._runnable(times.weight_backward),
-                output_bytes_per_sample=size.output,
-                activation_bytes_per_sample=size.saved,
-                parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
-                trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
-                result_bytes_per_sample=size.results,
-                joined=index in joined,
             )
-            for index, (atom, times, size) in enumerate(
-                zip(self._atoms, self._times, memory, strict=True)
+            for record, times in zip(
+                weigh_atoms(self._atoms, sample, wanted), self._times, strict=True
             )
         ]
 
@@ -212,6 +205,32 @@ def _time_halves(atom: Atom, received: Tensors) -> tuple[float, float] | None:
     return first, clock.lap()
 
 
+def weigh_atoms(
+    atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | None
+) -> list[AtomProfile]:
+    """Profiles without times: only names and bytes; also of a network on the meta device.
+
+    Args:
+        atoms: The chain.
+        x: What the first atom gets, shape (batch, ...).
+        wanted: The outputs that the loss gets; None stands for all.
+    """
+    joined = _joined(atoms)
+    return [
+        AtomProfile(
+            name=atom.name,
+            forward={},
+            output_bytes_per_sample=size.output,
+            activation_bytes_per_sample=size.saved,
+            parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
+            trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
+            result_bytes_per_sample=size.results,
+            joined=index in joined,
+        )
+        for index, (atom, size) in enumerate(zip(atoms, _memory(atoms, x, wanted), strict=True))
+    ]
+
+
 class _Bytes(NamedTuple):
     """Bytes per sample that an atom passes on, keeps for its backward, and sends to the loss."""
 
@@ -221,9 +240,9 @@ class _Bytes(NamedTuple):
 
 
 def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | None) -> list[_Bytes]:
-    """Bytes per sample of each atom."""
+    """Bytes per sample of each atom; also on the meta device."""
     size = len(x)
-    counted = {tensor.untyped_storage().data_ptr() for tensor in _state(atoms)}
+    counted = {_storage(tensor) for tensor in _state(atoms)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
     found: list[_Bytes] = []
@@ -237,7 +256,7 @@ def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | No
         with saved_tensors_hooks(pack, lambda nothing: nothing):
             passed, emitted = atom(*received)
         alive += [received, passed, emitted, *saved]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+        storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
         kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
         counted |= storages.keys()
         saved.clear()
@@ -250,6 +269,11 @@ def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | No
         found.append(_Bytes(*(math.ceil(amount / size) for amount in amounts)))
         received = _cut_off(passed)
     return found
+
+
+def _storage(tensor: Tensor) -> int:
+    # Not its address, which on the meta device is always 0.
+    return tensor.untyped_storage()._cdata  # noqa: SLF001
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

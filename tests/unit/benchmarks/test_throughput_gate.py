@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from benchmarks.throughput.gate import Batch, Gate, GatedLoader
-from benchmarks.throughput.messages import Asks, Bytes, Weighs
+from benchmarks.crews.gate import Batch, Gate, GatedLoader
+from benchmarks.crews.messages import Asks, Bytes, Weighs
 
 SECONDS = 10.0
 

@@ -10,8 +10,9 @@ class Job:
     """One process of one method.
 
     Attributes:
+        program: The module whose function ``train(job, connection)`` a process runs.
         workload: Name of the workload.
-        method: Name of the method, see ``methods.METHODS``.
+        method: Name of the method, see ``the program``.
         options: The method's options, as pairs so that jobs can be compared and hashed.
         batch_size: Images of one step, over all ranks.
         num_ranks: Processes of this method.
@@ -19,6 +20,7 @@ class Job:
         port: A free TCP port for them to meet.
     """
 
+    program: str
     workload: str
     method: str
     options: tuple[tuple[str, int | float | str], ...]

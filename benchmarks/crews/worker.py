@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import threading
@@ -11,8 +12,8 @@ from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from benchmarks.throughput.job import Job
-from benchmarks.throughput.messages import Failed
+from benchmarks.crews.job import Job
+from benchmarks.crews.messages import Failed
 
 
 def work(job: Job, connection: Connection, log: Path) -> None:
@@ -23,9 +24,7 @@ def work(job: Job, connection: Connection, log: Path) -> None:
     warnings.simplefilter("ignore")
     try:
         # Not at the top: the coordinator imports this module too, and has no use for torch.
-        from benchmarks.throughput.methods import train  # noqa: PLC0415
-
-        train(job, connection)
+        importlib.import_module(job.program).train(job, connection)
         connection.send(Failed("the loader came to its end"))
     except BaseException:  # noqa: BLE001 (whatever it was, it is reported and ends here)
         connection.send(Failed(traceback.format_exc()))

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from benchmarks.throughput.job import Job
-from benchmarks.throughput.messages import Asks, Failed, Message, Weighs
-from benchmarks.throughput.worker import work
+from benchmarks.crews.job import Job
+from benchmarks.crews.messages import Asks, Failed, Message, Weighs
+from benchmarks.crews.worker import work
 
 NUM_WARMUP_STEPS = 2
 """Untimed steps at the start of each turn: caches, and a pipeline that has to fill again."""
@@ -39,10 +39,14 @@ class _Member:
     log: Path
 
 
-def worker_context() -> ForkServerContext:
-    """Processes forked from one that has imported everything: quick to start, and they share it."""
+def worker_context(program: str) -> ForkServerContext:
+    """Processes forked from one that has imported everything: quick to start, and they share it.
+
+    Args:
+        program: The module that the jobs run.
+    """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.throughput.methods"])
+    context.set_forkserver_preload([program])
     return context
 
 
@@ -63,7 +67,7 @@ class Crew:
         self._context = context
         self._members: list[_Member] = []
         self._askers: set[int] = set()
-        self._folder = tempfile.TemporaryDirectory(prefix="throughput-")
+        self._folder = tempfile.TemporaryDirectory(prefix="crew-")
 
     def __enter__(self) -> Self:
         return self

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 
 from torch import Tensor
 
-from benchmarks.throughput.messages import Asks, Bytes, Weighs
+from benchmarks.crews.messages import Asks, Bytes, Weighs
 
 Batch = tuple[Tensor, ...]
 

@@ -1,0 +1,50 @@
+"""The emulated world: a step's costs, made as long and as light as the machine can carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.step_profile import StepProfile
+
+_KINDS = ("forward", "backward", "input_backward", "weight_backward")
+_BYTES = ("output_bytes_per_sample", "result_bytes_per_sample")
+
+
+def work_seconds(profile: StepProfile) -> float:
+    """Seconds that one device needs for a step: all forwards and backwards of both networks."""
+    own, other = profile.num_calls
+    samples = profile.batch_sizes[0]
+    seconds = own * sum(profile.student.sums(kind, samples)[-1] for kind in ("forward", "backward"))
+    if profile.teacher is not None:
+        seconds += other * profile.teacher.sums("forward", samples)[-1]
+    return seconds
+
+
+def emulated(profile: StepProfile, seconds: float, fraction: float) -> StepProfile:
+    """The same proportions at another size.
+
+    Args:
+        profile: A step, priced for the real device.
+        seconds: What :func:`work_seconds` shall be.
+        fraction: Of the bytes that travel between stages.
+    """
+    factor = seconds / work_seconds(profile)
+
+    def atom(real: AtomProfile) -> AtomProfile:
+        times = {
+            kind: {size: factor * time for size, time in getattr(real, kind).items()}
+            for kind in _KINDS
+        }
+        sizes = {name: round(fraction * getattr(real, name)) for name in _BYTES}
+        return replace(real, **times, **sizes)
+
+    def network(real: NetworkProfile) -> NetworkProfile:
+        return NetworkProfile(tuple(map(atom, real.atoms)))
+
+    return replace(
+        profile,
+        student=network(profile.student),
+        teacher=None if profile.teacher is None else network(profile.teacher),
+        input_bytes_per_sample=4,
+    )
