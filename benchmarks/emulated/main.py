@@ -21,14 +21,14 @@ from benchmarks.crews.crew import Crew, MethodError, worker_context
 from benchmarks.crews.job import Job
 from benchmarks.emulated.outcome import Outcome, Report
 from benchmarks.emulated.rows import ROWS, Row
-from benchmarks.emulated.world import emulated, work_seconds
+from benchmarks.emulated.world import ACTION_SECONDS, emulated, work_seconds
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 
 PROGRAM = "benchmarks.emulated.training"
 DEVICES = (8, 16)
 BATCH_SIZE = 256
-STEP_SECONDS = 1.5
+STEP_SECONDS = 2.0
 """What a step takes if no device ever waits."""
 FRACTION = 1 / 64
 """Of the real bytes that travel between stages: two cores copy for all devices."""
@@ -39,8 +39,6 @@ STEPS = {"tspipe": 5, "gpipe": 3, "sequential": 1}
 """Timed steps, after two that warm up; one at a time nothing varies."""
 LINK = (4e-4, 2e9)
 """Seconds of latency and bytes per second between two processes of this machine."""
-ACTION_SECONDS = 3e-4
-"""What the executor needs for an action while as many processes as there are share the cores."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,12 +79,12 @@ def _emulate(row: Row, num_devices: int, context: ForkServerContext) -> Outcome:
     outcome = Outcome(row, num_devices, work_seconds(profile))
     with TemporaryDirectory(prefix="emulated-") as name:
         folder = Path(name)
-        (folder / "profile.json").write_text(profile.to_json(), encoding="utf-8")
         for method in METHODS:
             plan = _plan(profile, num_devices, method)
-            (folder / f"{method}.json").write_text(plan.to_json(), encoding="utf-8")
+            file = folder / f"{method}.json"
+            file.write_text(plan.to_json(), encoding="utf-8")
             try:
-                seconds = _run(method, num_devices, folder, context)
+                seconds = _run(method, num_devices, file, context)
             except MethodError as error:
                 outcome.failures[method] = str(error)
                 print(f"[{row.name}] {method} FAILED: {error}", file=sys.stderr)
@@ -136,13 +134,13 @@ def _plan(profile: StepProfile, num_devices: int, method: str) -> Plan:
     return min(plans, key=lambda plan: plan.step_seconds)
 
 
-def _run(method: str, num_devices: int, folder: Path, context: ForkServerContext) -> float:
+def _run(method: str, num_devices: int, plan: Path, context: ForkServerContext) -> float:
     """Seconds per step."""
     job = Job(
         program=PROGRAM,
         workload="emulated",
         method=method,
-        options=(("folder", str(folder)),),
+        options=(("plan", str(plan)),),
         batch_size=BATCH_SIZE,
         num_ranks=num_devices,
         rank=0,

@@ -1,6 +1,6 @@
 """Modules that take the time of real ones, by sleeping, and pass on as many bytes.
 
-One atom of a network is one :class:`SleepingAtom`. Its parts of the backward sleep where the real
+One stage of a pipeline is one :class:`SleepingStage`. Its parts of the backward sleep where the real
 ones would work, so that whole backwards and halves of them both run as they are::
 
     x ─► InputHalf ─────┐
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from typing_extensions import override
 
-from lightning_tspipe.planning.profile import AtomProfile, seconds_at
+from lightning_tspipe.simulation.cost import StageCost
 
 _FLOAT_BYTES = 4
 
@@ -61,7 +61,7 @@ class _Half(Function):
 
 
 class Linear(Function):
-    """The forward of an atom. Named so that the backward is split here, as at a real product."""
+    """The forward of a stage. Named so that the backward is split here, as at a real product."""
 
     @staticmethod
     @override
@@ -79,38 +79,35 @@ class Linear(Function):
         return zero.expand(x), zero.expand(weight), None, None
 
 
-class SleepingAtom(nn.Module):
-    """Takes the time of one atom.
+class SleepingStage(nn.Module):
+    """Takes the time of one stage.
 
     Args:
-        profile: What the atom costs.
+        cost: What a unit costs, without what the executor adds.
         num_weights: Length of the stand-in for its parameters.
     """
 
-    def __init__(self, profile: AtomProfile, num_weights: int = 1) -> None:
+    def __init__(self, cost: StageCost, num_weights: int) -> None:
         super().__init__()
-        self._profile = profile
-        self._width = max(1, round(profile.output_bytes_per_sample / _FLOAT_BYTES))
-        is_trained = bool(profile.trainable_bytes)
-        self.weight = nn.Parameter(torch.zeros(num_weights), requires_grad=is_trained)
+        self._cost = cost
+        self.weight = nn.Parameter(torch.zeros(num_weights))
 
     @override
     def forward(self, x: Tensor) -> Tensor:
         """Sleep.
 
         Args:
-            x: Shape (batch, any width).
+            x: Shape (samples of a unit, any width).
 
         Returns:
-            Zeros, shape (batch, width of this atom).
+            Zeros, shape (samples, width), as many bytes as the stage passes on.
         """
-        forward, inputs, weights = (
-            seconds_at(times, len(x))
-            for times in (
-                self._profile.forward,
-                self._profile.input_backward,
-                self._profile.weight_backward,
-            )
-        )
-        x, weight = _Half.apply(x, inputs), _Half.apply(self.weight, weights)  # type: ignore[no-untyped-call]
-        return Linear.apply(x, weight, self._width, forward)  # type: ignore[no-untyped-call, no-any-return]
+        cost = self._cost
+        width = max(1, round(cost.output_bytes / _FLOAT_BYTES / len(x)))
+        # A first stage has no gradient to pass on, and its whole backward is the weights'.
+        weights = cost.weight_backward if x.requires_grad else cost.backward
+        # Whoever only asks for shapes gets them at once.
+        forward = cost.forward if type(x) is Tensor else 0.0
+        x = _Half.apply(x, cost.input_backward)  # type: ignore[no-untyped-call]
+        weight = _Half.apply(self.weight, weights)  # type: ignore[no-untyped-call]
+        return Linear.apply(x, weight, width, forward)  # type: ignore[no-untyped-call, no-any-return]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from lightly.models.utils import update_momentum
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
@@ -13,10 +16,11 @@ from typing_extensions import override
 
 from benchmarks.crews.gate import Gate, GatedLoader
 from benchmarks.crews.job import Job
-from benchmarks.emulated.sleeping import SleepingAtom
+from benchmarks.emulated.sleeping import SleepingStage
+from benchmarks.emulated.world import ACTION_SECONDS
 from lightning_tspipe import TSPipeStrategy
-from lightning_tspipe.planning.profile import NetworkProfile
-from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.simulation.cost import StageCost
 
 NUM_BATCHES = 4
 
@@ -27,14 +31,11 @@ def train(job: Job, connection: Connection) -> None:
     torch.manual_seed(0)
     gate = Gate(connection)
     gate.listen()
-    options = dict(job.options)
-    folder = Path(str(options["folder"]))
-    profile = StepProfile.from_json((folder / "profile.json").read_text(encoding="utf-8"))
-    module = Emulated(profile)
-    views = tuple(torch.zeros(job.batch_size, 1) for _ in range(profile.num_calls[0]))
+    plan = Plan.from_json(Path(str(dict(job.options)["plan"])).read_text(encoding="utf-8"))
+    views = tuple(torch.zeros(job.batch_size, 1) for _ in range(plan.pipeline.student.num_calls))
     trainer = Trainer(
         accelerator="cpu",
-        strategy=TSPipeStrategy(plan=folder / f"{job.method}.json"),
+        strategy=TSPipeStrategy(plan=one_atom_per_stage(plan)),
         devices=job.num_ranks,
         max_epochs=1,
         logger=False,
@@ -42,32 +43,41 @@ def train(job: Job, connection: Connection) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, GatedLoader(gate, [views] * NUM_BATCHES))
+    trainer.fit(Emulated(plan), GatedLoader(gate, [views] * NUM_BATCHES))
+
+
+def one_atom_per_stage(plan: Plan) -> Plan:
+    """The same plan for networks whose stages are single modules."""
+    cuts = {
+        f"{name}_cuts": tuple(range(layout.num_stages + 1))
+        for name, layout in (("student", plan.pipeline.student), ("teacher", plan.pipeline.teacher))
+        if layout is not None
+    }
+    return replace(plan, **cuts)
 
 
 class Emulated(LightningModule):
     """A teacher and a student that sleep.
 
     Args:
-        profile: What they cost, in emulated seconds and bytes.
+        plan: Who holds what, and what it costs; as in its costs, each action's time includes
+            :data:`ACTION_SECONDS` for the executor, which here takes its own time.
     """
 
-    def __init__(self, profile: StepProfile) -> None:
+    def __init__(self, plan: Plan) -> None:
         super().__init__()
-        assert profile.teacher is not None
-        self._is_paired = profile.paired
-        self.student = _network(profile.student, 1)
+        student, teacher = plan.pipeline.student, plan.pipeline.teacher
+        assert teacher is not None
+        self._is_paired = student.ranks[: teacher.num_stages] == teacher.ranks
+        self.student = _network(plan.costs.student, 1)
         # Weights of another length keep a teacher that has no pair from being taken for one.
-        num_weights = 1 if profile.paired else 2
-        self.teacher = _network(profile.teacher, num_weights)
+        self.teacher = _network(plan.costs.teacher, 1 if self._is_paired else 2)
         self.teacher.requires_grad_(requires_grad=False)
 
     @override
     def training_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> Tensor:
         if self._is_paired:
-            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=False)
-            for mean, weight in pairs:
-                mean.data = mean.data * 0.99 + weight.data * 0.01
+            update_momentum(self.student, self.teacher, 0.99)
         predictions = [self.student(view) for view in batch]
         with torch.no_grad():
             targets = [self.teacher(view) for view in batch]
@@ -79,5 +89,13 @@ class Emulated(LightningModule):
         return SGD(self.student.parameters(), lr=0.01)
 
 
-def _network(profile: NetworkProfile, num_weights: int) -> nn.Sequential:
-    return nn.Sequential(*(SleepingAtom(atom, num_weights) for atom in profile.atoms))
+def _network(costs: Sequence[StageCost], num_weights: int) -> nn.Sequential:
+    return nn.Sequential(*(SleepingStage(_without_overhead(cost), num_weights) for cost in costs))
+
+
+def _without_overhead(cost: StageCost) -> StageCost:
+    times = {
+        name: max(0.0, getattr(cost, name) - ACTION_SECONDS)
+        for name in ("forward", "backward", "input_backward", "weight_backward")
+    }
+    return replace(cost, **times)

@@ -7,6 +7,9 @@ from dataclasses import replace
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 
+ACTION_SECONDS = 3e-4
+"""What the executor needs for an action while as many processes as there are share the cores."""
+
 _KINDS = ("forward", "backward", "input_backward", "weight_backward")
 _BYTES = ("output_bytes_per_sample", "result_bytes_per_sample")
 
