@@ -1,7 +1,7 @@
 """Modules that take the time of real ones, by sleeping, and pass on as many bytes.
 
-One stage of a pipeline is one :class:`SleepingStage`. Its parts of the backward sleep where the real
-ones would work, so that whole backwards and halves of them both run as they are::
+One stage of a pipeline is one :class:`SleepingStage`. Its parts of the backward sleep where the
+real ones would work, so that whole backwards and halves of them both run as they are::
 
     x ─► InputHalf ─────┐
                         ├─► Linear (sleeps in the forward) ─► output
