@@ -44,6 +44,7 @@ format: env
 bench: env
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/throughput/main.py --quick --json runs/bench/throughput.json
+	$(BIN)/python benchmarks/emulated/main.py --quick --json runs/bench/emulated.json
 
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

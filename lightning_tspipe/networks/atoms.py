@@ -1,6 +1,6 @@
 """Networks as chains of atoms: the smallest parts that can be placed on a device.
 
-An atom takes one tensor and passes one on, so that a cut never breaks a skip connection (see
+An atom takes and passes on whatever is still needed, so that a cut breaks no skip connection (see
 ``cuts``). Atoms run the network's own submodules and parameters; names never change.
 """
 

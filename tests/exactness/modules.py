@@ -31,17 +31,18 @@ def encoder(norm: str, *heads: nn.Module) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """A transformer's block without attention: fx finds where it may be cut."""
+    """A transformer's block without attention: cuts inside the MLP pass on two tensors."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.mix, self.mlp = nn.Linear(width, width), nn.Linear(width, width)
+        self.mix = nn.Linear(width, width)
+        self.mlp, self.out = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens (n, t, width) to the same."""
         x = x + self.mix(self.norm1(x)).mean(1, keepdim=True)
-        return x + F.gelu(self.mlp(self.norm2(x)))
+        return x + self.out(F.gelu(self.mlp(self.norm2(x))))
 
 
 class Tokens(nn.Module):
