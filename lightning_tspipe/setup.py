@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,29 +12,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
-from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.profiling import is_paired, profile_step
 from lightning_tspipe.runtime.engine import Captured, Engine
-from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.cost import CostTable
 
 log = logging.getLogger("lightning_tspipe")
 
-_SIZES = (1, 2, 4, 8)
-_PROFILE_SECONDS = 30.0
+_MICROBATCHES = (1, 2, 4, 8)
 _HOST_LINK = (1.5e-4, 4.0e9)
 _ACTION_SECONDS = 1.0e-4
-_UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -67,6 +61,13 @@ class SetupOptions:
                 f"partition={self.partition!r}: 'auto', or the number of atoms of each stage"
             )
         parse_bytes(self.memory_limit)
+
+    @property
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """Numbers of micro-batches whose sizes are worth measuring."""
+        if self.num_microbatches != "auto":
+            return (self.num_microbatches,)
+        return (1,) if self.schedule == "sequential" else _MICROBATCHES
 
 
 def parse_bytes(amount: int | str | None) -> int | None:
@@ -276,7 +277,7 @@ def _decide(
     partition = options.partition
     if isinstance(partition, Mapping):
         return _by_hand(partition, captured, options, num_ranks, paired=paired)
-    profile = profile_step(captured, options, device, optimizers)
+    profile = profile_step(captured, device, optimizers, options.microbatch_counts)
     decided = profile.plan(
         num_ranks,
         memory_limit=_memory_limit(options, device),
@@ -289,38 +290,6 @@ def _decide(
         action_overhead=_ACTION_SECONDS,
     )
     return decided.placement, decided.costs, str(decided)
-
-
-def profile_step(
-    captured: Captured,
-    options: SetupOptions,
-    device: torch.device,
-    optimizers: Sequence[torch.optim.Optimizer],
-) -> StepProfile:
-    """Measure the networks of a step on this device."""
-    plan, networks = captured.plan, captured.networks
-    profiles = _profile(plan, networks, options, device)
-    teacher = networks.get("teacher")
-    return StepProfile(
-        student=profiles["student"],
-        teacher=profiles.get("teacher"),
-        num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
-        batch_sizes=tuple(plan.calls[i].input.shape[0] for i in plan.calls_of("student")),
-        paired=teacher is not None and is_paired(networks["student"], teacher),
-        optimizer_bytes_per_parameter_byte=_optimizer_bytes(optimizers),
-        input_bytes_per_sample=_bytes_per_sample(plan.calls[0].input),
-        update_seconds_per_byte=_UPDATE_SECONDS_PER_BYTE,
-    )
-
-
-def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
-    """Whether the teacher is built like the beginning of the student, atom by atom."""
-    if len(teacher.atoms) > len(student.atoms):
-        return False
-    return all(
-        teacher.parameter_shapes(atom) == student.parameter_shapes(atom)
-        for atom in range(len(teacher.atoms))
-    )
 
 
 def _by_hand(
@@ -355,46 +324,6 @@ def _by_hand(
     return placement, None, f"partition by hand: {cuts}"
 
 
-def _profile(
-    plan: StepPlan,
-    networks: Mapping[NetworkName, ChainNetwork],
-    options: SetupOptions,
-    device: torch.device,
-) -> dict[NetworkName, NetworkProfile]:
-    profiles: dict[NetworkName, NetworkProfile] = {}
-    for name, network in networks.items():
-        calls = [plan.calls[i] for i in plan.calls_of(name)]
-        spec = max((call.input for call in calls), key=lambda spec: math.prod(spec.shape))
-        batch = spec.shape[0]
-        wanted = _SIZES if options.num_microbatches == "auto" else (options.num_microbatches,)
-        if options.schedule == "sequential" and options.num_microbatches == "auto":
-            wanted = (1,)
-        sizes = sorted({max(1, math.ceil(batch / number)) for number in wanted})
-        log.info("measuring the %s at %s samples", name, sizes)
-        records = profile_atoms(
-            network.atoms,
-            _example(spec, device),
-            sizes,
-            trainable=any(call.grad for call in calls),
-            wanted=network.wanted,
-            max_seconds=_PROFILE_SECONDS,
-        )
-        profiles[name] = NetworkProfile(tuple(records))
-    return profiles
-
-
-def _example(spec: TensorSpec, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    if spec.dtype.is_floating_point:
-        values = torch.randn(spec.shape, generator=generator, dtype=torch.float32)
-        return values.to(device, spec.dtype)
-    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-
-
-def _bytes_per_sample(spec: TensorSpec) -> int:
-    return spec.num_bytes // max(1, spec.shape[0])
-
-
 def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
     if options.memory_limit is None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -407,13 +336,3 @@ def _state_limit(options: SetupOptions, profile: StepProfile) -> int | None:
     if not isinstance(limit, float):
         return parse_bytes(limit)
     return int(limit * profile.state_bytes)
-
-
-def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> float:
-    """Bytes of optimizer state per byte of parameters."""
-    if not optimizers:
-        return 0.0
-    group = optimizers[0].param_groups[0]
-    if "betas" in group:
-        return 2.0
-    return 1.0 if group.get("momentum", 1.0) else 0.0

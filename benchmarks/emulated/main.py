@@ -20,6 +20,8 @@ from tempfile import TemporaryDirectory
 from benchmarks.crews.crew import Crew, MethodError, worker_context
 from benchmarks.crews.job import Job
 from benchmarks.emulated.outcome import Outcome, Report
+from benchmarks.emulated.real import BATCH_SIZES, simulated_over_real
+from benchmarks.emulated.real import PROGRAM as PROGRAM_OF_REAL
 from benchmarks.emulated.rows import ROWS, Row
 from benchmarks.emulated.world import ACTION_SECONDS, emulated, work_seconds
 from lightning_tspipe.planning.plan import Plan
@@ -53,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in (row for row in ROWS if row.name in options.models):
         for num_devices in options.devices:
             report.add(_emulate(row, num_devices, context))
+    if options.real:
+        real = worker_context(PROGRAM_OF_REAL)
+        report.real = {name: simulated_over_real(name, real) for name in options.real}
     print(f"measured in {time.monotonic() - start:.0f} s", file=sys.stderr)
     print(report.text)
     if options.json is not None:
@@ -66,10 +71,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one model on 4 devices")
     parser.add_argument("--models", nargs="+", choices=names, default=names)
     parser.add_argument("--devices", nargs="+", type=int, default=list(DEVICES))
+    parser.add_argument(
+        "--real", nargs="*", choices=BATCH_SIZES, default=list(BATCH_SIZES), help="real runs too"
+    )
     parser.add_argument("--json", type=Path, help="write the result here, the table beside it")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.models, options.devices = ["mocov3_vit_b"], [4]
+        options.models, options.devices, options.real = ["mocov3_vit_b"], [4], []
     return options
 
 

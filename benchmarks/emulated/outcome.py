@@ -55,11 +55,13 @@ class Report:
     Attributes:
         step_seconds: What a step takes if no device ever waits.
         fraction: Of the real bytes that travelled.
+        real: Simulated over measured seconds per step of real runs on two processes.
     """
 
     step_seconds: float
     fraction: float
     outcomes: list[Outcome] = field(default_factory=list)
+    real: dict[str, float] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
         """Add one model on a number of devices."""
@@ -91,15 +93,20 @@ class Report:
             found["simulated_over_emulated"] = median(ratios)
             found["simulated_over_emulated_min"] = min(ratios)
             found["simulated_over_emulated_max"] = max(ratios)
+        if self.real:
+            found |= {f"{name}.simulated_over_real": ratio for name, ratio in self.real.items()}
+            found["simulated_over_real"] = median(self.real.values())
         return found
 
     @property
     def text(self) -> str:
         """The table, and what it was measured on."""
         facts = "\n".join(f"{name}: {value}" for name, value in environment_of(PACKAGES).items())
+        real = ", ".join(f"{name} {ratio:.2f}" for name, ratio in self.real.items())
         return (
             f"EMULATED devices: each action sleeps for its profiled time; "
-            f"{self.fraction:.1%} of the real bytes travel.\n\n{self._table}\n\n{facts}"
+            f"{self.fraction:.1%} of the real bytes travel.\n\n{self._table}\n\n"
+            f"simulated over real, two processes: {real or '-'}\n\n{facts}"
         )
 
     @property

@@ -27,7 +27,7 @@ ROWS = (
     Row("kd_vit_h_resnet152", "kd", ("h", 152)),
 )
 PAPER_BEST = {8: 6.42, 16: 12.15}
-"""The TSPipe paper's best ratios to inter-layer model parallelism (Lim et al., ICML 2023), by
+"""The TSPipe paper's best ratios to inter-layer model parallelism (Lim et al., ICML 2022), by
 number of GPUs."""
 PAPER_KD_UTILIZATION = 0.80
 """What the paper's order reaches with one view."""

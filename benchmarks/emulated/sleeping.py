@@ -108,6 +108,6 @@ class SleepingStage(nn.Module):
         weights = cost.weight_backward if x.requires_grad else cost.backward
         # Whoever only asks for shapes gets them at once.
         forward = cost.forward if type(x) is Tensor else 0.0
-        x = _Half.apply(x, cost.input_backward)  # type: ignore[no-untyped-call]
-        weight = _Half.apply(self.weight, weights)  # type: ignore[no-untyped-call]
-        return Linear.apply(x, weight, width, forward)  # type: ignore[no-untyped-call, no-any-return]
+        x = _Half.apply(x, cost.input_backward)
+        weight = _Half.apply(self.weight, weights)
+        return Linear.apply(x, weight, width, forward)  # type: ignore[no-any-return]

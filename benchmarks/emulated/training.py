@@ -48,12 +48,13 @@ def train(job: Job, connection: Connection) -> None:
 
 def one_atom_per_stage(plan: Plan) -> Plan:
     """The same plan for networks whose stages are single modules."""
-    cuts = {
-        f"{name}_cuts": tuple(range(layout.num_stages + 1))
-        for name, layout in (("student", plan.pipeline.student), ("teacher", plan.pipeline.teacher))
-        if layout is not None
-    }
-    return replace(plan, **cuts)
+    student, teacher = plan.pipeline.student, plan.pipeline.teacher
+    num_teacher_stages = 0 if teacher is None else teacher.num_stages
+    return replace(
+        plan,
+        student_cuts=tuple(range(student.num_stages + 1)),
+        teacher_cuts=tuple(range(num_teacher_stages + 1)) if num_teacher_stages else (),
+    )
 
 
 class Emulated(LightningModule):

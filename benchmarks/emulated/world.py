@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile, Seconds
 from lightning_tspipe.planning.step_profile import StepProfile
 
 ACTION_SECONDS = 3e-4
 """What the executor needs for an action while as many processes as there are share the cores."""
-
-_KINDS = ("forward", "backward", "input_backward", "weight_backward")
-_BYTES = ("output_bytes_per_sample", "result_bytes_per_sample")
 
 
 def work_seconds(profile: StepProfile) -> float:
@@ -35,12 +32,18 @@ def emulated(profile: StepProfile, seconds: float, fraction: float) -> StepProfi
     factor = seconds / work_seconds(profile)
 
     def atom(real: AtomProfile) -> AtomProfile:
-        times = {
-            kind: {size: factor * time for size, time in getattr(real, kind).items()}
-            for kind in _KINDS
-        }
-        sizes = {name: round(fraction * getattr(real, name)) for name in _BYTES}
-        return replace(real, **times, **sizes)
+        def scaled(times: Seconds) -> Seconds:
+            return {size: factor * time for size, time in times.items()}
+
+        return replace(
+            real,
+            forward=scaled(real.forward),
+            backward=scaled(real.backward),
+            input_backward=scaled(real.input_backward),
+            weight_backward=scaled(real.weight_backward),
+            output_bytes_per_sample=round(fraction * real.output_bytes_per_sample),
+            result_bytes_per_sample=round(fraction * real.result_bytes_per_sample),
+        )
 
     def network(real: NetworkProfile) -> NetworkProfile:
         return NetworkProfile(tuple(map(atom, real.atoms)))

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.setup import profile_step
+from lightning_tspipe.profiling import profile_step
 from lightning_tspipe.strategy import TSPipeStrategy
 
 DEFAULT_NAME = "module_and_data"
@@ -75,15 +75,24 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
-def measure(
+def measure(  # noqa: PLR0913 - what to measure, where, and how
     module: LightningModule,
     data: Data,
     *,
     accelerator: str = "auto",
     student: list[str] | None = None,
     teacher: list[str] | None = None,
+    flops_per_second: float | None = None,
 ) -> StepProfile:
     """Train one step on one device, and measure what its networks cost there.
+
+    Args:
+        module: What is trained.
+        data: Its training data.
+        accelerator: Where.
+        student: Names of the trained submodules.
+        teacher: Names of the forward-only submodules.
+        flops_per_second: Of a device that is not here: costs are calculated by it.
 
     Raises:
         CaptureError: The step cannot be captured.
@@ -99,7 +108,11 @@ def measure(
             assert engine is not None
             measured.append(
                 profile_step(
-                    engine.captured, strategy.options, strategy.root_device, strategy.optimizers
+                    engine.captured,
+                    strategy.root_device,
+                    strategy.optimizers,
+                    strategy.options.microbatch_counts,
+                    flops_per_second,
                 )
             )
             trainer.should_stop = True

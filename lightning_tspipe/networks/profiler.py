@@ -273,7 +273,8 @@ def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | No
 
 def _storage(tensor: Tensor) -> int:
     # Not its address, which on the meta device is always 0.
-    return tensor.untyped_storage()._cdata  # noqa: SLF001
+    number: int = tensor.untyped_storage()._cdata  # noqa: SLF001
+    return number
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -228,6 +228,12 @@ class ChainNetwork:
                     if atom + 1 < end:
                         boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
         return UnitShapes(tuple(boundaries), outputs)
+
+    @contextmanager
+    def on_meta(self) -> Iterator[None]:
+        """While inside, parameters and buffers have shapes only."""
+        with swap.TensorSwap(self._modules, swap.meta_like)():
+            yield
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.

@@ -1,0 +1,140 @@
+"""What a captured step costs: measured on a device, or calculated for one that is not here."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec
+from lightning_tspipe.networks.flops import estimate_atoms
+from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.runtime.engine import Captured
+from lightning_tspipe.runtime.network import ChainNetwork
+
+log = logging.getLogger("lightning_tspipe")
+
+_PROFILE_SECONDS = 30.0
+_UPDATE_SECONDS_PER_BYTE = 2.5e-10
+
+
+def profile_step(
+    captured: Captured,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+    microbatch_counts: Sequence[int],
+    flops_per_second: float | None = None,
+) -> StepProfile:
+    """Measure the networks of a step on this device.
+
+    Args:
+        captured: The step.
+        device: Where the networks are.
+        optimizers: Of the module.
+        microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
+        flops_per_second: Of a device that is not here: then nothing is measured, but calculated.
+    """
+    plan, networks = captured.plan, captured.networks
+    if flops_per_second is None:
+        profiles = _measure(plan, networks, microbatch_counts, device)
+    else:
+        profiles = _estimate(plan, networks, flops_per_second)
+    teacher = networks.get("teacher")
+    return StepProfile(
+        student=profiles["student"],
+        teacher=profiles.get("teacher"),
+        num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
+        batch_sizes=tuple(plan.calls[i].input.shape[0] for i in plan.calls_of("student")),
+        paired=teacher is not None and is_paired(networks["student"], teacher),
+        optimizer_bytes_per_parameter_byte=_optimizer_bytes(optimizers),
+        input_bytes_per_sample=_bytes_per_sample(plan.calls[0].input),
+        update_seconds_per_byte=_UPDATE_SECONDS_PER_BYTE,
+    )
+
+
+def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
+    """Whether the teacher is built like the beginning of the student, atom by atom."""
+    if len(teacher.atoms) > len(student.atoms):
+        return False
+    return all(
+        teacher.parameter_shapes(atom) == student.parameter_shapes(atom)
+        for atom in range(len(teacher.atoms))
+    )
+
+
+def _measure(
+    plan: StepPlan,
+    networks: Mapping[NetworkName, ChainNetwork],
+    microbatch_counts: Sequence[int],
+    device: torch.device,
+) -> dict[NetworkName, NetworkProfile]:
+    profiles: dict[NetworkName, NetworkProfile] = {}
+    for name, network in networks.items():
+        spec = _largest_input(plan, name)
+        batch = spec.shape[0]
+        sizes = sorted({max(1, math.ceil(batch / number)) for number in microbatch_counts})
+        log.info("measuring the %s at %s samples", name, sizes)
+        records = profile_atoms(
+            network.atoms,
+            _example(spec, device),
+            sizes,
+            trainable=_is_trained(plan, name),
+            wanted=network.wanted,
+            max_seconds=_PROFILE_SECONDS,
+        )
+        profiles[name] = NetworkProfile(tuple(records))
+    return profiles
+
+
+def _estimate(
+    plan: StepPlan, networks: Mapping[NetworkName, ChainNetwork], flops_per_second: float
+) -> dict[NetworkName, NetworkProfile]:
+    profiles: dict[NetworkName, NetworkProfile] = {}
+    for name, network in networks.items():
+        spec = _largest_input(plan, name)
+        with network.on_meta():
+            records = estimate_atoms(
+                network.atoms,
+                torch.empty(spec.shape, dtype=spec.dtype, device="meta"),
+                flops_per_second,
+                trainable=_is_trained(plan, name),
+                wanted=network.wanted,
+            )
+        profiles[name] = NetworkProfile(tuple(records))
+    return profiles
+
+
+def _largest_input(plan: StepPlan, name: NetworkName) -> TensorSpec:
+    inputs = (plan.calls[index].input for index in plan.calls_of(name))
+    return max(inputs, key=lambda spec: math.prod(spec.shape))
+
+
+def _is_trained(plan: StepPlan, name: NetworkName) -> bool:
+    return any(plan.calls[index].grad for index in plan.calls_of(name))
+
+
+def _example(spec: TensorSpec, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    if spec.dtype.is_floating_point:
+        values = torch.randn(spec.shape, generator=generator, dtype=torch.float32)
+        return values.to(device, spec.dtype)
+    return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+
+
+def _bytes_per_sample(spec: TensorSpec) -> int:
+    return spec.num_bytes // max(1, spec.shape[0])
+
+
+def _optimizer_bytes(optimizers: Sequence[torch.optim.Optimizer]) -> float:
+    """Bytes of optimizer state per byte of parameters."""
+    if not optimizers:
+        return 0.0
+    group = optimizers[0].param_groups[0]
+    if "betas" in group:
+        return 2.0
+    return 1.0 if group.get("momentum", 1.0) else 0.0
