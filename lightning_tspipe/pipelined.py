@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
+from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.simulation.timeline import Span, Timeline
+from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
 
 if TYPE_CHECKING:
+    from lightning_tspipe.ir.pipeline import Pipeline
     from lightning_tspipe.runtime.engine import Engine
     from lightning_tspipe.strategy import PipelineHooks
 
@@ -27,6 +29,9 @@ class Pipelined:
             before the first.
         batch_size: Samples of the current batch, over all its views the largest; on every rank.
         student_stages: For each stage of the student, the names of its parameters.
+        recorder: Notes what this rank does while a window is recorded.
+        has_recording: Whether a window is over that :meth:`timeline` was not yet asked for; the
+            same on all ranks.
     """
 
     data_parallel_size = 1
@@ -34,8 +39,10 @@ class Pipelined:
     def __init__(self, strategy: PipelineHooks) -> None:
         self._strategy = strategy
         self._steps_left = 0
+        self._pipeline: Pipeline | None = None
         self._timeline: Timeline | None = None
-        self._spans: list[Span] | None = None
+        self.recorder = Recorder()
+        self.has_recording = False
         self.bubble_ratio: float | None = None
         self.batch_size = 1
         self.student_stages: tuple[tuple[str, ...], ...] = ()
@@ -57,6 +64,8 @@ class Pipelined:
             tuple(name for atom in network.atoms[start:stop] for name in atom.parameter_names)
             for start, stop in pairwise(cuts)
         )
+        self._pipeline = engine.pipeline
+        engine.executor.recorder = self.recorder
 
     @property
     def delay(self) -> int:
@@ -108,35 +117,53 @@ class Pipelined:
 
     def record(self, num_steps: int) -> None:
         """Record what this rank does in the next steps."""
-        engine = self._strategy.engine
-        if engine is not None:
-            engine.executor.spans = []
-            self._steps_left = num_steps
+        self.recorder.start()
+        self._steps_left = num_steps
+        self.has_recording = False
 
     def step_done(self) -> None:
         """An optimizer step ended."""
-        if self._steps_left == 0:
-            return
-        self._steps_left -= 1
-        engine = self._strategy.engine
-        if self._steps_left == 0 and engine is not None:
-            self._spans, engine.executor.spans = engine.executor.spans, None
+        if self._steps_left > 0:
+            self._steps_left -= 1
+            if self._steps_left == 0:
+                self.recorder.stop()
+                self.has_recording = True
 
     def timeline(self) -> Timeline | None:
-        """The last recorded window of all ranks, on the loss rank; every rank calls it."""
-        transport = self._strategy.transport
-        gathered = transport.gather_object(self._spans or [], LOSS_RANK)
+        """The last recorded window of all ranks, on the loss rank; every rank calls it.
+
+        The ranks exchange a window once. One that is not over yet ends here.
+        """
+        if self._steps_left > 0:
+            self._steps_left = 0
+            self.recorder.stop()
+            self.has_recording = True
+        if self.has_recording:
+            self.has_recording = False
+            self._gather()
+        return self._timeline
+
+    def _gather(self) -> None:
+        transport, recorder = self._strategy.transport, self.recorder
+        rank = transport.rank
+        own = recorder.spans(rank), recorder.pauses(rank)
+        gathered = transport.gather_object(own, LOSS_RANK)
         if gathered is None:
-            return None
-        spans = tuple(span for spans in gathered for span in spans)
+            return
+        spans = [span for part, _ in gathered for span in part]
         if not spans:
-            return self._timeline
+            return
         start = min(span.start for span in spans)
         self._timeline = Timeline(
             tuple(
                 Span(s.rank, s.action, s.op, s.step, s.start - start, s.end - start) for s in spans
             ),
             transport.num_ranks,
+            self._pipeline,
+            tuple(
+                Pause(p.rank, p.reason, p.start - start, p.end - start)
+                for _, part in gathered
+                for p in part
+            ),
         )
         self.bubble_ratio = self._timeline.bubble_ratio
-        return self._timeline

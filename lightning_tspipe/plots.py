@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.simulation.timeline import Span, Timeline
+from lightning_tspipe.simulation.timeline import Span, Timeline, aligned
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart. What runs ahead for the next
 # batch has its op's colour in a light tint.
@@ -40,6 +45,21 @@ _BAR_HEIGHT = 0.74
 _CHARACTER_POINTS = 5.2  # width of a digit at the labels' size
 _LABEL_POINTS = 8
 _WIDTH_INCHES = 12.0
+_AHEAD_OPACITY = 0.45
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One timeline of a drawing; its axis goes from first to last and reads 0 at zero; seconds."""
+
+    timeline: Timeline
+    title: str
+    first: float
+    last: float
+    zero: float
+
+    def milliseconds(self, seconds: float) -> float:
+        return (seconds - self.zero) * 1e3
 
 
 def plot_timeline(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
@@ -51,10 +71,52 @@ def plot_timeline(timeline: Timeline, path: str | Path, *, title: str | None = N
         title: Above the drawing; None states the time per step and the bubble ratio.
 
     Raises:
-        ConfigurationError: matplotlib is not installed, or the timeline is empty.
+        ConfigurationError: matplotlib is not installed, the suffix is of no known format, or the
+            timeline is empty.
     """
-    if not timeline.spans:
+    start, end = timeline.start, timeline.end
+    panel = _Panel(timeline, _title(timeline) if title is None else title, start, end, start)
+    _plot([panel], path, "milliseconds")
+
+
+def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
+    """Draw timelines one below the other on one time axis, their first steady steps aligned.
+
+    Args:
+        timelines: By the name that stands above each.
+        path: As for :func:`plot_timeline`.
+
+    Raises:
+        ConfigurationError: As for :func:`plot_timeline`.
+    """
+    panels = [
+        _Panel(timeline, f"{name}: {_title(timeline)}", first, last, timeline.steady_start)
+        for (name, timeline), (first, last) in zip(
+            timelines.items(), aligned(timelines.values()), strict=True
+        )
+    ]
+    _plot(panels, path, "milliseconds; 0: the first steady step begins")
+
+
+def _plot(panels: list[_Panel], path: str | Path, axis: str) -> None:
+    if not all(panel.timeline.spans for panel in panels):
         raise ConfigurationError("the timeline has no spans; record at least one step")
+    heights = [panel.timeline.num_ranks for panel in panels]
+    figure = _new_figure(0.8 + 0.5 * len(heights) + 0.5 * sum(heights))
+    subplots = figure.subplots(
+        len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )
+    keys = _keys(span for panel in panels for span in panel.timeline.spans)
+    for panel, axes in zip(panels, subplots[:, 0], strict=True):
+        _draw_bars(axes, panel, keys)
+        _draw_labels(axes, panel)
+        _draw_frame(axes, panel)
+    subplots[-1, 0].set_xlabel(axis)
+    _draw_legend(figure, keys)
+    _save(figure, Path(path))
+
+
+def _new_figure(height: float) -> Figure:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - optional dependency
     except ImportError as error:
@@ -62,60 +124,87 @@ def plot_timeline(timeline: Timeline, path: str | Path, *, title: str | None = N
             "drawing needs matplotlib: pip install lightning-tspipe[plots]"
         ) from error
     # The object interface: no global state, no display, no change of the user's backend.
-    height = 1.3 + 0.5 * timeline.num_ranks
-    figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    keys = sorted({_key(span) for span in timeline.spans}, key=lambda key: (_order(key[0]), key[1]))
-    for op, is_ahead in keys:
-        _draw_op(axes, timeline, op, is_ahead=is_ahead)
-    _draw_labels(axes, timeline)
-    _draw_frame(axes, timeline, title)
-    figure.legend(
-        loc="outside lower center", ncols=min(len(keys), 6), frameon=False, fontsize=_LABEL_POINTS
+    return Figure(figsize=(_WIDTH_INCHES, height), dpi=150, layout="constrained")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    suffix = path.suffix.removeprefix(".").lower()
+    if suffix not in figure.canvas.get_supported_filetypes():
+        raise ConfigurationError(f"{path}: no format to draw in; write .png, .svg or .pdf")
+    with _settings(suffix):
+        # Without a date, equal timelines make equal files.
+        figure.savefig(path, metadata={"Date": None} if suffix == "svg" else None)
+
+
+def _settings(suffix: str) -> AbstractContextManager[Any]:
+    """For SVG: letters stay letters, which is smaller and can be searched."""
+    if suffix != "svg":
+        return nullcontext()
+    from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
+
+    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline"})
+
+
+def _title(timeline: Timeline) -> str:
+    return (
+        f"{timeline.step_time * 1e3:.1f} ms per step, {timeline.bubble_ratio:.0%} of the time "
+        "waiting"
     )
-    figure.savefig(path)
 
 
 def _key(span: Span) -> tuple[Op, bool]:
     return Op(span.op), Action.parse(span.action).batch > 0
 
 
-def _order(op: Op) -> int:
-    return list(_COLOURS).index(op)
+def _keys(spans: Iterable[Span]) -> list[tuple[Op, bool]]:
+    return sorted(set(map(_key, spans)), key=lambda key: (list(_COLOURS).index(key[0]), key[1]))
 
 
-def _milliseconds(timeline: Timeline, seconds: float) -> float:
-    return (seconds - timeline.start) * 1e3
+def _colour(op: Op, is_ahead: bool) -> tuple[str, float]:
+    return _COLOURS[op], _AHEAD_OPACITY if is_ahead else 1.0
 
 
-def _draw_op(axes: Axes, timeline: Timeline, op: Op, *, is_ahead: bool) -> None:
-    label = _NAMES[op] + (", next batch" if is_ahead else "")
-    for rank in range(timeline.num_ranks):
+def _label(op: Op, is_ahead: bool) -> str:
+    return _NAMES[op] + (", next batch" if is_ahead else "")
+
+
+def _draw_bars(axes: Axes, panel: _Panel, keys: Iterable[tuple[Op, bool]]) -> None:
+    for key, rank in product(keys, range(panel.timeline.num_ranks)):
         bars = [
-            (_milliseconds(timeline, span.start), (span.end - span.start) * 1e3)
-            for span in timeline.spans
-            if span.rank == rank and _key(span) == (op, is_ahead)
+            (panel.milliseconds(span.start), (span.end - span.start) * 1e3)
+            for span in panel.timeline.of_rank(rank)
+            if _key(span) == key
         ]
         if bars:
             axes.broken_barh(
                 bars,
                 (rank - _BAR_HEIGHT / 2, _BAR_HEIGHT),
-                facecolor=(_COLOURS[op], 0.45 if is_ahead else 1.0),
+                facecolor=_colour(*key),
                 edgecolor="white",
                 linewidth=0.4,
-                label=label,
             )
-            label = "_nolegend_"  # one entry per op, not one per rank
 
 
-def _draw_labels(axes: Axes, timeline: Timeline) -> None:
-    points_per_second = _WIDTH_INCHES * 0.92 * 72 / (timeline.end - timeline.start)
-    for span in timeline.spans:
+def _draw_legend(figure: Figure, keys: Sequence[tuple[Op, bool]]) -> None:
+    from matplotlib.patches import Patch  # noqa: PLC0415 - optional dependency
+
+    figure.legend(
+        handles=[Patch(facecolor=_colour(*key), label=_label(*key)) for key in keys],
+        loc="outside lower center",
+        ncols=min(len(keys), 6),
+        frameon=False,
+        fontsize=_LABEL_POINTS,
+    )
+
+
+def _draw_labels(axes: Axes, panel: _Panel) -> None:
+    points_per_second = _WIDTH_INCHES * 0.92 * 72 / (panel.last - panel.first)
+    for span in panel.timeline.spans:
         unit = Action.parse(span.action).unit
         text = "" if unit is None else str(unit)
         if text and (span.end - span.start) * points_per_second > _CHARACTER_POINTS * len(text):
             axes.text(
-                _milliseconds(timeline, (span.start + span.end) / 2),
+                panel.milliseconds((span.start + span.end) / 2),
                 span.rank,
                 text,
                 ha="center",
@@ -126,17 +215,12 @@ def _draw_labels(axes: Axes, timeline: Timeline) -> None:
             )
 
 
-def _draw_frame(axes: Axes, timeline: Timeline, title: str | None) -> None:
-    axes.set_xlim(0, _milliseconds(timeline, timeline.end))
-    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)  # rank 0 on top
-    axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
-    axes.set_xlabel("milliseconds")
+def _draw_frame(axes: Axes, panel: _Panel) -> None:
+    num_ranks = panel.timeline.num_ranks
+    axes.set_xlim(panel.milliseconds(panel.first), panel.milliseconds(panel.last))
+    axes.set_ylim(num_ranks - 0.5, -0.5)  # rank 0 on top
+    axes.set_yticks(range(num_ranks), [f"rank {r}" for r in range(num_ranks)])
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    if title is None:
-        title = (
-            f"{timeline.step_time * 1e3:.1f} ms per step, {timeline.bubble_ratio:.0%} of the time "
-            f"waiting"
-        )
-    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(panel.title, loc="left", fontsize=10)

@@ -116,7 +116,7 @@ class PipelineHooks(ProcessHooks):
         self._announced = -1
         self._watch: TeacherWatch | None = None
         self._watched_from = 0
-        self._backward_ended = 0.0
+        self._gradients_ready = 0.0
         self.pipelined = Pipelined(self)
 
     @property
@@ -164,23 +164,31 @@ class PipelineHooks(ProcessHooks):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if self.num_ranks == 1:
-            loader = LookaheadLoader(dataloader)  # type: ignore[arg-type]
-            return self._keep_if_training(loader)
+            return self._look_ahead(dataloader)
         data_rank = self.num_ranks - 1
         length = _length(dataloader) if self.is_data_rank else None
         length = self.transport.broadcast_object(length, data_rank)
         if not self.is_data_rank:
             if length is not None:
                 return RemoteLoader(length)
-            return UnsizedRemoteLoader(partial(self.transport.receive_object, data_rank))
-        announce = None if length is not None else self._announce
-        return self._keep_if_training(LookaheadLoader(dataloader, announce))  # type: ignore[arg-type]
+            return UnsizedRemoteLoader(self._hear)
+        return self._look_ahead(dataloader, None if length is not None else self._announce)
 
     def _announce(self, more: bool) -> None:
         for rank in range(self.num_ranks - 1):
             self.transport.send_object(more, rank)
 
-    def _keep_if_training(self, loader: LookaheadLoader) -> LookaheadLoader:
+    def _hear(self) -> bool:
+        started = time.perf_counter()
+        more: bool = self.transport.receive_object(self.num_ranks - 1)
+        self.pipelined.recorder.paused("load", started)
+        return more
+
+    def _look_ahead(
+        self, dataloader: Any, announce: Callable[[bool], None] | None = None
+    ) -> LookaheadLoader:
+        on_read = partial(self.pipelined.recorder.paused, "load")
+        loader = LookaheadLoader(dataloader, announce, on_read)
         if self._trainer.training:
             self._loader = loader
         return loader
@@ -319,7 +327,7 @@ class PipelineHooks(ProcessHooks):
             engine.backward(run)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
-        self._backward_ended = time.perf_counter()
+        self._gradients_ready = time.perf_counter()
         return closure_loss
 
     @override
@@ -332,12 +340,13 @@ class PipelineHooks(ProcessHooks):
     ) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._engine is not None:
-            self._engine.note_optimizer(self._backward_ended)
+            self._engine.note_optimizer(self._gradients_ready)
         self.pipelined.step_done()
         return result
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all stages."""
+        started = time.perf_counter()
         parameters = [
             p for g in _plain(optimizer).param_groups for p in g["params"] if p.grad is not None
         ]
@@ -349,6 +358,8 @@ class PipelineHooks(ProcessHooks):
         nn.utils.clip_grads_with_norm_(
             parameters, clip_val, torch.tensor(total, device=self.root_device)
         )
+        self.pipelined.recorder.paused("clip", started)
+        self._gradients_ready = time.perf_counter()
 
     # Evaluation
 

@@ -40,6 +40,7 @@ class Pipelined(Protocol):
     bubble_ratio: float | None
     data_parallel_size: int
     delay: int
+    has_recording: bool
 
     def evaluate(
         self,
@@ -51,7 +52,7 @@ class Pipelined(Protocol):
         """Run ``fn`` on every batch through the pipeline; results on the loss rank, else None."""
 
     def timeline(self) -> Timeline | None:
-        """Gather the last recorded window; every rank calls it, rank 0 gets the result."""
+        """Gather the last recorded window; every rank calls it, the loss rank gets the result."""
 
     def record(self, num_steps: int) -> None:
         """Start to record ``num_steps`` steps."""

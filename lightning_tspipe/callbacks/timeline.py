@@ -8,18 +8,33 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, Pipelined, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.plots import plot_timeline
+from lightning_tspipe.simulation.figures import figures
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_tspipe.simulation.timeline import Timeline
+
 
 class PipelineTimeline(Callback):
-    """Records a window of steps and saves it as ``timeline.json`` and ``timeline.png``.
+    """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs figures.
 
-    Ordinary strategies have no pipeline to draw: the callback says so and does nothing.
+    When the window is over, the ranks exchange what they recorded, once, and the loggers get
+
+    - ``timeline/bubble_ratio``: share of the ranks' time without work,
+    - ``timeline/step_ms``: milliseconds per step,
+    - ``timeline/rank0_idle_ms``: of each rank, milliseconds per step without work,
+    - ``timeline/stage0_forward_ms``, ``timeline/stage0_backward_ms``,
+      ``timeline/stage0_teacher_ms``: of each stage, milliseconds of one unit, on average.
+
+    The window's first and last step only frame the others: figures are of those between.
+
+    ``tspipe timeline timeline.json`` says what the idle time went to. The picture is drawn when
+    training ends: drawing takes a second, for which all ranks would wait. Ordinary strategies have
+    no pipeline to draw: the callback says so and does nothing.
 
     Args:
         start_step: First recorded global step; the steps before it warm up.
@@ -42,10 +57,14 @@ class PipelineTimeline(Callback):
         self.num_steps = num_steps
         self.path = path
         self._is_recording = False
+        self._is_collected = False
+        self._recorded: Timeline | None = None
+        self._folder = Path()
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_recording = False
+        self._is_recording = self._is_collected = False
+        self._recorded = None
         if pipelined_of(trainer) is None:
             rank_zero_info(
                 f"PipelineTimeline: {type(trainer.strategy).__name__} has no pipeline to draw"
@@ -66,21 +85,50 @@ class PipelineTimeline(Callback):
         self._is_recording = True
 
     @override
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None and pipelined.has_recording:
+            self._collect(trainer, pipelined)
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipelined = pipelined_of(trainer)
         if pipelined is None:
             return
-        # Both are agreed between the ranks, so all of them must ask.
-        timeline = pipelined.timeline()
-        log_dir = trainer.log_dir
+        if self._is_recording and not self._is_collected:
+            self._collect(trainer, pipelined)  # training ended within the window
         if not trainer.is_global_zero:
             return
-        if timeline is None:
+        if self._recorded is None:
             rank_zero_info(
                 f"PipelineTimeline: training ended before step {self.start_step}; nothing to draw"
             )
             return
-        folder = Path(self.path or log_dir or trainer.default_root_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
-        plot_timeline(timeline, folder / "timeline.png")
+        try:
+            plot_timeline(self._recorded, self._folder / "timeline.png")
+        except ConfigurationError as error:  # the training was fine, and the data is saved
+            rank_zero_info(f"PipelineTimeline: no picture: {error}")
+
+    def _collect(self, trainer: Trainer, pipelined: Pipelined) -> None:
+        """On every rank: exchange the window; on rank 0 log it and save it."""
+        # Both are agreed between the ranks, so all of them must ask.
+        timeline = pipelined.timeline()
+        log_dir = trainer.log_dir
+        self._is_collected = True
+        if not trainer.is_global_zero or timeline is None:
+            return
+        self._recorded = timeline
+        self._folder = Path(self.path or log_dir or trainer.default_root_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
+        metrics = {f"timeline/{name}": value for name, value in figures(timeline).items()}
+        # Not by ``pl_module.log``, which drops what falls between two of ``log_every_n_steps``.
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)

@@ -1,4 +1,4 @@
-"""``tspipe simulate`` and ``tspipe timeline``: what every rank does when."""
+"""``tspipe simulate`` and ``tspipe timeline``: what every rank does when, and what it waits for."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ from pathlib import Path
 
 from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.plots import plot_timeline
-from lightning_tspipe.simulation.timeline import Timeline
+from lightning_tspipe.plots import plot_timelines
+from lightning_tspipe.simulation.attribution import Attribution, attribute
+from lightning_tspipe.simulation.simulator import STEADY_STEPS
+from lightning_tspipe.simulation.timeline import Timeline, aligned
+from lightning_tspipe.simulation.trace import chrome_trace
 
 _MARGIN = 12
 """Columns that a drawing needs besides its time axis."""
+
+_MEASURED, _SIMULATED = "measured", "simulated"
 
 
 def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +34,7 @@ def add_timeline_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``tspipe timeline`` takes."""
     parser.add_argument("recording", type=Path, help="the timeline.json of a PipelineTimeline")
     parser.add_argument(
-        "--plan", type=Path, metavar="plan.json", help="draw what was planned beside it"
+        "--plan", type=Path, metavar="plan.json", help="draw what was planned below it"
     )
     _add_outputs(parser)
 
@@ -37,7 +43,9 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="trace.json", help="write what Perfetto and Chrome open"
     )
-    parser.add_argument("--image", type=Path, metavar="timeline.png", help="write a drawing")
+    parser.add_argument(
+        "--image", type=Path, metavar="timeline.svg", help="write a drawing: .svg, .png or .pdf"
+    )
     parser.add_argument("--width", type=int, help="columns of the drawing in the terminal")
 
 
@@ -45,34 +53,55 @@ def run_simulation(options: argparse.Namespace) -> None:
     """Simulate a plan."""
     plan = Plan.from_json(_read(options.plan))
     print(f"{plan}\n")  # noqa: T201 - the command's output
-    _show(plan.simulate(options.steps), "simulated", options)
+    _show({_SIMULATED: plan.simulate(options.steps)}, plan.pipeline, options)
 
 
 def run_timeline(options: argparse.Namespace) -> None:
-    """Draw a recorded run."""
+    """Draw a recorded run, and what was planned below it."""
     measured = _timeline(_read(options.recording))
-    _show(measured, "measured", options)
-    if options.plan is not None:
-        plan = Plan.from_json(_read(options.plan))
-        num_steps = max(3, len(measured.steps))
-        print()  # noqa: T201
-        options.trace = options.image = None  # they are the measured one's
-        _show(plan.simulate(num_steps), "simulated", options)
-        ratio = plan.step_seconds / measured.step_time if measured.step_time else 0.0
-        print(f"\nsimulated / measured step time: {ratio:.2f}")  # noqa: T201
+    if options.plan is None:
+        _show({_MEASURED: measured}, measured.pipeline, options)
+        return
+    plan = Plan.from_json(_read(options.plan))
+    # A recording begins when the pipeline is full; so must what stands below it.
+    num_steps = max(3, len(measured.steps))
+    simulated = plan.simulate(STEADY_STEPS + num_steps).between(
+        STEADY_STEPS, STEADY_STEPS + num_steps - 1
+    )
+    pipeline = measured.pipeline or plan.pipeline
+    _show({_MEASURED: measured, _SIMULATED: simulated}, pipeline, options)
+    ratio = plan.step_seconds / measured.step_time if measured.step_time else 0.0
+    print(f"\nsimulated / measured step time: {ratio:.2f}")  # noqa: T201
 
 
-def _show(timeline: Timeline, kind: str, options: argparse.Namespace) -> None:
+def _show(
+    timelines: dict[str, Timeline], pipeline: Pipeline | None, options: argparse.Namespace
+) -> None:
+    """Print the timelines one below the other, on one scale, and write the files."""
     columns = options.width or max(40, shutil.get_terminal_size().columns - _MARGIN)
-    print(timeline.draw(columns))  # noqa: T201
-    print(  # noqa: T201
-        f"{kind}: {format_seconds(timeline.step_time)} per step, "
+    causes: dict[str, Attribution] = {}
+    blocks = []
+    for (name, timeline), part in zip(timelines.items(), aligned(timelines.values()), strict=True):
+        lines = [timeline.draw(columns, part), _summary(name, timeline)]
+        try:
+            causes[name] = attribute(timeline, timeline.pipeline or pipeline)
+            lines.append(str(causes[name]))
+        except ConfigurationError as error:
+            lines.append(f"no causes of the idle time: {error}")
+        blocks.append("\n".join(lines))
+    print("\n\n".join(blocks))  # noqa: T201
+    if options.trace is not None:
+        trace = chrome_trace(timelines, causes)
+        options.trace.write_text(json.dumps(trace), encoding="utf-8")
+    if options.image is not None:
+        plot_timelines(timelines, options.image)
+
+
+def _summary(name: str, timeline: Timeline) -> str:
+    return (
+        f"{name}: {format_seconds(timeline.step_time)} per step, "
         f"{timeline.bubble_ratio:.0%} of the time waiting"
     )
-    if options.trace is not None:
-        options.trace.write_text(json.dumps(timeline.to_chrome_trace()), encoding="utf-8")
-    if options.image is not None:
-        plot_timeline(timeline, options.image)
 
 
 def _read(path: Path) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
@@ -34,6 +35,12 @@ class NetworkLayout:
     def num_units(self) -> int:
         """Units that flow through every stage in one step."""
         return self.num_calls * self.num_microbatches
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> NetworkLayout:
+        """Read a network of what :meth:`Pipeline.to_dict` wrote."""
+        ranks, outputs = tuple(data["ranks"]), frozenset(data["output_stages"])
+        return cls(ranks, data["num_calls"], data["num_microbatches"], outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +78,27 @@ class Pipeline:
         if action.op.is_rank_wide:
             return action.stage
         return self.layout(action.op).ranks[action.stage]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in what JSON knows."""
+        data = asdict(self)
+        for name in ("student", "teacher"):
+            if data[name] is not None:
+                data[name]["output_stages"] = sorted(data[name]["output_stages"])
+        return data
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Pipeline:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises:
+            KeyError: Something is missing.
+        """
+        teacher = data["teacher"]
+        return cls(
+            data["num_ranks"],
+            NetworkLayout.from_dict(data["student"]),
+            None if teacher is None else NetworkLayout.from_dict(teacher),
+            data["data_rank"],
+            data["loss_rank"],
+        )

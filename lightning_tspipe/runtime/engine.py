@@ -213,6 +213,7 @@ class Engine:
         Returns:
             On the loss rank what the step returns, elsewhere None.
         """
+        recorder = self.executor.recorder
         header, inputs = self._exchange(step, batch, ahead, continues=continues)
         if not header.continues:
             self.drain()
@@ -223,32 +224,40 @@ class Engine:
         if not self.is_data_rank:
             started = time.perf_counter()
             self._runner.effects(step, header.batch(), self._seed + self._index)
-            executor.note(self._index, Action(Op.EFFECTS, self.rank), started)
+            recorder.ran(self._index, Action(Op.EFFECTS, self.rank), started)
         actions = context.program.schedule.ranks[self.rank]
         stop = next(i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS})
         plan = self.captured.plan
+        started = time.perf_counter()
         fields = header.exchange_fields(
             plan.batch_fields, batch, self.transport, self.placement.data_rank, BATCH_CHANNEL
         )
+        recorder.paused("send", started)
         executor.run(context, actions[:stop])
         self._rest_actions = actions[stop:]
         if actions[stop].op is not Op.LOSS:
             return None
         executor.await_outputs(context, actions[stop])
-        whole = batch if self.is_data_rank else header.batch(plan.batch_fields, fields)
+        whole = batch
+        if not self.is_data_rank:
+            started = time.perf_counter()
+            whole = header.batch(plan.batch_fields, fields)
+            recorder.paused("receive", started)
         self._leaves = {}
         started = time.perf_counter()
         result = self._runner.replay(step, whole, self._seed + self._index, self._output)
-        executor.note(self._index, actions[stop], started)
+        recorder.ran(self._index, actions[stop], started)
         return result
 
     def _exchange(
         self, step: Step, batch: Any, ahead: BatchAndStep | None, *, continues: bool | None
     ) -> tuple[StepHeader, dict[int, tuple[Tensor, ...]]]:
         """On the data rank: find the call inputs and announce them; elsewhere: hear of them."""
-        if not self.is_data_rank:
-            return StepHeader.receive(self.transport, self.placement.data_rank), {}
         started = time.perf_counter()
+        if not self.is_data_rank:
+            header = StepHeader.receive(self.transport, self.placement.data_rank)
+            self.executor.recorder.paused("receive", started)
+            return header, {}
         seed = self._seed + self._index
         inputs = {0: self._runner.inputs(step, batch, seed, effects=True)}
         if ahead is not None:
@@ -259,7 +268,7 @@ class Engine:
             continues=was_ahead if continues is None else was_ahead and continues,
         )  # fmt: skip
         header.send(self.transport)
-        self.executor.note(self._index, Action(Op.DATA, self.rank), started)
+        self.executor.recorder.ran(self._index, Action(Op.DATA, self.rank), started)
         return header, inputs
 
     def _open_step(self, header: StepHeader, inputs: dict[int, tuple[Tensor, ...]]) -> StepContext:
@@ -314,12 +323,15 @@ class Engine:
         assert context is not None
         if self.is_loss_rank:
             assert run_backward is not None
+            started = time.perf_counter()
             run_backward()
             for call in self.captured.plan.calls_of("student"):
                 gradients = {ref: t.grad for (c, ref), t in self._leaves.items() if c == call}
                 self.executor.scatter_gradient(context, call, gradients)
             self._leaves = {}
-            self.executor.send(context, Action(Op.LOSS, self.rank))
+            loss = Action(Op.LOSS, self.rank)
+            self.executor.recorder.ran(self._index, loss, started)  # its second half
+            self.executor.send(context, loss)
         self.executor.run(context, self._rest_actions)
         self.executor.finish(context)
         self._ahead_units = context.units.get(1)
@@ -327,8 +339,8 @@ class Engine:
         self._step = None
 
     def note_optimizer(self, started: float) -> None:
-        """The optimizer step of this rank ended, if a window is being recorded."""
-        self.executor.note(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
+        """The optimizer step of this rank ended."""
+        self.executor.recorder.ran(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
 
     def drain(self) -> None:
         """Forget what ran ahead: the next batch is not the one that was announced."""

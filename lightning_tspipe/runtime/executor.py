@@ -24,9 +24,9 @@ from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
-from lightning_tspipe.simulation.timeline import Span
 
 _CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
 _TEACHER_CHANNELS = 4
@@ -72,6 +72,9 @@ class Executor:
         statistics: Deferred BatchNorm statistics of each network.
         forward_context: The precision plugin's forward context.
         device: Where this rank computes.
+
+    Attributes:
+        recorder: Notes when what ran.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Executor:
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._orders: dict[tuple[int, Op, int], CallOrder] = {}
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
-        self.spans: list[Span] | None = None
+        self.recorder = Recorder()
         self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
             Op.FORWARD: self._forward,
             Op.TEACHER: self._forward,
@@ -127,25 +130,31 @@ class Executor:
             self._await(step, action)
             started = time.perf_counter()
             handler(step, action)
-            self._record(step, action, started)
+            self.recorder.ran(step.index, action, started)
             self.send(step, action)
 
     def send_inputs(self, step: StepContext, offset: int) -> None:
         """On the data rank: hand the call inputs to the first stages."""
+        started = time.perf_counter()
         for message in step.program.sends.get(Action(Op.DATA, self._rank, batch=offset), ()):
             if message.payload == "input" and step.units[offset].payload(message):
                 chunk = self._input_chunk(step, message.consumer)
                 self._transport.send([chunk], message.target, _channel(message))
+        self.recorder.paused("send", started)
 
     def send(self, step: StepContext, producer: Action) -> None:
         """Send what an action made to whoever waits for it."""
-        for message in step.program.sends.get(producer, ()):
+        messages = step.program.sends.get(producer)
+        if not messages:
+            return
+        started = time.perf_counter()
+        for message in messages:
             specs = step.units[_offset(message)].payload(message)
             if specs:
                 tensors = self._payload(step, message)
                 self._transport.send(tensors, message.target, _channel(message))
-        if step.program.sends.get(producer):
-            self._forget_sent(step, producer)
+        self._forget_sent(step, producer)
+        self.recorder.paused("send", started)
 
     def _payload(self, step: StepContext, message: Message) -> list[Tensor]:
         key = (step.index + message.producer.batch, _base(message.producer))
@@ -176,12 +185,18 @@ class Executor:
             receipt = self._receipts.pop((batch, _base(need.producer), _base(action)), None)
             if receipt is None:
                 continue
-            tensors = receipt.wait()
+            tensors = self._wait(receipt)
             if need.payload in {"input", "activation"}:
                 self._received[batch, _base(action)] = tuple(tensors)
             else:
                 kind = "loss" if need.producer.op is Op.LOSS else "next"
                 self._gradients[step.index, _as_backward(action), kind] = list(tensors)
+
+    def _wait(self, receipt: Receipt) -> list[Tensor]:
+        started = time.perf_counter()
+        tensors = receipt.wait()
+        self.recorder.paused("receive", started)
+        return tensors
 
     def await_outputs(self, step: StepContext, loss: Action) -> None:
         """On the loss rank: wait for all outputs of the step's batch."""
@@ -191,7 +206,7 @@ class Executor:
             if receipt is not None:
                 refs = step.units[0].outputs_of(need.producer)
                 self._outputs[step.index, _base(need.producer)] = dict(
-                    zip(refs, receipt.wait(), strict=True)
+                    zip(refs, self._wait(receipt), strict=True)
                 )
 
     def output(self, step: StepContext, call: int, ref: ValueRef) -> Tensor:
@@ -235,7 +250,9 @@ class Executor:
         for done in [key for key in self._orders if key[0] <= step.index]:
             del self._orders[done]
         self._saved.clear()
+        started = time.perf_counter()
         self._transport.finish_step()
+        self.recorder.paused("send", started)
 
     def drop_lookahead(self) -> None:
         """Forget what was computed ahead, also what is still under way."""
@@ -368,18 +385,6 @@ class Executor:
             for tensor, gradient in zip(saved.inputs, gradients, strict=True)
             if tensor.requires_grad
         ]
-
-    def _record(self, step: StepContext, action: Action, started: float) -> None:
-        if self.spans is not None:
-            if torch.cuda.is_initialized():
-                torch.cuda.current_stream().synchronize()
-            self.note(step.index, action, started)
-
-    def note(self, step: int, action: Action, started: float) -> None:
-        """Record an action that ran until now, if a window is being recorded."""
-        if self.spans is not None:
-            now = time.perf_counter()
-            self.spans.append(Span(self._rank, str(action), action.op.value, step, started, now))
 
 
 @cache

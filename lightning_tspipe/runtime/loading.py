@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -25,16 +26,21 @@ class LookaheadLoader:
         loader: The user's loader. Its attributes (sampler, dataset, ...) are visible here.
         announce: Called with whether another batch comes, before each; for loaders whose length
             the other ranks don't know.
+        on_read: Called after each batch with the time at which its reading began.
 
     Attributes:
         current: Number of the batch in training, over all epochs.
     """
 
     def __init__(
-        self, loader: Iterable[Any], announce: Callable[[bool], None] | None = None
+        self,
+        loader: Iterable[Any],
+        announce: Callable[[bool], None] | None = None,
+        on_read: Callable[[float], None] | None = None,
     ) -> None:
         self._loader = loader
         self._announce = announce
+        self._on_read = on_read
         self._state: Any = None
         self._read: dict[int, Any] = {}
         self._num_read = 0
@@ -78,7 +84,10 @@ class LookaheadLoader:
             self._announce(False)
 
     def _read_from(self, iterator: Iterator[Any]) -> Any:
+        started = time.perf_counter()
         batch = next(iterator, _END)
+        if self._on_read is not None:
+            self._on_read(started)
         if batch is not _END:
             self._read[self._num_read] = batch
             self._num_read += 1

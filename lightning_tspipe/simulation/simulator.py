@@ -95,7 +95,7 @@ class _Walk:
             for slot in slots
             for action, end in [(graph.actions[slot], ledger.slots[step][slot])]
         ]
-        return Timeline(tuple(spans), self._num_ranks)
+        return Timeline(tuple(spans), self._num_ranks, self._graphs[0].program.schedule.pipeline)
 
     def _walk(self, rank: int) -> bool:
         """Run ``rank`` until it must wait; whether it moved."""

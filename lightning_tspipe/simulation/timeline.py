@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from lightning_tspipe.ir.pipeline import Pipeline
+
 _LABEL = re.compile(r"\d+(?P<op>[A-Z])(?P<unit>\d*)(?P<batch>\+\d+)?")
 
 
@@ -39,6 +41,24 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Time between two actions of which a run knows where it went.
+
+    Attributes:
+        rank: Whose time.
+        reason: ``receive`` (waiting for a message), ``send`` (handing one over), ``load`` (waiting
+            for the loader) or ``clip`` (gradient clipping, for which all ranks meet).
+        start: Seconds, on the clock of the spans.
+        end: Seconds.
+    """
+
+    rank: int
+    reason: str
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Spans of several ranks over several steps.
@@ -46,10 +66,14 @@ class Timeline:
     Attributes:
         spans: In any order; those of one rank don't overlap.
         num_ranks: Ranks of the pipeline, also those without spans.
+        pipeline: Who holds what; None where it is not known.
+        pauses: What a run recorded between the spans; nothing in a simulation.
     """
 
     spans: tuple[Span, ...]
     num_ranks: int
+    pipeline: Pipeline | None = None
+    pauses: tuple[Pause, ...] = ()
 
     @property
     def start(self) -> float:
@@ -65,6 +89,18 @@ class Timeline:
     def steps(self) -> tuple[int, ...]:
         """The steps that have spans, ascending."""
         return tuple(sorted({span.step for span in self.spans}))
+
+    @property
+    def num_steady_steps(self) -> int:
+        """Steps within :attr:`windows`; at least 1."""
+        steady = len(self.steps) - 2
+        return steady if steady > 0 else max(1, len(self.steps))
+
+    @property
+    def steady_start(self) -> float:
+        """When the first rank began its second step, the first steady one; seconds."""
+        first = self.steps[:2][-1:]
+        return min((span.start for span in self.spans if span.step in first), default=0.0)
 
     @cached_property
     def windows(self) -> tuple[tuple[float, float], ...]:
@@ -84,14 +120,14 @@ class Timeline:
     @property
     def step_time(self) -> float:
         """Seconds per step in the steady window, of the slowest rank."""
-        steady = len(self.steps) - 2
-        num_steps = steady if steady > 0 else max(1, len(self.steps))
-        return max(end - start for start, end in self.windows) / num_steps
+        return max(end - start for start, end in self.windows) / self.num_steady_steps
 
     def busy(self, rank: int) -> float:
         """Seconds that ``rank`` works within its steady window."""
         start, end = self.windows[rank]
-        return sum(max(0.0, min(span.end, end) - max(span.start, start)) for span in self._of(rank))
+        return sum(
+            max(0.0, min(span.end, end) - max(span.start, start)) for span in self.of_rank(rank)
+        )
 
     @property
     def bubble_ratio(self) -> float:
@@ -104,52 +140,88 @@ class Timeline:
     def between(self, first: int, last: int) -> Timeline:
         """The part made of the steps ``first`` to ``last``, both included."""
         kept = tuple(span for span in self.spans if first <= span.step <= last)
-        return Timeline(kept, self.num_ranks)
+        return Timeline(kept, self.num_ranks, self.pipeline, self.pauses)
 
-    def draw(self, width: int = 100) -> str:
-        """Draw for a terminal, one line per rank, ``width`` columns of time."""
-        seconds = self.end - self.start
-        scale = width / seconds if seconds > 0 else 0.0
+    def of_rank(self, rank: int) -> tuple[Span, ...]:
+        """The spans of one rank, in their order."""
+        return self._by_rank.get(rank, ())
+
+    def draw(self, width: int = 100, part: tuple[float, float] | None = None) -> str:
+        """Draw for a terminal, one line per rank.
+
+        Args:
+            width: Columns of the time axis.
+            part: From when to when, in seconds; None is all. See :func:`aligned`.
+        """
+        first, last = part or (self.start, self.end)
+        scale = width / (last - first) if last > first else 0.0
         lines = []
         for rank in range(self.num_ranks):
             cells = [" "] * width
-            for span in self._of(rank):
-                left = round((span.start - self.start) * scale)
-                right = round((span.end - self.start) * scale)
+            for span in self.of_rank(rank):
+                left, right = (
+                    min(max(round((time - first) * scale), 0), width)
+                    for time in (span.start, span.end)
+                )
                 cells[left:right] = _cell(span.action, right - left)
             lines.append(f"rank {rank} |{''.join(cells)}|")
         return "\n".join(lines)
 
-    def to_chrome_trace(self) -> dict[str, Any]:
-        """The trace event format that ``chrome://tracing`` and Perfetto read; microseconds."""
+    def trace_events(self, pid: int = 0, zero: float | None = None) -> list[dict[str, Any]]:
+        """Events of the format that ``chrome://tracing`` and Perfetto read; microseconds.
+
+        Args:
+            pid: The process that they are shown as; its threads are the ranks.
+            zero: Seconds at which the trace's time begins; None: with the first action.
+        """
+        zero = self.start if zero is None else zero
         names: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": r, "args": {"name": f"rank {r}"}}
+            {"name": "thread_name", "ph": "M", "pid": pid, "tid": r, "args": {"name": f"rank {r}"}}
             for r in range(self.num_ranks)
         ]
-        events = [
+        return names + [
             {
                 "name": span.action,
                 "cat": span.op,
                 "ph": "X",
-                "pid": 0,
+                "pid": pid,
                 "tid": span.rank,
-                "ts": (span.start - self.start) * 1e6,
+                "ts": (span.start - zero) * 1e6,
                 "dur": (span.end - span.start) * 1e6,
                 "args": {"step": span.step},
             }
             for span in self.spans
         ]
-        return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
     def to_json(self) -> str:
         """Everything, as JSON that :meth:`from_json` reads."""
-        return json.dumps({"num_ranks": self.num_ranks, "spans": list(map(asdict, self.spans))})
+        data = {
+            "num_ranks": self.num_ranks,
+            "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
+            "spans": list(map(asdict, self.spans)),
+            "pauses": list(map(asdict, self.pauses)),
+        }
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: str) -> Timeline:
-        """Read what :meth:`to_json` wrote."""
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: The text is no JSON.
+            KeyError: The JSON is something else.
+            TypeError: The JSON is something else.
+        """
         data = json.loads(text)
-        return cls(tuple(Span(**span) for span in data["spans"]), data["num_ranks"])
+        spans = tuple(Span(**span) for span in data["spans"])
+        # Files of earlier versions have spans only.
+        pipeline = data.get("pipeline")
+        return cls(
+            spans,
+            data["num_ranks"],
+            None if pipeline is None else Pipeline.from_dict(pipeline),
+            tuple(Pause(**pause) for pause in data.get("pauses", ())),
+        )
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Span, ...]]:
@@ -158,12 +230,20 @@ class Timeline:
             grouped.setdefault(span.rank, []).append(span)
         return {rank: tuple(spans) for rank, spans in grouped.items()}
 
-    def _of(self, rank: int) -> Iterable[Span]:
-        return self._by_rank.get(rank, ())
-
     def _step_end(self, rank: int, step: int) -> float:
-        ends = (span.end for span in self._of(rank) if span.step <= step)
+        ends = (span.end for span in self.of_rank(rank) if span.step <= step)
         return max(ends, default=self.start)
+
+
+def aligned(timelines: Iterable[Timeline]) -> list[tuple[float, float]]:
+    """For each timeline, the part to show so that all of them have one axis.
+
+    All parts are equally long, and the first steady step begins at the same place in each.
+    """
+    timelines = list(timelines)
+    before = max((each.steady_start - each.start for each in timelines), default=0.0)
+    after = max((each.end - each.steady_start for each in timelines), default=0.0)
+    return [(each.steady_start - before, each.steady_start + after) for each in timelines]
 
 
 def _cell(action: str, width: int) -> list[str]:

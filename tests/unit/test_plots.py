@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import builtins
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.plots import plot_timeline
+from lightning_tspipe.plots import plot_timeline, plot_timelines
 from lightning_tspipe.simulation.timeline import Span, Timeline
 
 
@@ -35,8 +36,36 @@ def test_draws_ranks_units_and_a_legend(timeline: Timeline, tmp_path: Path, suff
         assert content.startswith(b"\x89PNG")
         return
     for text in ("rank 0", "rank 2", "teacher forward, next batch", "optimizer", "ms per step"):
-        assert f"<!-- {text}".encode() in content or text.encode() in content
+        assert text.encode() in content
     assert b"loss" not in content
+
+
+def test_two_timelines_share_one_axis(timeline: Timeline, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    slower = [replace(span, start=2 * span.start, end=2 * span.end) for span in timeline.spans]
+    path = tmp_path / "both.svg"
+    plot_timelines({"measured": timeline, "simulated": Timeline(tuple(slower), 2)}, path)
+    content = path.read_text()
+    for text in ("measured: ", "simulated: ", "0: the first steady step begins"):
+        assert text in content
+    # Five ranks, one legend, and one row of numbers.
+    assert content.count(">rank ") == 5
+    assert content.count(">teacher forward, next batch<") == 1
+    # A tick; in each drawing, two actions on unit 0, of two ranks in three steps.
+    assert content.count(">0<") == 1 + 2 * (2 * 2 * 3)
+    assert content == svg_again(path, timeline, Timeline(tuple(slower), 2))
+
+
+def svg_again(path: Path, measured: Timeline, simulated: Timeline) -> str:
+    again = path.with_name("again.svg")
+    plot_timelines({"measured": measured, "simulated": simulated}, again)
+    return again.read_text()
+
+
+def test_a_format_that_nobody_draws(timeline: Timeline, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigurationError, match=r"write \.png, \.svg or \.pdf"):
+        plot_timeline(timeline, tmp_path / "timeline.txt")
 
 
 def test_leaves_pyplot_and_the_backend_alone(timeline: Timeline, tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from lightning_tspipe.simulation.timeline import Span, Timeline
+from lightning_tspipe.simulation.timeline import Pause, Span, Timeline, aligned
 
 
 def rank_of_steps(rank: int, shift: float, num_steps: int) -> list[Span]:
@@ -48,8 +51,23 @@ def test_drawing() -> None:
     assert ahead.draw(2) == "rank 0 |t─|"
 
 
-def test_chrome_trace() -> None:
-    events = TIMELINE.to_chrome_trace()["traceEvents"]
+def test_drawing_a_part() -> None:
+    timeline = TIMELINE.between(0, 0)
+    assert timeline.draw(8, (3.0, 11.0)) == "rank 0 |F0─B0───|\nrank 1 |B0───   |"
+    assert timeline.draw(6, (-3.0, 3.0)) == "rank 0 |      |\nrank 1 |   F0─|"
+
+
+def test_aligned_parts_are_equally_long_and_their_steady_steps_stand_below_each_other() -> None:
+    other = Timeline(tuple(rank_of_steps(0, 100.0, 5)), 1)
+    parts = aligned([TIMELINE, other])
+    assert (TIMELINE.steady_start, other.steady_start) == (10.0, 110.0)
+    assert parts == [(0.0, 48.0), (100.0, 148.0)]
+    assert aligned([TIMELINE]) == [(TIMELINE.start, TIMELINE.end)]
+    assert aligned([]) == []
+
+
+def test_trace_events() -> None:
+    events = TIMELINE.trace_events()
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
     spans = [e for e in events if e["ph"] == "X"]
     assert len(spans) == 16
@@ -57,7 +75,25 @@ def test_chrome_trace() -> None:
         "name": "1B0", "cat": "B", "ph": "X", "pid": 0, "tid": 1,
         "ts": 13e6, "dur": 5e6, "args": {"step": 1},
     }  # fmt: skip
+    later = [e for e in TIMELINE.trace_events(pid=2, zero=-1.0) if e["ph"] == "X"]
+    assert (later[3]["pid"], later[3]["ts"]) == (2, 14e6)
 
 
-def test_json() -> None:
+@pytest.mark.parametrize("teacher", [True, False])
+def test_json(make_pipeline: Any, teacher: bool) -> None:
     assert Timeline.from_json(TIMELINE.to_json()) == TIMELINE
+    pipeline = make_pipeline(2, 2, 3, teacher=teacher, outputs=frozenset({0}))
+    full = Timeline(TIMELINE.spans, 2, pipeline, (Pause(0, "load", 1.0, 2.0),))
+    assert Timeline.from_json(full.to_json()) == full
+
+
+def test_json_of_earlier_versions() -> None:
+    data = json.loads(TIMELINE.to_json())
+    old = {name: data[name] for name in ("num_ranks", "spans")}
+    assert Timeline.from_json(json.dumps(old)) == TIMELINE
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "3", '{"spans": [1], "num_ranks": 1}'])
+def test_json_of_something_else(text: str) -> None:
+    with pytest.raises((KeyError, TypeError)):
+        Timeline.from_json(text)

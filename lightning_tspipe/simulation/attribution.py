@@ -1,0 +1,300 @@
+"""Why a rank was idle: every moment between two actions goes to one cause.
+
+A gap before an action that another rank's work must reach first falls into two::
+
+    rank 1 | 1F0 ──────┤                      producer: ends at a
+    rank 0 | 0O ├ waiting for 1F0 │ transfer ├ 0L
+                                  a
+
+A run also says where the rest of a gap went (see :class:`~lightning_tspipe.simulation.timeline.
+Pause`); what it doesn't mention is the Trainer's. A simulation has waiting and transfers alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cached_property
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.dependencies import depends_on
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
+
+
+class Cause(Enum):
+    """What an idle rank waits for; the value is how it is printed.
+
+    - ``WAITING``: for an action of another rank, until it ended.
+    - ``TRANSFER``: for its result on the way, or while the rank itself hands something over.
+    - ``LOADER``: for the next batch of the user's loader.
+    - ``TRAINER``: hooks, loggers, progress bars and loops of Lightning, and what the rank does
+      itself between two actions.
+    - ``OPTIMIZER``: between the last gradient and the optimizer's step, where gradients are clipped
+      by their norm over all ranks or summed over replicas.
+    """
+
+    WAITING = "waiting"
+    TRANSFER = "transfer"
+    LOADER = "loader"
+    TRAINER = "Lightning"
+    OPTIMIZER = "optimizer"
+
+
+_CAUSES = {
+    "send": Cause.TRANSFER,
+    "receive": Cause.TRANSFER,
+    "load": Cause.LOADER,
+    "clip": Cause.OPTIMIZER,
+}
+_LEAST_PRINTED = 5e-5
+"""Seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """A stretch of time in which a rank ran no action.
+
+    Attributes:
+        rank: Which rank.
+        start: Seconds.
+        end: Seconds.
+        cause: Why.
+        awaited: The other rank's action that it waited for, if that is the cause.
+    """
+
+    rank: int
+    start: float
+    end: float
+    cause: Cause
+    awaited: Span | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long."""
+        return self.end - self.start
+
+    def __str__(self) -> str:
+        if self.awaited is None:
+            return self.cause.value
+        return f"waiting for {self.awaited.action} of rank {self.awaited.rank}"
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """The idle time of all ranks in their steady windows.
+
+    Attributes:
+        idle: Every stretch, rank after rank, in the order of time.
+        num_ranks: Ranks of the pipeline.
+        num_steps: Steps in the windows.
+        seconds_per_step: For each rank, its window's length divided by the steps.
+    """
+
+    idle: tuple[Idle, ...]
+    num_ranks: int
+    num_steps: int
+    seconds_per_step: tuple[float, ...]
+
+    def seconds(self, rank: int, cause: Cause | None = None) -> float:
+        """Idle seconds per step of one rank; None stands for all causes together."""
+        if cause is None:
+            return sum(self._seconds.get((rank, each), 0.0) for each in Cause)
+        return self._seconds.get((rank, cause), 0.0)
+
+    def share(self, rank: int, cause: Cause | None = None) -> float:
+        """The same as a share of the rank's time."""
+        whole = self.seconds_per_step[rank]
+        return self.seconds(rank, cause) / whole if whole > 0 else 0.0
+
+    def awaited(self, rank: int, most: int = 3) -> tuple[tuple[Span, float], ...]:
+        """The actions that ``rank`` waited for longest.
+
+        Returns:
+            For each an example, and seconds per step; the longest first.
+        """
+        found: dict[tuple[int, str], tuple[Span, float]] = {}
+        for idle in self.idle:
+            if idle.rank == rank and idle.awaited is not None:
+                key = (idle.awaited.rank, idle.awaited.action)
+                _, before = found.get(key, (idle.awaited, 0.0))
+                found[key] = (idle.awaited, before + idle.seconds / self.num_steps)
+        return tuple(sorted(found.values(), key=lambda item: -item[1])[:most])
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[int, Cause], float]:
+        found: dict[tuple[int, Cause], float] = {}
+        for idle in self.idle:
+            key = (idle.rank, idle.cause)
+            found[key] = found.get(key, 0.0) + idle.seconds / self.num_steps
+        return found
+
+    def __str__(self) -> str:
+        rows = [["idle, ms per step", *(cause.value for cause in Cause), "together"]]
+        for rank in range(self.num_ranks):
+            cells = [self._cell(rank, cause) for cause in (*Cause, None)]
+            rows.append([f"rank {rank}", *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in rows
+        ]
+        return "\n".join(lines + [line for r in range(self.num_ranks) for line in self._waits(r)])
+
+    def _cell(self, rank: int, cause: Cause | None) -> str:
+        seconds = self.seconds(rank, cause)
+        if seconds < _LEAST_PRINTED:
+            return "-"
+        return f"{seconds * 1e3:.1f} {self.share(rank, cause):4.0%}"
+
+    def _waits(self, rank: int) -> Iterator[str]:
+        longest = ", ".join(
+            f"{span.action} of rank {span.rank} ({seconds * 1e3:.1f} ms)"
+            for span, seconds in self.awaited(rank)
+        )
+        if longest:
+            yield f"rank {rank} waits longest for {longest}"
+
+
+def attribute(timeline: Timeline, pipeline: Pipeline | None = None) -> Attribution:
+    """Find the cause of every idle moment of every rank, within its steady window.
+
+    Args:
+        timeline: Simulated or measured.
+        pipeline: Who holds what; None: what the timeline knows.
+
+    Raises:
+        ConfigurationError: Nobody knows, or the pipeline is another one.
+    """
+    pipeline = pipeline or timeline.pipeline
+    if pipeline is None:
+        raise ConfigurationError(
+            "the timeline doesn't know its pipeline, so not who waits for whom: give its plan too "
+            "(--plan plan.json)"
+        )
+    if pipeline.num_ranks != timeline.num_ranks:
+        raise ConfigurationError(
+            f"a pipeline of {pipeline.num_ranks} ranks for a timeline of {timeline.num_ranks}"
+        )
+    num_steps = timeline.num_steady_steps
+    walk = _Walk(timeline, pipeline)
+    return Attribution(
+        tuple(idle for rank in range(timeline.num_ranks) for idle in walk.idle(rank)),
+        timeline.num_ranks,
+        num_steps,
+        tuple((end - start) / num_steps for start, end in timeline.windows),
+    )
+
+
+class _Walk:
+    """Goes through the gaps of each rank."""
+
+    def __init__(self, timeline: Timeline, pipeline: Pipeline) -> None:
+        self._timeline = timeline
+        self._producers = _Producers(timeline, pipeline)
+        self._pauses: dict[int, list[Pause]] = {}
+        for pause in sorted(timeline.pauses, key=lambda pause: pause.start):
+            self._pauses.setdefault(pause.rank, []).append(pause)
+
+    def idle(self, rank: int) -> Iterator[Idle]:
+        """The rank's idle time."""
+        first, last = self._timeline.windows[rank]
+        for opened, closed, before in self._gaps(rank, last):
+            start, end = max(opened, first), min(closed, last)
+            if start < end:
+                is_recorded = bool(self._timeline.pauses) and before is not None
+                pieces = self._recorded if is_recorded else self._deduced
+                yield from (piece for piece in pieces(rank, start, end, before) if piece.seconds)
+
+    def _gaps(self, rank: int, last: float) -> Iterator[tuple[float, float, Span | None]]:
+        """Start, end, and the action that ended the gap; None for the end of the recording."""
+        reached = self._timeline.start
+        for span in self._timeline.of_rank(rank):
+            if span.start > reached:
+                yield reached, span.start, span
+            reached = max(reached, span.end)
+        yield reached, last, None
+
+    def _deduced(self, rank: int, start: float, end: float, before: Span | None) -> Iterator[Idle]:
+        """Where nothing but the spans is known."""
+        awaited = self._producers.awaited(rank, before)
+        if before is not None and before.op == Op.DATA.value:
+            yield Idle(rank, start, end, Cause.LOADER)
+        elif before is not None and before.op == Op.OPTIMIZER.value:
+            yield Idle(rank, start, end, Cause.OPTIMIZER)
+        elif awaited is None:
+            yield Idle(rank, start, end, Cause.TRAINER)
+        else:
+            rest = Cause.TRAINER if _is_effects(before) else Cause.TRANSFER
+            yield from _split(rank, start, end, awaited, rest)
+
+    def _recorded(self, rank: int, start: float, end: float, before: Span | None) -> Iterator[Idle]:
+        """Where the run recorded its pauses; between them, the Trainer works."""
+        reached = start
+        awaited = self._producers.awaited(rank, before)
+        for pause in self._pauses.get(rank, ()):
+            first, last = max(pause.start, reached), min(pause.end, end)
+            if first >= last:
+                continue
+            yield Idle(rank, reached, first, Cause.TRAINER)
+            if pause.reason == "receive" and awaited is not None:
+                yield from _split(rank, first, last, awaited, Cause.TRANSFER)
+            else:
+                yield Idle(rank, first, last, _CAUSES.get(pause.reason, Cause.TRAINER))
+            reached = last
+        yield Idle(rank, reached, end, Cause.TRAINER)
+
+
+def _split(rank: int, start: float, end: float, awaited: Span, rest: Cause) -> Iterator[Idle]:
+    """Waiting for an action until it ended, then something else."""
+    ended = min(max(awaited.end, start), end)
+    yield Idle(rank, start, ended, Cause.WAITING, awaited)
+    yield Idle(rank, ended, end, rest)
+
+
+def _is_effects(span: Span | None) -> bool:
+    return span is not None and span.op == Op.EFFECTS.value
+
+
+class _Producers:
+    """Finds the spans that an action waited for."""
+
+    def __init__(self, timeline: Timeline, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        spans = sorted(timeline.spans, key=lambda span: span.end)
+        actions = {text: Action.parse(text) for text in {span.action for span in spans}}
+        self._actions = actions
+        self._split = frozenset(a.stage for a in actions.values() if a.op is Op.INPUT_BACKWARD)
+        # Of an action with several spans (a loss and its backward), the last.
+        self._spans = {(span.step, actions[span.action]): span for span in spans}
+        self._last = spans[-1] if spans else None
+
+    def awaited(self, rank: int, span: Span | None) -> Span | None:
+        """Of what ``span`` needs from other ranks, what ended last.
+
+        At the end of a recording, a rank waits for the last of all actions.
+        """
+        if span is None:
+            return self._last if self._last is not None and self._last.rank != rank else None
+        found = [self._find(span.step, need) for need in self._needs(self._actions[span.action])]
+        others = [each for each in found if each is not None and each.rank != rank]
+        return max(others, key=lambda each: each.end, default=None)
+
+    def _needs(self, action: Action) -> list[Action]:
+        if action.op is Op.EFFECTS:
+            # They read the structure of the batch, of which the data rank tells the others.
+            return [Action(Op.DATA, self._pipeline.data_rank)]
+        needs = depends_on(action, self._pipeline, self._split)
+        return [need.producer for need in needs]
+
+    def _find(self, step: int, action: Action) -> Span | None:
+        """The span of an action that the given step needs."""
+        here = self._spans.get((step, action))
+        if here is not None:
+            return here
+        if action.batch == 0:
+            return self._spans.get((step - 1, replace(action, batch=1)))
+        # A run reads the next batch along with this one.
+        return self._spans.get((step, replace(action, batch=0))) if action.op is Op.DATA else None

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_tspipe.ir.lowering import lower
+from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.simulation.figures import figures
+from lightning_tspipe.simulation.simulator import simulate
+from lightning_tspipe.simulation.timeline import Span, Timeline
+
+
+def test_figures_of_a_simulation_are_its_costs(make_pipeline: Any) -> None:
+    pipeline = make_pipeline(2, 2, 1)
+    costs = CostTable.uniform(pipeline, forward=0.25, backward=0.5, teacher=0.125)
+    schedule = build_schedule(
+        "tspipe", pipeline, costs, teacher_now=False, teacher_next=True, split=frozenset({1})
+    )
+    timeline = simulate([lower(schedule)] * 6, costs)
+    found = figures(timeline)
+    for stage in (0, 1):
+        assert found.pop(f"stage{stage}_forward_ms") == pytest.approx(250)
+        # Of stage 1, the sum of its halves.
+        assert found.pop(f"stage{stage}_backward_ms") == pytest.approx(500)
+        assert found.pop(f"stage{stage}_teacher_ms") == pytest.approx(125)
+    step = found.pop("step_ms")
+    assert step == pytest.approx(timeline.step_time * 1e3)
+    # Each rank works 2 units of a forward, a backward and a teacher's forward.
+    idle = [found.pop(f"rank{rank}_idle_ms") for rank in (0, 1)]
+    assert idle == pytest.approx([step - 1750, step - 1750])
+    assert found == {"bubble_ratio": pytest.approx(sum(idle) / 2 / step)}
+
+
+def test_only_the_steady_steps_count() -> None:
+    spans = tuple(
+        Span(0, "0F0", "F", step, 10.0 * step, 10.0 * step + seconds)
+        for step, seconds in enumerate((5.0, 1.0, 3.0, 8.0))
+    )
+    assert figures(Timeline(spans, 1))["stage0_forward_ms"] == 2000
+    assert figures(Timeline(spans[:2], 1))["stage0_forward_ms"] == 3000
