@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -19,6 +20,7 @@ from lightning.pytorch import (
     seed_everything,
 )
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -59,10 +61,12 @@ class Record:
     Attributes:
         losses: One per step, on the rank that has them.
         weights: Parameters and buffers at the end.
+        gradients: Before each optimizer step, by parameter; of all ranks.
     """
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -100,22 +104,28 @@ def run(options: argparse.Namespace) -> None:
 
 
 def compare(expected: Record, actual: Record) -> str:
-    """Steps side by side, and the largest difference of the weights.
+    """Steps side by side, and the largest differences of gradients and weights.
 
     Raises:
         DifferenceError: More than rounding; the message holds the same lines.
     """
-    lines = ["step  one device         pipelined          difference"]
-    differs = ""
+    lines = ["step  one device         pipelined          difference  of gradients"]
+    first = _First()
     for step, (one, other) in enumerate(zip(expected.losses, actual.losses, strict=True)):
         difference = _relative(one, other)
-        lines.append(f"{step:4}  {one:<17.12g}  {other:<17.12g}  {difference:.1e}")
-        if not difference <= _TOLERANCE and not differs:
-            differs = f"the losses of step {step} differ by {difference:.1e}"
+        first.note(f"the losses of step {step}", difference)
+        name, largest = "", 0.0
+        if step < len(expected.gradients):  # fewer, if gradients are accumulated
+            gradients = (run.gradients[step] for run in (expected, actual))
+            name, largest = _largest_difference(*gradients)
+            first.note(f"the gradients of {name} at update {step}", largest)
+        lines.append(
+            f"{step:4}  {one:<17.12g}  {other:<17.12g}  {difference:<10.1e}  {largest:.1e}"
+        )
     name, largest = _largest_difference(expected.weights, actual.weights)
+    first.note(f"the weights of {name}", largest)
     lines.append(f"weights after {len(expected.losses)} steps: {largest:.1e} at most, in {name}")
-    if not largest <= _TOLERANCE and not differs:
-        differs = f"the weights of {name} differ by {largest:.1e}"
+    differs = first.difference
     if differs:
         hint = (
             f"NOT the same: {differs}. Random numbers (dropout, a random choice in the step) may "
@@ -123,6 +133,17 @@ def compare(expected: Record, actual: Record) -> str:
         )
         raise DifferenceError("\n".join([*lines, hint]))
     return "\n".join([*lines, "the same"])
+
+
+@dataclass
+class _First:
+    """The first difference that is more than rounding."""
+
+    difference: str = ""
+
+    def note(self, what: str, amount: float) -> None:
+        if not amount <= _TOLERANCE and not self.difference:  # NaN differs too
+            self.difference = f"{what} differ by {amount:.1e}"
 
 
 def _relative(one: float, other: float) -> float:
@@ -158,11 +179,33 @@ class _Recorder(Callback):
             self.record.losses.append(float(loss))
 
     @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        self.record.gradients.append({
+            name: parameter.grad.detach().cpu().clone()
+            for name, parameter in pl_module.named_parameters()
+            if parameter.grad is not None and parameter.grad.any()  # none is as good as zeros
+        })
+
+    @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.record.gradients = _of_all_ranks(self.record.gradients)
         state = trainer.strategy.lightning_module_state_dict()
         self.record.weights = {
             name: tensor.detach().cpu().double() for name, tensor in state.items()
         }
+
+
+def _of_all_ranks(gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """On rank 0 the gradients of every rank's stages; elsewhere nothing."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return gradients
+    is_first = dist.get_rank() == 0
+    found: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+    dist.gather_object(gradients, found)
+    steps = zip(*(found or []), strict=True)
+    return [{name: g for part in parts for name, g in part.items()} for parts in steps]
 
 
 def _train(
