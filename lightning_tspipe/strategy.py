@@ -22,6 +22,7 @@ from typing_extensions import override
 from lightning_tspipe.pipelined import Pipelined
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.processes import ProcessHooks
+from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.failures import settle
@@ -33,7 +34,7 @@ from lightning_tspipe.runtime.loading import (
     UnsizedRemoteLoader,
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.setup import SetupOptions, find_networks, is_paired, load_plan, set_up
+from lightning_tspipe.setup import SetupOptions, find_networks, load_plan, set_up
 from lightning_tspipe.support import (
     TeacherWatch,
     refuse_callbacks,
