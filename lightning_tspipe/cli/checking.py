@@ -11,7 +11,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import (
     Callback,
     LightningDataModule,
@@ -182,28 +181,29 @@ class _Recorder(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        self.record.gradients.append({
-            name: parameter.grad.detach().cpu().clone()
-            for name, parameter in pl_module.named_parameters()
-            if parameter.grad is not None and parameter.grad.any()  # none is as good as zeros
-        })
+        self.record.gradients.append(
+            {
+                name: parameter.grad.detach().cpu().clone()
+                for name, parameter in pl_module.named_parameters()
+                if parameter.grad is not None and parameter.grad.any()  # none is as good as zeros
+            }
+        )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.record.gradients = _of_all_ranks(self.record.gradients)
+        self.record.gradients = _of_all_ranks(trainer, self.record.gradients)
         state = trainer.strategy.lightning_module_state_dict()
         self.record.weights = {
             name: tensor.detach().cpu().double() for name, tensor in state.items()
         }
 
 
-def _of_all_ranks(gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+def _of_all_ranks(trainer: Trainer, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     """On rank 0 the gradients of every rank's stages; elsewhere nothing."""
-    if not (dist.is_available() and dist.is_initialized()):
+    strategy = trainer.strategy
+    if not isinstance(strategy, TSPipeStrategy) or strategy.engine is None:
         return gradients
-    is_first = dist.get_rank() == 0
-    found: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-    dist.gather_object(gradients, found)
+    found = strategy.engine.transport.gather_object(gradients)
     steps = zip(*(found or []), strict=True)
     return [{name: g for part in parts for name, g in part.items()} for parts in steps]
 

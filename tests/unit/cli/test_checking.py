@@ -17,7 +17,7 @@ def test_gradients_are_compared_step_by_step() -> None:
     same = compare(record(1.0, 2.0), record(1.0, 2.0))
     assert same.endswith("the same")
     assert "of gradients" in same
-    with pytest.raises(DifferenceError, match=r"the gradients of b at update 1 differ by 5.0e-01") as caught:
+    with pytest.raises(DifferenceError, match="the gradients of b at update 1 differ") as caught:
         compare(record(1.0, 2.0), record(1.0, 3.0))
     assert "5.0e-01" in str(caught.value).splitlines()[2]
 
