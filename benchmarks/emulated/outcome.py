@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from benchmarks.emulated.rows import PAPER_BEST, PAPER_KD_UTILIZATION, Row
+from benchmarks.emulated.rows import Row
 from benchmarks.environment import environment_of
 
 PACKAGES = ("torch", "torchvision", "lightning", "lightly")
@@ -112,19 +112,16 @@ class Report:
     @property
     def _table(self) -> str:
         rows = [
-            ("model", "devices", "over sequential", "paper's best", "over gpipe", "utilization",
+            ("model", "devices", "over sequential", "paper's", "over gpipe", "utilization",
              "simulated/emulated"),
         ]  # fmt: skip
         for outcome in self.outcomes:
             figures = {name.rpartition(".")[2]: value for name, value in outcome.figures}
-            paper = f"{PAPER_BEST.get(outcome.num_devices, 0) or '-'}"
-            if outcome.row.kind == "kd":
-                paper = f"utilization {PAPER_KD_UTILIZATION}"
             rows.append((
                 outcome.row.name,
                 str(outcome.num_devices),
                 _cell(figures.get("tspipe_over_sequential")),
-                paper,
+                _cell(outcome.row.paper.get(outcome.num_devices)),
                 _cell(figures.get("tspipe_over_gpipe")),
                 _cell(figures.get("utilization")),
                 _cell(figures.get("simulated_over_emulated")),
