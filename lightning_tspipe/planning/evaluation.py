@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.planning.bounds import step_bound
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.registry import build_schedule, runs_ahead
@@ -55,6 +56,12 @@ class Evaluator:
             teacher_next=self._ahead,
             split=split,
         )
+
+    def bound(self, layout: Layout) -> float:
+        """Seconds per step that this schedule cannot undercut; without a simulation."""
+        if self._name == "sequential":
+            return sum(layout.busy)  # about: one rank works at a time, but for its optimizer step
+        return step_bound(layout, teacher_first=self._name == "gpipe")
 
     def num_actions(self, layout: Layout) -> int:
         """Actions of a step."""

@@ -19,7 +19,7 @@ def does_not_fit(closest: Layout) -> PartitionError:
         closest: The layout that comes closest to the limits.
     """
     workload = closest.workload
-    limit = min(workload.state_limit, workload.memory_limit)
+    limit = min(workload.state_limit, max(workload.memory_limits))
     for name, size in _atom_sizes(workload):
         if size > limit:
             return PartitionError(
@@ -29,12 +29,15 @@ def does_not_fit(closest: Layout) -> PartitionError:
             )
     over_state = max(closest.state_bytes) > workload.state_limit
     held = closest.state_bytes if over_state else closest.memory_bytes
-    limit = workload.state_limit if over_state else workload.memory_limit
+    limits = workload.memory_limits
+    if over_state:
+        limits = (workload.state_limit,) * workload.num_ranks
     what = "parameters, gradients and optimizer state" if over_state else "state and activations"
-    rank = held.index(max(held))
+    over = [size - most for size, most in zip(held, limits, strict=True)]
+    rank = over.index(max(over))
     return PartitionError(
         f"rank {rank} would need {megabytes(held[rank])} for {what}, and may hold "
-        f"{megabytes(limit)}; {_largest_atom(closest, rank)}. {_REMEDY}"
+        f"{megabytes(limits[rank])}; {_largest_atom(closest, rank)}. {_REMEDY}"
     )
 
 

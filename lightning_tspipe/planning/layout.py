@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.planning.memory import MemoryUse
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import Workload
@@ -48,6 +51,15 @@ class Layout:
     def student_ranks(self) -> tuple[int, ...]:
         """Stage to rank."""
         return default_ranks(self.cuts.num_stages, self.workload.num_ranks)
+
+    @cached_property
+    def student_parts(self) -> tuple[tuple[int, int, int], ...]:
+        """First atom, one after the last, and rank, of each student stage."""
+        bounds = pairwise(self.cuts.student)
+        return tuple(
+            (start, stop, rank)
+            for (start, stop), rank in zip(bounds, self.student_ranks, strict=True)
+        )
 
     @property
     def teacher_parts(self) -> tuple[tuple[int, int, int], ...]:
@@ -104,64 +116,83 @@ class Layout:
     def costs(self) -> CostTable:
         """What the simulator needs."""
         workload, units = self.workload, self.workload.units(self.num_microbatches)
-        overhead = workload.action_overhead
+        ranks = workload.ranks
         own, other = units.samples
+
+        def seconds(sums: tuple[float, ...], start: int, stop: int, rank: int) -> float:
+            return _part(sums, start, stop) / ranks.speeds[rank] + workload.action_overhead
+
         student = tuple(
             StageCost(
-                forward=_part(units.forward, start, stop) + overhead,
-                backward=_part(units.backward, start, stop) + overhead,
-                input_backward=_part(units.input_backward, start, stop) + overhead,
-                weight_backward=_part(units.weight_backward, start, stop) + overhead,
+                forward=seconds(units.forward, start, stop, rank),
+                backward=seconds(units.backward, start, stop, rank),
+                input_backward=seconds(units.input_backward, start, stop, rank),
+                weight_backward=seconds(units.weight_backward, start, stop, rank),
                 output_bytes=_output_bytes(workload.student, stop, own),
                 result_bytes=_result_bytes(workload.student, start, stop, own),
             )
-            for start, stop in pairwise(self.cuts.student)
+            for start, stop, rank in self.student_parts
         )
         teacher = tuple(
             StageCost(
-                forward=_part(units.teacher, start, stop) + overhead,
+                forward=seconds(units.teacher, start, stop, rank),
                 output_bytes=_output_bytes(workload.teacher, stop, other),
                 result_bytes=_result_bytes(workload.teacher, start, stop, other),
             )
-            for start, stop, _ in self.teacher_parts
+            for start, stop, rank in self.teacher_parts
             if workload.teacher is not None
         )
         return CostTable(
             student=student,
             teacher=teacher,
-            loss=workload.loss_seconds,
-            optimizer=self._per_rank(workload.update_sums),
-            effects=self._per_rank(workload.effect_sums),
-            latency=workload.latency,
-            bandwidth=workload.bandwidth,
+            loss=workload.loss_seconds / ranks.speeds[0],
+            optimizer=self._seconds_per_rank(workload.update_sums),
+            effects=self._seconds_per_rank(workload.effect_sums),
+            latency=ranks.link.latency,
+            bandwidth=ranks.link.bandwidth,
             data=workload.data_seconds,
             input_bytes=round(workload.input_bytes_per_sample * own),
+            nodes=ranks.nodes,
+            inter_node_latency=ranks.inter_node_link.latency if ranks.nodes else 0.0,
+            inter_node_bandwidth=ranks.inter_node_link.bandwidth if ranks.nodes else math.inf,
+            reduction=self.reduction,
         )
+
+    @property
+    def reduction(self) -> tuple[float, ...]:
+        """Seconds that summing its gradients over the replicas takes each rank; () without."""
+        ranks = self.workload.ranks
+        if ranks.num_replicas == 1:
+            return ()
+        gradients = self._per_rank(self.workload.gradient_sums)
+        return tuple(ranks.reduction_seconds(rank, size) for rank, size in enumerate(gradients))
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """Seconds that each rank works in a step: no schedule is faster than the largest."""
         workload, units = self.workload, self.workload.units(self.num_microbatches)
         overhead = workload.action_overhead
+        speeds = workload.ranks.speeds
         own, other = (calls * self.num_microbatches for calls in workload.num_calls)
         seconds = [
             a + b
             for a, b in zip(
-                self._per_rank(workload.update_sums),
-                self._per_rank(workload.effect_sums),
+                self._seconds_per_rank(workload.update_sums),
+                self._seconds_per_rank(workload.effect_sums),
                 strict=True,
             )
         ]
-        seconds[0] += workload.loss_seconds
+        seconds[0] += workload.loss_seconds / speeds[0]
         seconds[-1] += workload.data_seconds
-        bounds = pairwise(self.cuts.student)
-        for stage, ((start, stop), rank) in enumerate(zip(bounds, self.student_ranks, strict=True)):
+        for stage, (start, stop, rank) in enumerate(self.student_parts):
             kinds = [units.forward, units.backward]
             if stage in self.split:
                 kinds = [units.forward, units.input_backward, units.weight_backward]
-            seconds[rank] += own * sum(_part(kind, start, stop) + overhead for kind in kinds)
+            seconds[rank] += own * sum(
+                _part(kind, start, stop) / speeds[rank] + overhead for kind in kinds
+            )
         for start, stop, rank in self.teacher_parts:
-            seconds[rank] += other * (_part(units.teacher, start, stop) + overhead)
+            seconds[rank] += other * (_part(units.teacher, start, stop) / speeds[rank] + overhead)
         return tuple(seconds)
 
     @cached_property
@@ -180,25 +211,51 @@ class Layout:
         held = [a + b for a, b in zip(self.state_bytes, activations, strict=True)]
         samples = sum(self.workload.samples())
         # What a stage received stays until its backward.
-        for start, rank in list(zip(self.cuts.student, self.student_ranks, strict=False))[1:]:
+        for start, _, rank in self.student_parts[1:]:
             held[rank] += self.workload.student.atoms[start - 1].output_bytes_per_sample * samples
         return tuple(map(round, held))
+
+    @cached_property
+    def memory_use(self) -> MemoryUse:
+        """What the memory of each rank is needed for."""
+        workload = self.workload
+        trained = self._per_rank(workload.gradient_sums)
+        teacher = [0] * workload.num_ranks
+        if workload.teacher is not None:
+            sums = workload.teacher.byte_sums("parameter_bytes")
+            for start, stop, rank in self.teacher_parts:
+                teacher[rank] += sums[stop] - sums[start]
+        parameters = self._per_rank(tuple(map(float, workload.parameter_sums)))
+        states = workload.optimizer_bytes_per_parameter_byte
+        return MemoryUse(
+            parameters=tuple(map(round, parameters)),
+            gradients=tuple(map(round, trained)),
+            optimizer=tuple(round(states * amount) for amount in trained),
+            teacher=tuple(teacher),
+            activations=tuple(
+                held - state
+                for held, state in zip(self.memory_bytes, self.state_bytes, strict=True)
+            ),
+        )
 
     @property
     def fits(self) -> bool:
         """Whether every rank keeps within the limits."""
-        limits = self.workload.state_limit, self.workload.memory_limit
-        if max(self.state_bytes) > limits[0]:
+        workload = self.workload
+        if max(self.state_bytes) > workload.state_limit:
             return False
-        return limits[1] == float("inf") or max(self.memory_bytes) <= limits[1]
+        limits = workload.memory_limits
+        return all(map(math.isinf, limits)) or all(map(operator.le, self.memory_bytes, limits))
 
     def _per_rank(self, sums: tuple[float, ...]) -> tuple[float, ...]:
         amounts = [0.0] * self.workload.num_ranks
-        for (start, stop), rank in zip(
-            pairwise(self.cuts.student), self.student_ranks, strict=True
-        ):
+        for start, stop, rank in self.student_parts:
             amounts[rank] += _part(sums, start, stop)
         return tuple(amounts)
+
+    def _seconds_per_rank(self, sums: tuple[float, ...]) -> tuple[float, ...]:
+        speeds = self.workload.ranks.speeds
+        return tuple(map(operator.truediv, self._per_rank(sums), speeds))
 
 
 def _part(sums: tuple[float, ...], start: int, stop: int) -> float:

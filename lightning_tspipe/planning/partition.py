@@ -4,16 +4,22 @@ Dynamic programming over (stages, atoms): the best way to give the first ``n`` a
 is the best way to give some first ``m`` of them to ``s - 1`` stages, and the rest to stage s::
 
     best[s][n] = min over m of max(best[s - 1][m], cost of atoms m .. n - 1 on stage s)
+
+Devices may differ in speed and memory: stages are given away in order, so each option is priced for
+the device it is on.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from lightning_tspipe.errors import PartitionError
+
+Fits = Callable[[int, int, int], bool]
+"""Whether atoms ``start`` to ``end - 1`` may be on a stage: called with start, end and stage."""
 
 
 def partition(  # noqa: PLR0913 -- what a stage costs, and what it may hold
@@ -24,6 +30,8 @@ def partition(  # noqa: PLR0913 -- what a stage costs, and what it may hold
     memory_limits: Sequence[int] | None = None,
     transfers: Sequence[float] | None = None,
     loads: Sequence[float] | None = None,
+    speeds: Sequence[float] | None = None,
+    fits: Fits | None = None,
     joined: Collection[int] = (),
     names: Sequence[str] | None = None,
     allow_empty: bool = False,
@@ -38,6 +46,8 @@ def partition(  # noqa: PLR0913 -- what a stage costs, and what it may hold
         transfers: Seconds to send what each atom passes on, if the next one is on another stage.
             A stage costs the larger of its compute and its transfer: they overlap.
         loads: Seconds that each stage is busy with something else.
+        speeds: By stage: how many times as fast its device does an atom; 1 if not given.
+        fits: What else decides whether a stage may hold some atoms.
         joined: Atoms that must be on one stage with the atom after them.
         names: Names of the atoms, for errors.
         allow_empty: Whether a stage may get no atom.
@@ -57,12 +67,16 @@ def partition(  # noqa: PLR0913 -- what a stage costs, and what it may hold
         limits=tuple(memory_limits or [math.inf] * num_stages),
         transfers=(*(transfers or [0.0] * len(costs)),),
         loads=tuple(loads or [0.0] * num_stages),
+        speeds=tuple(speeds or [1.0] * num_stages),
+        fits=fits,
         cuts=tuple(n for n in range(len(costs) + 1) if n - 1 not in joined),
         allow_empty=allow_empty,
     )
     if not allow_empty and len(chain.cuts) <= num_stages:
         raise too_few_atoms(len(chain.cuts) - 1, num_stages)
     found = chain.solve(num_stages)
+    if found is None and memory is None:
+        raise PartitionError(f"no cut into {num_stages} stages fits")
     if found is None:
         labels = names or [str(atom) for atom in range(len(costs))]
         raise _does_not_fit(labels, memory or (), memory_limits or ())
@@ -97,37 +111,57 @@ class _Chain:
     limits: tuple[float, ...]
     transfers: tuple[float, ...]
     loads: tuple[float, ...]
+    speeds: tuple[float, ...]
+    fits: Fits | None
     cuts: tuple[int, ...]
     allow_empty: bool
 
     def solve(self, num_stages: int) -> tuple[int, ...] | None:
-        # Key: first atoms that are given away. Value: slowest stage, sum of squares (of equally
-        # fast cuts the more even one), the cuts so far.
-        best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, (0,))}
+        """The best cuts, or None if none fit."""
+        best: dict[int, _Option] = {0: (0.0, 0.0, (0,))}
         for stage in range(num_stages):
             is_last = stage == num_stages - 1
             ends = self.cuts[-1:] if is_last else self.cuts
-            reached: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-            for end in ends:
-                options = [
-                    (max(slowest, cost), squares + cost * cost, (*cuts, end))
-                    for start, (slowest, squares, cuts) in best.items()
-                    if self._is_stage(start, end, stage)
-                    for cost in [self._cost(start, end, stage, is_last=is_last)]
-                ]
-                if options:
-                    reached[end] = min(options)
-            best = reached
+            reached = {end: self._best(best, end, stage, is_last=is_last) for end in ends}
+            best = {end: option for end, option in reached.items() if option is not None}
         found = best.get(self.cuts[-1])
         return None if found is None else found[2]
 
+    def _best(
+        self, before: dict[int, _Option], end: int, stage: int, *, is_last: bool
+    ) -> _Option | None:
+        """The best way to give the atoms before ``end`` away, of which the last to ``stage``."""
+        best: _Option | None = None
+        # From the shortest stage on: when one is too large or too slow, so are all longer ones.
+        for start in reversed(before):
+            if start > end:
+                continue
+            if self.memory[end] - self.memory[start] > self.limits[stage]:
+                break
+            compute = self.loads[stage] + self._seconds(start, end) / self.speeds[stage]
+            if best is not None and compute > best[0]:
+                break
+            if not self._is_stage(start, end, stage):
+                continue
+            sends = not is_last and end > start
+            cost = max(compute, self.transfers[end - 1]) if sends else compute
+            slowest, squares, cuts = before[start]
+            score = max(slowest, cost), squares + cost * cost
+            if best is None or score <= best[:2]:
+                option = (*score, (*cuts, end))
+                best = option if best is None else min(best, option)
+        return best
+
     def _is_stage(self, start: int, end: int, stage: int) -> bool:
         has_atoms = end > start or (self.allow_empty and end == start)
-        return has_atoms and self.memory[end] - self.memory[start] <= self.limits[stage]
+        return has_atoms and (self.fits is None or self.fits(start, end, stage))
 
-    def _cost(self, start: int, end: int, stage: int, *, is_last: bool) -> float:
-        compute = self.loads[stage] + self.seconds[end] - self.seconds[start]
-        return compute if is_last or end == start else max(compute, self.transfers[end - 1])
+    def _seconds(self, start: int, end: int) -> float:
+        return self.seconds[end] - self.seconds[start]
+
+
+_Option = tuple[float, float, tuple[int, ...]]
+"""The slowest stage, the sum of squares (of equally fast cuts the more even one), the cuts."""
 
 
 def _does_not_fit(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.planning.memory import MemoryUse
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.schedules.registry import build_schedule, runs_ahead
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
+
+_BANDWIDTHS = ("bandwidth", "inter_node_bandwidth")
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,11 @@ class Plan:
         memory_bytes: Per rank: state, and activations kept for the backward.
         state_bytes: Per rank: parameters, gradients and optimizer state of both networks.
         reason: Why this plan, in a sentence.
+        num_replicas: Pipelines like this one, beside each other; all numbers by rank are those of
+            one, and ``samples_per_second`` counts the samples of all.
+        speeds: By rank: how many times as fast as the device that was measured; () if all are
+            equal.
+        memory: What the memory is needed for; None in a plan of an older version.
     """
 
     schedule: str
@@ -52,6 +61,9 @@ class Plan:
     memory_bytes: tuple[int, ...]
     state_bytes: tuple[int, ...]
     reason: str
+    num_replicas: int = 1
+    speeds: tuple[float, ...] = ()
+    memory: MemoryUse | None = None
 
     @property
     def placement(self) -> Placement:
@@ -100,8 +112,9 @@ class Plan:
                 data["pipeline"][name]["output_stages"] = sorted(
                     data["pipeline"][name]["output_stages"]
                 )
-        if math.isinf(self.costs.bandwidth):  # JSON has no infinity
-            data["costs"]["bandwidth"] = None
+        for name in _BANDWIDTHS:
+            if math.isinf(data["costs"][name]):  # JSON has no infinity
+                data["costs"][name] = None
         return json.dumps(data)
 
     @classmethod
@@ -129,6 +142,9 @@ class Plan:
         data["split"] = frozenset(data["split"])
         for name in ("student_cuts", "teacher_cuts", "memory_bytes", "state_bytes"):
             data[name] = tuple(data[name])
+        data["speeds"] = tuple(data.get("speeds", ()))
+        if data.get("memory") is not None:
+            data["memory"] = MemoryUse(**{k: tuple(v) for k, v in data["memory"].items()})
         return cls(**data)
 
     def __str__(self) -> str:
@@ -145,17 +161,44 @@ class Plan:
                     megabytes(self.memory_bytes[rank]),
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
+        parts = [self._title(), *_aligned(rows), *self._memory_lines(), self.reason]
+        return "\n".join(parts + self._on_paper())
+
+    def _memory_lines(self) -> list[str]:
+        """What the memory of each rank is needed for."""
+        if self.memory is None:
+            return []
+        ranks = range(self.pipeline.num_ranks)
+        rows = [("memory", *(name for name, _ in self.memory.of_rank(0)))]
+        rows += [
+            (str(rank), *(megabytes(size) for _, size in self.memory.of_rank(rank)))
+            for rank in ranks
         ]
-        return "\n".join([self._title(), *lines, self.reason])
+        return _aligned(rows)
+
+    def _on_paper(self) -> list[str]:
+        """What the strategy does not do with this plan yet."""
+        notes = []
+        if self.num_replicas > 1:
+            notes.append(
+                f"a plan on paper: TSPipeStrategy runs one pipeline, not {self.num_replicas} "
+                "replicas, yet"
+            )
+        if self.speeds:
+            speeds = ", ".join(f"{speed:g}" for speed in self.speeds)
+            notes.append(
+                f"a plan on paper: it expects ranks of speeds {speeds}, which TSPipeStrategy does "
+                "not check"
+            )
+        return notes
 
     def _title(self) -> str:
         halves = f", backward in halves on stages {sorted(self.split)}" if self.split else ""
+        replicas = ""
+        if self.num_replicas > 1:
+            replicas = f" in {self.num_replicas} replicas of {self.pipeline.num_ranks} ranks"
         return (
-            f"{self.schedule}: {self.num_microbatches} micro-batch"
+            f"{self.schedule}{replicas}: {self.num_microbatches} micro-batch"
             f"{'' if self.num_microbatches == 1 else 'es'} per call{halves}; simulated "
             f"{self.step_seconds * 1e3:.1f} ms per step, {self.samples_per_second:.0f} samples/s, "
             f"bubble {self.bubble_ratio:.0%}"
@@ -179,6 +222,14 @@ class Plan:
             for stage, cost in enumerate(costs.teacher):
                 seconds += teacher.num_units * cost.forward * (teacher.ranks[stage] == rank)
         return seconds
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def _held(layout: NetworkLayout | None, cuts: tuple[int, ...], rank: int) -> str:
@@ -206,8 +257,9 @@ def _costs(data: dict[str, Any]) -> CostTable:
     values = dict(data)
     for name in ("student", "teacher"):
         values[name] = tuple(StageCost(**stage) for stage in data[name])
-    for name in ("optimizer", "effects"):
-        values[name] = tuple(data[name])
-    if values["bandwidth"] is None:
-        values["bandwidth"] = math.inf
+    for name in ("optimizer", "effects", "nodes", "reduction"):
+        values[name] = tuple(data.get(name, ()))
+    for name in _BANDWIDTHS:
+        if name in values and values[name] is None:
+            values[name] = math.inf
     return CostTable(**values)

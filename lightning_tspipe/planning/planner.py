@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
@@ -21,6 +23,7 @@ from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.search import (
+    MAX_STARTS,
     CutSpace,
     atom_seconds,
     excess_and_bound,
@@ -30,6 +33,9 @@ from lightning_tspipe.planning.wishes import Wishes, explicit_cuts
 from lightning_tspipe.planning.workload import Workload
 
 _NUM_EXACT = 5
+_EXACT_ACTIONS = 10_000
+"""Bounds the time of building schedules: those of large steps take seconds each."""
+
 _REFINED_ACTIONS = 90_000
 """Bounds the time of all refinements: neighbours that are simulated, times actions per step."""
 
@@ -38,6 +44,9 @@ _CAREFUL_ACTIONS = 400
 
 _NUM_PROMISING = 40
 """Starts that are simulated more than once before the best of each kind are refined."""
+
+_QUICK = 8
+"""A search that is not thorough looks at so many times fewer layouts."""
 
 _NEAR = 1.05
 """Estimates this close may change places when the real schedule is built."""
@@ -63,6 +72,9 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
     partition: Sequence[int] | Literal["auto"] = "auto",
     split: bool | Literal["auto"] = "auto",
     link: tuple[float, float] = (0.0, math.inf),
+    cluster: Cluster | None = None,
+    num_replicas: int = 1,
+    thorough: bool = True,
     loss_seconds: float = 0.0,
     data_seconds: float = 0.0,
     action_overhead: float = 0.0,
@@ -76,8 +88,8 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         teacher: Profile of the forward-only network, or None.
         num_ranks: Ranks of the pipeline.
         num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student; the teacher's are the first of them. One
-            number serves all.
+        batch_sizes: Samples in each call of the student, of all replicas together; the teacher's
+            are the first of them. One number serves all.
         paired: Whether the teacher's atoms are the student's first ones, and must lie on the same
             ranks (an EMA); otherwise the teacher is cut where that is best.
         memory_limit: Bytes per rank for state and activations.
@@ -89,6 +101,10 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         partition: Number of atoms in each stage of the student.
         split: Whether backwards run in halves; "auto" decides by cost, for "tspipe" only.
         link: Seconds of latency, and bytes per second.
+        cluster: Devices that differ, or several nodes; then ``link`` says nothing.
+        num_replicas: Pipelines beside each other, of ``num_ranks`` each: every one gets an equal
+            part of the batch, and gradients are summed over them.
+        thorough: Whether to search for seconds rather than for about one.
         loss_seconds: The loss of the whole batch.
         data_seconds: Reading one batch.
         action_overhead: Seconds that each action costs besides its computation.
@@ -97,20 +113,20 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
-        ConfigurationError: A partition or a number of micro-batches that cannot be.
+        ConfigurationError: A partition, a number of micro-batches or of replicas that cannot be.
     """
     workload = Workload(
         student=student,
         teacher=teacher,
         num_ranks=num_ranks,
         num_calls=num_calls,
-        batch_sizes=tuple(batch_sizes),
+        batch_sizes=per_replica(batch_sizes, num_replicas),
         paired=paired,
         memory_limit=math.inf if memory_limit is None else memory_limit,
         state_limit=math.inf if state_limit is None else state_limit,
         optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte,
-        latency=link[0],
-        bandwidth=link[1],
+        cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
+        num_replicas=num_replicas,
         loss_seconds=loss_seconds,
         data_seconds=data_seconds,
         action_overhead=action_overhead,
@@ -124,7 +140,21 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         cuts=None if partition == "auto" else explicit_cuts(partition, workload),
         split=split,
     )
-    return _Planner(workload, wishes).plan()
+    return _Planner(workload, wishes, share=1 if thorough else _QUICK).plan()
+
+
+def per_replica(batch_sizes: Sequence[int], num_replicas: int) -> tuple[int, ...]:
+    """What one of several replicas gets of each call.
+
+    Raises:
+        ConfigurationError: The samples can't be divided evenly.
+    """
+    for size in batch_sizes:
+        if num_replicas < 1 or size % num_replicas:
+            raise ConfigurationError(
+                f"a batch of {size} samples cannot be divided evenly among {num_replicas} replicas"
+            )
+    return tuple(size // num_replicas for size in batch_sizes)
 
 
 @dataclass(frozen=True)
@@ -139,8 +169,11 @@ class _Scored:
 class _Planner:
     """The search, from all possibilities to one plan."""
 
-    def __init__(self, workload: Workload, wishes: Wishes) -> None:
+    def __init__(self, workload: Workload, wishes: Wishes, *, share: int) -> None:
         self._workload, self._wishes = workload, wishes
+        self._num_promising = _NUM_PROMISING // share
+        self._refined_actions = _REFINED_ACTIONS // share
+        self._num_starts = MAX_STARTS // share
         self._evaluator = Evaluator(wishes.schedule, ahead=wishes.ahead)
 
     def plan(self) -> Plan:
@@ -153,14 +186,16 @@ class _Planner:
         )
         exact = [
             replace(scored, seconds=self._evaluator.exact(scored.layout))
-            for scored in finalists[:_NUM_EXACT]
+            for scored in finalists[: self._num_exact(finalists[0])]
             if scored.seconds <= fastest * _NEAR
         ]
         fastest = min(scored.seconds for scored in exact)
-        best = min(
-            (scored for scored in exact if scored.seconds <= fastest * _TIE), key=_simplicity
-        )
-        return self._describe(best)
+        equal = [scored for scored in exact if scored.seconds <= fastest * _TIE]
+        return self._describe(min(equal, key=_simplicity), len(equal))
+
+    def _num_exact(self, best: _Scored) -> int:
+        num_actions = self._evaluator.num_actions(best.layout)
+        return max(1, min(_NUM_EXACT, _EXACT_ACTIONS // num_actions))
 
     def _simulate_starts(self) -> list[_Scored]:
         """Good layouts for each number of micro-batches, stages and halves; best first."""
@@ -171,29 +206,40 @@ class _Planner:
         if self._wishes.schedule == "sequential":
             # One rank works at a time, so cuts differ in memory only: take the most even one.
             starts = [(space, layouts[:1]) for space, layouts in starts]
+        starts = [(space, layouts[: self._num_starts]) for space, layouts in starts]
         found: list[_Scored] = []
         best = math.inf
         for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
             for split in self._wishes.splits(self._workload, space.num_stages):
                 for layout in (replace(start, split=split) for start in layouts):
-                    if not found or max(layout.busy) < best:
+                    if not found or self._can_win(layout, best):
                         seconds = self._evaluator.estimate(layout)
                         best = min(best, seconds)
                         found.append(_Scored(seconds, layout, space))
         return self._distinct(sorted(found, key=_seconds))
 
+    def _can_win(self, layout: Layout, best: float) -> bool:
+        if max(layout.busy) >= best:
+            return False
+        # Moved boundaries may help a little here.
+        return self._evaluator.bound(layout) < best * _NEAR
+
     def _distinct(self, found: Sequence[_Scored]) -> list[_Scored]:
         """Look again at the promising ones; of each kind keep the best."""
-        promising = [
-            replace(one, seconds=self._evaluator.estimate(one.layout, self._effort(one.layout)))
-            for one in found[:_NUM_PROMISING]
-        ]
+        promising = [self._look_again(one) for one in found[: self._num_promising]]
         kinds: dict[tuple[int, int, frozenset[int]], _Scored] = {}
-        for one in sorted([*promising, *found[_NUM_PROMISING:]], key=_seconds):
+        for one in sorted([*promising, *found[self._num_promising :]], key=_seconds):
             layout = one.layout
             kind = layout.num_microbatches, layout.cuts.num_stages, layout.split
             kinds.setdefault(kind, one)
         return list(kinds.values())
+
+    def _look_again(self, scored: _Scored) -> _Scored:
+        """More simulations, if there were not as many before."""
+        effort = self._effort(scored.layout)
+        if effort == 1:
+            return scored
+        return replace(scored, seconds=self._evaluator.estimate(scored.layout, effort))
 
     def _effort(self, layout: Layout) -> int:
         return 1 + _CAREFUL_ACTIONS // self._evaluator.num_actions(layout)
@@ -237,20 +283,20 @@ class _Planner:
 
     def _refine_best(self, found: Sequence[_Scored]) -> list[_Scored]:
         """Refine from the best on, as long as there is time; the rest stays as it is."""
-        budget = _REFINED_ACTIONS
+        budget = self._refined_actions
         refined = []
         for scored in found:
             num_actions = self._evaluator.num_actions(scored.layout)
             before = self._evaluator.num_simulated
             # No refinement takes more than a third of the time.
-            most = min(budget, _REFINED_ACTIONS // 3) // num_actions
+            most = min(budget, self._refined_actions // 3) // num_actions
             refined.append(self._refine(scored, most, self._effort(scored.layout)))
             budget -= num_actions * (self._evaluator.num_simulated - before)
         return refined
 
     def _refine(self, scored: _Scored, num_simulations: int, effort: int) -> _Scored:
         """Move boundaries as long as a simulation says that it helps; promising moves first."""
-        best = replace(scored, seconds=self._evaluator.estimate(scored.layout, effort))
+        best = self._look_again(scored)
         left = num_simulations
         moves = self._moves(best)
         while moves and left > 0:
@@ -268,9 +314,11 @@ class _Planner:
     def _moves(self, scored: _Scored) -> list[Layout]:
         return sorted(scored.space.neighbours(scored.layout), key=excess_and_bound)
 
-    def _describe(self, best: _Scored) -> Plan:
+    def _describe(self, best: _Scored, num_equal: int) -> Plan:
         layout, seconds = best.layout, best.seconds
-        busy = layout.busy
+        busy, workload = layout.busy, self._workload
+        samples = max(workload.batch_sizes) * workload.num_replicas
+        speeds = workload.ranks.speeds
         return Plan(
             schedule=self._wishes.schedule,
             pipeline=layout.pipeline,
@@ -280,22 +328,41 @@ class _Planner:
             split=layout.split,
             costs=layout.costs,
             step_seconds=seconds,
-            samples_per_second=max(self._workload.batch_sizes) / seconds if seconds else 0.0,
+            samples_per_second=samples / seconds if seconds else 0.0,
             bubble_ratio=max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0,
             memory_bytes=layout.memory_bytes,
             state_bytes=layout.state_bytes,
-            reason=self._reason(layout, seconds),
+            reason=self._reason(layout, seconds, num_equal),
+            num_replicas=workload.num_replicas,
+            speeds=() if len(set(speeds)) == 1 else speeds,
+            memory=layout.memory_use,
         )
 
-    def _reason(self, layout: Layout, seconds: float) -> str:
+    def _reason(self, layout: Layout, seconds: float, num_equal: int) -> str:
         share = max(layout.busy) / seconds if seconds else 1.0
         text = (
             f"fastest of {self._evaluator.num_simulated} simulations: the busiest rank works "
             f"{share:.0%} of the step"
         )
+        if num_equal > 1:
+            text += f"; the simplest of {num_equal} that are equally fast, within {_TIE - 1:.0%}"
         if layout.cuts.num_stages > self._workload.num_ranks and self._wishes.cuts is None:
             text += "; stages are folded over the ranks to fit the memory limit"
-        return text
+        if layout.reduction:
+            longest = max(layout.reduction) * 1e3
+            text += f"; summing gradients over the replicas takes up to {longest:.1f} ms"
+        return text + self._extrapolated(layout)
+
+    def _extrapolated(self, layout: Layout) -> str:
+        """Says so where a unit's time was not measured, nor lies between two that were."""
+        smallest, largest = self._workload.measured_sizes
+        size = min(self._workload.batch_sizes) // layout.num_microbatches
+        if smallest <= size <= largest:
+            return ""
+        return (
+            f"; units of {size} samples are priced along the line through those that were "
+            f"measured, of {smallest} to {largest}"
+        )
 
 
 def _seconds(scored: _Scored) -> float:

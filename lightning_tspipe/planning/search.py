@@ -17,13 +17,19 @@ from itertools import combinations, pairwise
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.partition import partition
+from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 
 _MAX_ENUMERATED = 10_000
 """With so many cuts at most, all are priced; else the search starts from balanced ones."""
 
-_MAX_STARTS = 100
+MAX_STARTS = 100
+"""Layouts that a space yields at most: those with the best bounds."""
+
+_MAX_CLIMBED = 16
+"""With more stages the boundaries are not moved before the first simulation: it takes too long."""
+
 _STRIDES = (1, -1, 2, -2, 4, -4)
 
 
@@ -55,7 +61,12 @@ class CutSpace:
                 are taken instead.
         """
         layouts = (self.layout(cuts) for cuts in dict.fromkeys(self._candidates(hints)))
-        return sorted((layout for layout in layouts if layout.fits), key=_bound)[:_MAX_STARTS]
+        return sorted((layout for layout in layouts if layout.fits), key=_bound)[:MAX_STARTS]
+
+    def balanced(self) -> Layout:
+        """The layout that is best before anything is simulated; it may not fit."""
+        cuts = next(self._optimum(), None)
+        return self.layout(cuts or self._with_teacher(next(self._even())))
 
     def closest(self) -> Layout:
         """A layout that needs little more memory than there is, or none."""
@@ -99,8 +110,10 @@ class CutSpace:
         elif hints:
             yield from (layout.cuts for layout in hints)
         else:
-            yield from self._optimum()
-            yield from (layout.cuts for layout in self._climbed())
+            best = list(self._optimum())
+            yield from best
+            if not best or self.num_stages <= _MAX_CLIMBED // 2:
+                yield from (layout.cuts for layout in self._climbed())
 
     @property
     def _is_small(self) -> bool:
@@ -114,30 +127,55 @@ class CutSpace:
         workload = self.workload
         if self.num_stages > workload.num_ranks or workload.independent_teacher is not None:
             return
-        limit = min(workload.state_limit, 2**62)
         try:
             cuts = partition(
                 atom_seconds(workload, self.num_microbatches),
                 self.num_stages,
-                memory=[round(stop - start) for start, stop in pairwise(workload.state_sums)],
-                memory_limits=[round(limit)] * self.num_stages,
+                speeds=self._of_stages(workload.ranks.speeds),
+                fits=self._fits,
                 joined=joined_atoms(workload),
             )
         except PartitionError:
             return
         yield Cuts(cuts)
 
+    def _fits(self, start: int, stop: int, stage: int) -> bool:
+        """Whether the rank of ``stage`` can hold these atoms, if it holds no other ones."""
+        workload = self.workload
+        state = workload.state_sums[stop] - workload.state_sums[start]
+        if round(state) > workload.state_limit:
+            return False
+        limit = workload.memory_limits[workload.num_ranks - 1 - stage]
+        if math.isinf(limit):
+            return True
+        kept = workload.activation_sums[stop] - workload.activation_sums[start]
+        if start:
+            received = workload.student.atoms[start - 1].output_bytes_per_sample
+            kept += received * sum(workload.samples())
+        return round(state + kept) <= limit
+
+    def _of_stages(self, by_rank: Sequence[float]) -> list[float]:
+        """What belongs to the ranks, by stage."""
+        ranks = default_ranks(self.num_stages, self.workload.num_ranks)
+        return [by_rank[rank] for rank in ranks]
+
     def _climbed(self) -> list[Layout]:
         """Local optima of the bound, under the limits if there is a way."""
+        starts = [self.layout(self._with_teacher(cuts)) for cuts in dict.fromkeys(self._even())]
+        if self.num_stages > _MAX_CLIMBED:
+            return starts
+        return [self._climb(start) for start in starts]
+
+    def _even(self) -> Iterator[tuple[int, ...]]:
+        """Cuts whose stages take equally long, and cuts that fill the memories equally."""
         workload = self.workload
         seconds = atom_seconds(workload, self.num_microbatches)
         states = [stop - start for start, stop in pairwise(workload.state_sums)]
-        cuts = [
-            partition(costs, self.num_stages, joined=joined_atoms(workload))
-            for costs in (seconds, states)
-        ]
-        starts = [self.layout(self._with_teacher(found)) for found in dict.fromkeys(cuts)]
-        return [self._climb(start) for start in starts]
+        limits = workload.memory_limits
+        sizes = limits if all(map(math.isfinite, limits)) else [1.0] * workload.num_ranks
+        joined = joined_atoms(workload)
+        for costs, rates in ((seconds, workload.ranks.speeds), (states, sizes)):
+            yield partition(costs, self.num_stages, speeds=self._of_stages(rates), joined=joined)
 
     def _climb(self, start: Layout) -> Layout:
         """Move to the best neighbour as long as one is better."""
@@ -160,8 +198,10 @@ class CutSpace:
         num_units = workload.num_calls[1] * self.num_microbatches
         held = workload.teacher_state_sums
         free = [
-            min(workload.state_limit - state, workload.memory_limit - memory)
-            for state, memory in zip(own.state_bytes, own.memory_bytes, strict=True)
+            min(workload.state_limit - state, limit - memory)
+            for state, memory, limit in zip(
+                own.state_bytes, own.memory_bytes, workload.memory_limits, strict=True
+            )
         ]
         try:
             bounds = partition(
@@ -170,6 +210,7 @@ class CutSpace:
                 memory=[round(b - a) for a, b in pairwise(held)],
                 memory_limits=[round(min(room, 2**62)) for room in free[::-1]],
                 loads=own.busy[::-1],
+                speeds=workload.ranks.speeds[::-1],
                 joined=_joined(teacher),
                 allow_empty=True,
             )
@@ -211,9 +252,9 @@ def _bound(layout: Layout) -> float:
 
 def excess_and_bound(layout: Layout) -> tuple[float, float, float]:
     """Bytes over the limits, then the busiest rank, then all ranks: the evener the better."""
-    workload = layout.workload
+    workload, limits = layout.workload, layout.workload.memory_limits
     over = [max(0, held - workload.state_limit) for held in layout.state_bytes]
-    over += [max(0, held - workload.memory_limit) for held in layout.memory_bytes]
+    over += [max(0, held - most) for held, most in zip(layout.memory_bytes, limits, strict=True)]
     return (sum(over), max(layout.busy), sum(time * time for time in layout.busy))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.planner import plan
+from lightning_tspipe.planning.planner import per_replica, plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,38 @@ class StepProfile:
             update_seconds_per_byte=self.update_seconds_per_byte,
             **wishes,
         )
+
+    def workload(self, num_ranks: int, num_replicas: int, **limits: Any) -> Workload:  # noqa: ANN401
+        """What one replica has to do, and on what; other fields of ``Workload`` are ``limits``.
+
+        Raises:
+            ConfigurationError: The samples can't be divided evenly.
+        """
+        return Workload(
+            student=self.student,
+            teacher=self.teacher,
+            num_ranks=num_ranks,
+            num_calls=self.num_calls,
+            batch_sizes=per_replica(self.batch_sizes, num_replicas),
+            paired=self.paired,
+            optimizer_bytes_per_parameter_byte=self.optimizer_bytes_per_parameter_byte,
+            num_replicas=num_replicas,
+            update_seconds_per_byte=self.update_seconds_per_byte,
+            input_bytes_per_sample=self.input_bytes_per_sample,
+            **limits,
+        )
+
+    def with_batch(self, samples: int) -> StepProfile:
+        """The same step with ``samples`` in its largest calls, the others in proportion.
+
+        Raises:
+            ConfigurationError: A call would be empty.
+        """
+        largest = max(self.batch_sizes)
+        sizes = tuple(size * samples // largest for size in self.batch_sizes)
+        if min(sizes) < 1:
+            raise ConfigurationError(f"a batch of {samples} samples leaves calls empty")
+        return replace(self, batch_sizes=sizes)
 
     def to_json(self) -> str:
         """Everything, as JSON that :meth:`from_json` reads."""

@@ -10,7 +10,12 @@ from typing import Literal
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.workload import Workload
 
-_NUM_MICROBATCHES = (1, 2, 4, 8)
+_LEAST_TRIED = 8
+"""Micro-batches up to at least so many are tried; the deeper a pipeline, the more it needs."""
+
+_MAX_ACTIONS = 12_000
+"""Steps of more actions are not tried: a schedule must be found in seconds, and run in Python."""
+
 _MAX_SUBSETS = 3
 """With so many stages at most, every choice of stages whose backward is split is tried."""
 
@@ -34,15 +39,24 @@ class Wishes:
     split: bool | Literal["auto"]
 
     def microbatch_counts(self, workload: Workload) -> tuple[int, ...]:
-        """Numbers of micro-batches to try: their units must have been measured."""
+        """Numbers of micro-batches to try: their units must have been measured.
+
+        Where everything takes equally long and backwards run in halves, 2 (P - 1) units fill the
+        bubble; fast teachers need more.
+        """
         if self.num_microbatches != "auto":
             return (self.num_microbatches,)
         if self.schedule == "sequential":
             return (1,)
-        networks = [n for n in (workload.student, workload.teacher) if n is not None]
-        smallest = max((network.sizes[0] for network in networks if network.sizes), default=1)
+        smallest, _ = workload.measured_sizes
         samples = min(workload.batch_sizes)
-        return tuple(n for n in _NUM_MICROBATCHES if n == 1 or samples // n >= smallest)
+        actions = workload.num_ranks * (3 * workload.num_calls[0] + workload.num_calls[1])
+        deepest = max(_LEAST_TRIED, 4 * workload.num_ranks // workload.num_calls[0])
+        return tuple(
+            n
+            for n in (2**power for power in range(deepest.bit_length()))
+            if n == 1 or (samples // n >= smallest and n * actions <= _MAX_ACTIONS)
+        )
 
     def splits(self, workload: Workload, num_stages: int) -> tuple[frozenset[int], ...]:
         """Sets of stages to split. Nobody waits for stage 0, so it stays whole."""

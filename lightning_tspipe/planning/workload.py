@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.cluster import Cluster, Ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 
 
@@ -19,14 +21,14 @@ class Workload:
         teacher: Profile of the forward-only network, or None.
         num_ranks: Ranks of the pipeline.
         num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student; the teacher's calls are the first of them.
-            A single number serves all calls.
+        batch_sizes: Samples in each call of the student, in one replica; the teacher's calls are
+            the first of them. A single number serves all calls.
         paired: Whether the teacher is cut where the student is.
-        memory_limit: Bytes per rank for everything.
+        memory_limit: Bytes per rank for everything; a device may have less.
         state_limit: Bytes per rank for parameters, gradients and optimizer state of both networks.
         optimizer_bytes_per_parameter_byte: 1 for momentum, 2 for Adam.
-        latency: Seconds until a message arrives.
-        bandwidth: Bytes per second of a link.
+        cluster: Devices and links; None for equal devices and links that cost nothing.
+        num_replicas: Replicas of the pipeline: together they have the cluster's devices.
         loss_seconds: The loss of the whole batch.
         data_seconds: Reading a batch.
         action_overhead: Seconds that running any one action costs besides its computation.
@@ -44,8 +46,8 @@ class Workload:
     memory_limit: float = math.inf
     state_limit: float = math.inf
     optimizer_bytes_per_parameter_byte: float = 1.0
-    latency: float = 0.0
-    bandwidth: float = math.inf
+    cluster: Cluster | None = None
+    num_replicas: int = 1
     loss_seconds: float = 0.0
     data_seconds: float = 0.0
     action_overhead: float = 0.0
@@ -59,6 +61,35 @@ class Workload:
         sizes = self.batch_sizes
         return (sizes * num_calls if len(sizes) == 1 else sizes)[:num_calls]
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The devices of the pipeline.
+
+        Raises:
+            ConfigurationError: The cluster has another number of devices.
+        """
+        num_devices = self.num_ranks * self.num_replicas
+        cluster = self.cluster or Cluster(num_devices)
+        if cluster.num_devices != num_devices:
+            raise ConfigurationError(
+                f"{self.num_replicas} replicas of {self.num_ranks} ranks need {num_devices} "
+                f"devices, and the cluster has {cluster.num_devices}"
+            )
+        return cluster.ranks(self.num_replicas)
+
+    @cached_property
+    def memory_limits(self) -> tuple[float, ...]:
+        """Bytes for everything, by rank."""
+        return tuple(min(self.memory_limit, memory) for memory in self.ranks.memories)
+
+    @property
+    def measured_sizes(self) -> tuple[int, int]:
+        """The smallest and the largest unit that was measured for both networks."""
+        networks = [n for n in (self.student, self.teacher) if n is not None and n.sizes]
+        if not networks:
+            return (1, 1)
+        return max(n.sizes[0] for n in networks), min(n.sizes[-1] for n in networks)
+
     @property
     def independent_teacher(self) -> NetworkProfile | None:
         """The teacher, if it is cut on its own."""
@@ -71,13 +102,17 @@ class Workload:
         return self._units[num_microbatches]
 
     @cached_property
+    def parameter_sums(self) -> tuple[int, ...]:
+        """Running sums over the student's atoms: bytes of its parameters and buffers."""
+        return self.student.byte_sums("parameter_bytes")
+
+    @cached_property
     def state_sums(self) -> tuple[float, ...]:
         """Running sums over the student's atoms: parameters, gradients, optimizer state.
 
         A paired teacher's parameters are among them.
         """
-        held = self.student.byte_sums("parameter_bytes")
-        trained = self.student.byte_sums("trainable_bytes")
+        held, trained = self.parameter_sums, self.gradient_sums
         sums = [
             everything + (1 + self.optimizer_bytes_per_parameter_byte) * part
             for everything, part in zip(held, trained, strict=True)
@@ -99,6 +134,11 @@ class Workload:
         samples = sum(self.samples())
         sums = self.student.byte_sums("activation_bytes_per_sample")
         return tuple(float(samples * amount) for amount in sums)
+
+    @cached_property
+    def gradient_sums(self) -> tuple[float, ...]:
+        """Running sums over the student's atoms: bytes of the gradients."""
+        return tuple(map(float, self.student.byte_sums("trainable_bytes")))
 
     @cached_property
     def update_sums(self) -> tuple[float, ...]:

@@ -44,10 +44,17 @@ class CostTable:
         optimizer: One entry per rank.
         effects: One entry per rank.
         latency: From the end of sending a message to its arrival.
-        bandwidth: Bytes per second between two ranks, in each direction.
+        bandwidth: Bytes per second between two ranks, in each direction: each pair of ranks has a
+            link of its own.
         data: Reading one batch on the data rank.
         input_bytes: One unit's call input, where stage 0 is not on the data rank.
         batch_bytes: The batch fields that travel to the loss.
+        nodes: One entry per rank: ranks with different numbers are on different nodes, and
+            messages between them take the inter-node link; () if all are on one node.
+        inter_node_latency: As ``latency``, between nodes.
+        inter_node_bandwidth: As ``bandwidth``, between nodes.
+        reduction: One entry per rank: seconds to sum its gradients over the replicas of the
+            pipeline; () without replicas.
     """
 
     student: tuple[StageCost, ...]
@@ -60,6 +67,10 @@ class CostTable:
     data: float = 0.0
     input_bytes: int = 0
     batch_bytes: int = 0
+    nodes: tuple[int, ...] = ()
+    inter_node_latency: float = 0.0
+    inter_node_bandwidth: float = math.inf
+    reduction: tuple[float, ...] = ()
 
     @classmethod
     def uniform(  # noqa: PLR0913 -- one number per kind of action
@@ -91,14 +102,17 @@ class CostTable:
         Raises:
             ScheduleError: The number of stages or ranks differs.
         """
-        for name, costs, expected in (
-            ("student stages", self.student, pipeline.student.num_stages),
-            ("teacher stages", self.teacher, _num_stages(pipeline.teacher)),
-            ("optimizer ranks", self.optimizer, pipeline.num_ranks),
-            ("effects ranks", self.effects, pipeline.num_ranks),
+        num_ranks = pipeline.num_ranks
+        for name, number, expected in (
+            ("student stages", len(self.student), pipeline.student.num_stages),
+            ("teacher stages", len(self.teacher), _num_stages(pipeline.teacher)),
+            ("optimizer ranks", len(self.optimizer), num_ranks),
+            ("effects ranks", len(self.effects), num_ranks),
+            ("ranks' nodes", len(self.nodes) or num_ranks, num_ranks),
+            ("reduction ranks", len(self.reduction) or num_ranks, num_ranks),
         ):
-            if len(costs) != expected:
-                raise ScheduleError(f"costs for {len(costs)} {name}; the pipeline has {expected}")
+            if number != expected:
+                raise ScheduleError(f"costs for {number} {name}; the pipeline has {expected}")
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` keeps its rank busy."""
@@ -136,11 +150,22 @@ class CostTable:
 
     def occupancy_seconds(self, message: Message) -> float:
         """Seconds that ``message`` keeps its link busy: the next one waits."""
-        return self.message_bytes(message) / self.bandwidth
+        between = self.crosses_nodes(message.source, message.target)
+        bandwidth = self.inter_node_bandwidth if between else self.bandwidth
+        return self.message_bytes(message) / bandwidth
+
+    def latency_seconds(self, message: Message) -> float:
+        """Seconds from the end of sending ``message`` to its arrival."""
+        between = self.crosses_nodes(message.source, message.target)
+        return self.inter_node_latency if between else self.latency
 
     def transfer_seconds(self, message: Message) -> float:
         """Seconds from sending ``message`` over an idle link to its arrival."""
-        return self.latency + self.occupancy_seconds(message)
+        return self.latency_seconds(message) + self.occupancy_seconds(message)
+
+    def crosses_nodes(self, source: int, target: int) -> bool:
+        """Whether two ranks are on different nodes."""
+        return bool(self.nodes) and self.nodes[source] != self.nodes[target]
 
     def _stage(self, action: Action) -> StageCost:
         network = self.teacher if action.op is Op.TEACHER else self.student

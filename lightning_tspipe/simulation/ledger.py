@@ -1,6 +1,7 @@
 """When everything of several consecutive steps ended or arrived, as far as it is known.
 
-The simulator and the list scheduler walk the ranks differently and book every action here.
+The simulator and the list scheduler walk the ranks differently and book every action here. With
+replicas of the pipeline, a rank's optimizer step waits until its gradients are summed over them.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from lightning_tspipe.ir.action import Op
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.graph import StepGraph
 
 UNKNOWN = math.inf
 """The time of what nobody has booked yet."""
+
+NUM_BUCKETS = 8
+"""Equal parts in which the gradients of a rank are made and summed over the replicas."""
 
 
 class Ledger:
@@ -45,8 +50,29 @@ class Ledger:
         self.slots = [[UNKNOWN] * graph.num_slots for graph in graphs]
         self.starts = [[UNKNOWN] * len(graph.actions) for graph in graphs]
         self.free = [0.0] * (len(graphs[0].ranks) if graphs else 0)
-        self._latency = costs.latency
+        latencies = {
+            key: [costs.latency_seconds(message) for message in graph.program.messages]
+            for key, graph in distinct.items()
+        }
+        self._latencies = [latencies[id(graph)] for graph in graphs]
         self._links: dict[tuple[int, int], float] = {}
+        self._reduction = costs.reduction if any(costs.reduction) else ()
+        self._reduced = [0.0] * len(self.free)
+        gradients = {key: self._ranks_of(_GRADIENTS, graph) for key, graph in distinct.items()}
+        optimizers = {key: self._ranks_of(_OPTIMIZER, graph) for key, graph in distinct.items()}
+        self._gradients = [gradients[id(graph)] for graph in graphs]
+        self._optimizers = [optimizers[id(graph)] for graph in graphs]
+
+    def _ranks_of(self, ops: frozenset[Op], graph: StepGraph) -> dict[int, int]:
+        """Slots of some actions to their ranks; nothing if nothing is summed."""
+        if not self._reduction:
+            return {}
+        return {
+            slot: rank
+            for rank, slots in enumerate(graph.ranks)
+            for slot in slots
+            if graph.actions[slot].op in ops
+        }
 
     def ready(self, step: int, slot: int) -> float:
         """When all that an action waits for is there; ``UNKNOWN`` as long as a part is."""
@@ -58,6 +84,8 @@ class Ledger:
         if carried:
             before = self.slots[step - 1]
             ready = max(ready, *(before[wait] for wait in carried))
+        if slot in self._optimizers[step]:
+            ready = max(ready, self._reduced[self._optimizers[step][slot]])
         return ready
 
     def book(self, rank: int, step: int, slot: int, start: float) -> float:
@@ -71,10 +99,30 @@ class Ledger:
             idle = self._links.get((rank, target), 0.0)
             sent = max(end, idle) + self._occupancy[step][message]
             self._links[rank, target] = sent
-            times[arrival] = sent + self._latency
+            times[arrival] = sent + self._latencies[step][message]
+        if slot in self._gradients[step]:
+            self._reduced[rank] = _reduced_at(start, end, self._reduction[rank])
         return end
 
     def arrivals(self, step: int, slot: int) -> Iterator[tuple[float, int]]:
-        """Time and rank of what a booked action sends."""
+        """Time and rank of what a booked action sends, and of its gradients when summed."""
         for arrival, target, _ in self.graphs[step].sends[slot]:
             yield self.slots[step][arrival], target
+        if slot in self._gradients[step]:
+            rank = self._gradients[step][slot]
+            yield self._reduced[rank], rank
+
+
+_GRADIENTS = frozenset({Op.BACKWARD, Op.WEIGHT_BACKWARD})
+_OPTIMIZER = frozenset({Op.OPTIMIZER})
+
+
+def _reduced_at(start: float, end: float, seconds: float) -> float:
+    """When the sum over the replicas is there, if an action from start to end is a rank's last.
+
+    Gradients leave in buckets while the backward goes on, as in DistributedDataParallel (Li et al.,
+    VLDB 2020, section 3.2): the last bucket leaves at the end, or the link has been busy ever since
+    the first one. What is behind the last backward, the teacher's forwards, hides the rest.
+    """
+    bucket = 1 / NUM_BUCKETS
+    return max(end + bucket * seconds, start + bucket * (end - start) + seconds)

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import pytest
+
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.workload import Workload
@@ -65,6 +70,75 @@ def test_prices_by_hand() -> None:
     # Rank 0 holds 3 MB with gradients and two moments, rank 1 the teacher's 3 MB too.
     assert layout.state_bytes == (12 * MB, 15 * MB)
     assert layout.memory_bytes == (12 * MB + 16 * 1000 + 16 * 101, 15 * MB + 16 * 2000)
+
+
+def test_what_the_memory_is_needed_for() -> None:
+    student = network(1, 2, 3)
+    teacher = NetworkProfile(student.atoms[:2])
+    workload = Workload(student, teacher, 2, (2, 1), (8,), optimizer_bytes_per_parameter_byte=2)
+    layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=2)
+    use = layout.memory_use
+    assert (use.parameters, use.gradients, use.optimizer, use.teacher) == (
+        (3 * MB, 3 * MB),
+        (3 * MB, 3 * MB),
+        (6 * MB, 6 * MB),
+        (0, 3 * MB),
+    )
+    assert use.activations == (16 * 1000 + 16 * 101, 16 * 2000)
+    total = tuple(sum(size for _, size in use.of_rank(rank)) for rank in range(2))
+    assert total == layout.memory_bytes
+    # A teacher that is cut on its own counts where it is.
+    apart = replace(workload, paired=False)
+    assert Layout(apart, Cuts((0, 2, 3), (0, 1, 2)), 2).memory_use.teacher == (2 * MB, MB)
+
+
+def test_devices_that_differ() -> None:
+    workload = Workload(
+        network(1, 1, 1),
+        network(1, 1, 1),
+        num_ranks=2,
+        num_calls=(1, 1),
+        batch_sizes=(8,),
+        cluster=Cluster(2, speeds=(0.5, 2), memories=(9 * MB, 40 * MB)),
+        loss_seconds=5,
+        data_seconds=3,
+        action_overhead=0.5,
+        update_seconds_per_byte=1e-6,
+        memory_limit=30 * MB,
+    )
+    layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=1)
+    first, last = layout.costs.student
+    # Rank 1 has the first stage and is fast; what an action costs besides is the same.
+    assert (first.forward, first.backward) == (8 + 0.5, 16 + 0.5)
+    assert (last.forward, last.backward) == (16 + 0.5, 32 + 0.5)
+    assert [stage.forward for stage in layout.costs.teacher] == [8 + 0.5, 16 + 0.5]
+    assert (layout.costs.loss, layout.costs.data) == (10, 3)
+    assert layout.costs.optimizer == (6.0, 1.5)
+    assert layout.busy == (10 + 2 * 6 + 4 * 16 + 3 * 0.5, 3 + 2 * 1.5 + 4 * 8 + 3 * 0.5)
+    assert workload.memory_limits == (9.0 * MB, 30.0 * MB)
+    # Rank 0 would need 3 x 3 + 3 MB, and some for activations.
+    assert not layout.fits
+    assert Layout(workload, Cuts((0, 2, 3)), 1).memory_bytes[0] > 9 * MB
+
+
+def test_links_between_nodes_and_replicas() -> None:
+    cluster = Cluster(8, Link(1e-6, 1e9), num_nodes=4, inter_node_link=Link(1e-3, 1e6), speeds=(1,))
+    workload = Workload(network(1, 1, 1, 1), None, 4, (1, 0), (4,), cluster=cluster, num_replicas=2)
+    layout = Layout(workload, Cuts((0, 1, 2, 3, 4)), 1)
+    costs = layout.costs
+    assert costs.nodes == (0, 0, 1, 1)
+    assert (costs.inter_node_latency, costs.inter_node_bandwidth) == (1e-3, 1e6)
+    # Two rounds of half the gradients; rank 0 has the last atom.
+    expected = [2e-3 + size * MB / 1e6 for size in (4, 3, 2, 1)]
+    assert costs.reduction == pytest.approx(expected)
+    assert (
+        replace(
+            layout, workload=replace(workload, num_replicas=1, cluster=Cluster(4))
+        ).costs.reduction
+        == ()
+    )
+    with pytest.raises(ConfigurationError, match="2 replicas of 4 ranks need 8 devices"):
+        _ = replace(workload, cluster=Cluster(4)).ranks
 
 
 def test_folded_stages_share_their_rank() -> None:

@@ -12,11 +12,15 @@ from lightning_tspipe.planning.partition import partition
 
 
 def slowest(
-    cuts: Sequence[int], costs: Sequence[float], loads: Sequence[float], transfers: Sequence[float]
+    cuts: Sequence[int],
+    costs: Sequence[float],
+    loads: Sequence[float],
+    transfers: Sequence[float],
+    speeds: Sequence[float],
 ) -> float:
     times = []
     for stage, (start, stop) in enumerate(pairwise(cuts)):
-        compute = loads[stage] + sum(costs[start:stop])
+        compute = loads[stage] + sum(costs[start:stop]) / speeds[stage]
         sends = stage < len(cuts) - 2 and stop > start
         times.append(max(compute, transfers[stop - 1] if sends else 0))
     return max(times)
@@ -36,6 +40,14 @@ def test_is_the_best_of_all_that_fit(data: st.DataObject) -> None:
 
     costs, transfers, memory = (numbers(num_atoms, most) for most in (9, 12, 9))
     loads, limits = numbers(num_stages, 9), numbers(num_stages, 30)
+    # Powers of two: times are exact.
+    rates = st.sampled_from([0.25, 0.5, 1.0, 4.0])
+    speeds = data.draw(st.lists(rates, min_size=num_stages, max_size=num_stages))
+    refused = data.draw(st.frozensets(st.tuples(st.integers(0, 6), st.integers(0, 3)), max_size=3))
+
+    def fits(start: int, end: int, stage: int) -> bool:
+        return (start, stage) not in refused or start == end
+
     joined = data.draw(st.frozensets(st.integers(0, max(0, num_atoms - 2)), max_size=2))
     joined = joined - {num_atoms - 1}
     allow_empty = data.draw(st.booleans())
@@ -43,8 +55,10 @@ def test_is_the_best_of_all_that_fit(data: st.DataObject) -> None:
         cuts
         for cuts in all_cuts(num_atoms, num_stages)
         if all(
-            (stop > start or allow_empty) and sum(memory[start:stop]) <= limit
-            for (start, stop), limit in zip(pairwise(cuts), limits, strict=True)
+            (stop > start or allow_empty)
+            and sum(memory[start:stop]) <= limits[stage]
+            and fits(start, stop, stage)
+            for stage, (start, stop) in enumerate(pairwise(cuts))
         )
         and not any(cut - 1 in joined for cut in cuts)
     ]
@@ -57,6 +71,8 @@ def test_is_the_best_of_all_that_fit(data: st.DataObject) -> None:
             memory_limits=limits,
             transfers=transfers,
             loads=loads,
+            speeds=speeds,
+            fits=fits,
             joined=joined,
             allow_empty=allow_empty,
         )
@@ -65,14 +81,26 @@ def test_is_the_best_of_all_that_fit(data: st.DataObject) -> None:
         with pytest.raises(PartitionError):
             solve()
         return
-    best = min(slowest(cuts, costs, loads, transfers) for cuts in possible)
+    best = min(slowest(cuts, costs, loads, transfers, speeds) for cuts in possible)
     found = solve()
     assert found in possible
-    assert slowest(found, costs, loads, transfers) == best
+    assert slowest(found, costs, loads, transfers, speeds) == best
 
 
 def test_of_equally_fast_cuts_the_even_one() -> None:
     assert partition([6, 1, 1, 1, 1], 3) == (0, 1, 3, 5)
+
+
+def test_a_fast_device_gets_more() -> None:
+    assert partition([1] * 8, 3, speeds=[1, 2, 1]) == (0, 2, 6, 8)
+    # Memory comes first: the fast device holds one atom only.
+    limits = {"memory": [1] * 8, "memory_limits": [8, 1, 8]}
+    assert partition([1] * 8, 3, speeds=[1, 2, 1], **limits) in {(0, 3, 4, 8), (0, 4, 5, 8)}
+
+
+def test_what_else_does_not_fit() -> None:
+    with pytest.raises(PartitionError, match="no cut into 2 stages fits"):
+        partition([1, 1], 2, fits=lambda start, end, stage: stage == 0)
 
 
 def test_too_few_atoms() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import combinations
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.planning.cluster import Cluster
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.plan import Plan
@@ -249,8 +251,75 @@ def test_json_and_table() -> None:
         "rank  student       teacher       busy  state    memory\n"
         "0     1: atoms 4-7  1: atoms 4-7  100%  16.0 MB  16.3 MB\n"
         "1     0: atoms 0-3  0: atoms 0-3  100%  16.0 MB  16.3 MB\n"
+        "memory  parameters  gradients  optimizer  teacher  activations\n"
+        "0       4.0 MB      4.0 MB     4.0 MB     4.0 MB   0.3 MB\n"
+        "1       4.0 MB      4.0 MB     4.0 MB     4.0 MB   0.3 MB\n"
         "Because."
     )
+
+
+def test_plans_of_older_versions_load() -> None:
+    found = planned(EVEN, EVEN, link=(1e-3, 1e9))
+    data = json.loads(found.to_json())
+    for name in ("num_replicas", "speeds", "memory"):
+        del data[name]
+    for name in ("nodes", "inter_node_latency", "inter_node_bandwidth", "reduction"):
+        del data["costs"][name]
+    old = Plan.from_json(json.dumps(data))
+    assert old == replace(found, memory=None)
+    assert "activations" not in str(old)
+    assert old.simulate(6).step_time == pytest.approx(found.step_seconds)
+
+
+def test_ranks_that_differ_get_different_parts() -> None:
+    cluster = Cluster(2, speeds=(3, 1))
+    found = planned(EVEN, EVEN, cluster=cluster)
+    # The last stage is on rank 0, the fast one.
+    assert found.student_cuts == found.teacher_cuts == (0, 2, 8)
+    assert found.bubble_ratio == pytest.approx(0, abs=1e-6)
+    assert found.step_seconds == pytest.approx(2 * 4 * 2)
+    # An independent teacher goes where there is time for it.
+    apart = planned(
+        network(1, 1), network(1, 1, 1), cluster=cluster, paired=False, num_calls=(1, 1)
+    )
+    assert apart.student_cuts == (0, 1, 2)
+    assert apart.placement.teacher_ranks == (0,)
+
+
+def test_the_memory_of_each_rank_counts() -> None:
+    # 8 atoms of 4 MB; rank 0 holds the last stage.
+    small = Cluster(2, memories=(13 * MB, 40 * MB))
+    found = planned(EVEN, EVEN, cluster=small)
+    assert found.student_cuts[1] == 5
+    assert found.memory_bytes[0] <= 13 * MB < found.memory_bytes[1]
+    with pytest.raises(PartitionError, match=r"rank 1 would need 24\.4 MB .* may hold 24\.0 MB"):
+        planned(EVEN, EVEN, cluster=Cluster(2, memories=(9 * MB, 24 * MB)))
+
+
+def test_deep_pipelines_get_more_micro_batches() -> None:
+    fine = NetworkProfile(
+        tuple(AtomProfile(f"layer{n}", {1: 0.01, 64: 0.64}, {1: 0.02, 64: 1.28}) for n in range(16))
+    )
+    found = planned(fine, fine, num_ranks=8, num_calls=(1, 1), batch_sizes=[64])
+    assert found.num_microbatches > 8
+    assert found.bubble_ratio < 0.01
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("speeds", [(1.0, 1.0, 1.0), (1.0, 0.5, 2.0), (0.25, 1.0, 1.0)])
+def test_unequal_ranks_get_the_best_of_all_cuts(num_ranks: int, speeds: tuple[float, ...]) -> None:
+    student = network(1, 2, 1, 3, 1, 2, 1)
+    cluster = Cluster(num_ranks, speeds=speeds[:num_ranks])
+    found = planned(
+        student, student, num_ranks=num_ranks, cluster=cluster, num_microbatches=4, split=False
+    )
+    workload = Workload(student, student, num_ranks, (2, 2), (32,), cluster=cluster)
+    evaluator = Evaluator("tspipe")
+    best = min(
+        evaluator.exact(Layout(workload, Cuts((0, *inner, 7)), 4))
+        for inner in combinations(range(1, 7), num_ranks - 1)
+    )
+    assert found.step_seconds <= 1.02 * best
 
 
 @settings(max_examples=20, deadline=None)

@@ -10,6 +10,7 @@ from lightning_tspipe.ir.action import Action
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.simulation.cost import CostTable, StageCost
+from lightning_tspipe.simulation.simulator import simulate
 
 COSTS = CostTable(
     student=(StageCost(1, 2, 3, 4, 50, 60), StageCost(5, 6, 7, 8, 90, 100)),
@@ -57,9 +58,34 @@ def test_bytes_of_each_message(make_pipeline: Any) -> None:
     assert COSTS.transfer_seconds(batch) == 1 + 17
 
 
+def test_messages_between_nodes_take_their_own_link(make_pipeline: Any) -> None:
+    pipeline = make_pipeline(3, 1, 1, teacher=False)
+    costs = replace(
+        CostTable.uniform(pipeline),
+        student=(StageCost(1, output_bytes=100),) * 3,
+        latency=1,
+        bandwidth=100,
+        nodes=(0, 0, 1),
+        inter_node_latency=5,
+        inter_node_bandwidth=10,
+    )
+    found = {
+        str(message): costs.transfer_seconds(message)
+        for message in lower(gpipe(pipeline)).messages
+        if message.payload == "activation"
+    }
+    assert found == {"0F0>1F0@1": 5 + 10, "1F0>2F0@0": 1 + 1}
+    # The simulator and what it books agree.
+    starts = {span.action: span.start for span in simulate([lower(gpipe(pipeline))], costs).spans}
+    assert (starts["1F0"], starts["2F0"]) == (1 + 15, 17 + 2)
+
+
 def test_refuses_a_table_for_another_pipeline(make_pipeline: Any) -> None:
     COSTS.check(make_pipeline(2, 1, 1))
     with pytest.raises(ScheduleError, match="2 student stages; the pipeline has 3"):
         COSTS.check(make_pipeline(3, 1, 1))
     with pytest.raises(ScheduleError, match="2 teacher stages; the pipeline has 0"):
         COSTS.check(make_pipeline(2, 1, 1, teacher=False))
+    for field in ("nodes", "reduction"):
+        with pytest.raises(ScheduleError, match=r"costs for 3 .*; the pipeline has 2"):
+            replace(COSTS, **{field: (0, 0, 0)}).check(make_pipeline(2, 1, 1))

@@ -1,0 +1,96 @@
+"""What no order of a step undercuts: fill condition and work, in a few additions.
+
+The teacher hides what a stage waits for, as far as it takes as long (TSPipe, section 3.2): between
+its last forward and its first backward, stage s waits for the stages behind it and for the loss,
+there and back. Until its next optimizer step it can't do student's work of another batch. So a step
+takes at least, for every stage s::
+
+    forwards of s | F(s + 1) ... F(last), loss, B(last) ... B(s + 1) | backwards of s | optimizer
+                  |<------ to be filled with the teacher ----------->|
+
+and at least as long as the busiest rank works. Where the second is the larger one, the fill
+condition holds; a pipeline without bubbles is then possible if whole teacher units fill the time,
+and if a teacher that is slower than the student reaches the next stage early enough.
+"""
+
+from __future__ import annotations
+
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.planning.layout import Layout
+from lightning_tspipe.simulation.cost import CostTable, StageCost
+from lightning_tspipe.simulation.ledger import NUM_BUCKETS
+
+
+def step_bound(layout: Layout, *, teacher_first: bool = False) -> float:
+    """Seconds per step that no order undercuts.
+
+    Args:
+        layout: What is where, and in which units.
+        teacher_first: Whether every rank runs the teacher before the student, as in GPipe's order:
+            then it fills nothing.
+    """
+    pipeline, costs = layout.pipeline, layout.costs
+    cycles = cycle_seconds(pipeline, costs, layout.split, teacher_first=teacher_first)
+    return max(*layout.busy, *cycles)
+
+
+def cycle_seconds(
+    pipeline: Pipeline,
+    costs: CostTable,
+    split: frozenset[int] = frozenset(),
+    *,
+    teacher_first: bool = False,
+) -> tuple[float, ...]:
+    """For each student stage: seconds from its first forward of a batch to that of the next.
+
+    Args:
+        pipeline: Who holds what.
+        costs: Of that pipeline.
+        split: Student stages whose backward runs in two halves.
+        teacher_first: As in :func:`step_bound`.
+    """
+    num_units, ranks = pipeline.student.num_units, pipeline.student.ranks
+    # From the last stage back: the way of a unit from each stage to the loss and back grows.
+    way = costs.loss
+    found = []
+    for stage in reversed(range(len(ranks))):
+        cost, rank = costs.student[stage], ranks[stage]
+        whole = _backward(cost, halves=stage in split)
+        own = num_units * (cost.forward + whole) + costs.optimizer[rank] + costs.effects[rank]
+        if teacher_first:
+            own += _teacher(pipeline, costs, rank)
+        if costs.reduction:
+            last = cost.weight_backward if stage in split else cost.backward
+            own += _behind_the_backward(costs.reduction[rank], last)
+        found.append(own + way)
+        first = cost.input_backward if stage in split else cost.backward
+        way += cost.forward + first
+        if stage:
+            way += 2 * _message(costs, ranks[stage - 1], rank, costs.student[stage - 1])
+    return tuple(reversed(found))
+
+
+def _backward(cost: StageCost, *, halves: bool) -> float:
+    return cost.input_backward + cost.weight_backward if halves else cost.backward
+
+
+def _teacher(pipeline: Pipeline, costs: CostTable, rank: int) -> float:
+    teacher = pipeline.teacher
+    if teacher is None:
+        return 0.0
+    held = zip(teacher.ranks, costs.teacher, strict=True)
+    return teacher.num_units * sum(cost.forward for other, cost in held if other == rank)
+
+
+def _behind_the_backward(reduction: float, backward: float) -> float:
+    """Seconds of the sum over the replicas that the last backward cannot hide."""
+    bucket = 1 / NUM_BUCKETS
+    return max(bucket * reduction, reduction - (1 - bucket) * backward)
+
+
+def _message(costs: CostTable, source: int, target: int, cost: StageCost) -> float:
+    if source == target:
+        return 0.0
+    if costs.crosses_nodes(source, target):
+        return costs.inter_node_latency + cost.output_bytes / costs.inter_node_bandwidth
+    return costs.latency + cost.output_bytes / costs.bandwidth

@@ -1,0 +1,182 @@
+"""The machine on paper: how fast each device is, what it holds, and what links it to the others.
+
+Devices are numbered node by node. R replicas of a pipeline of P ranks lie on them as a mesh
+[replica][rank]: rank p of replica r is device ``r * P + p``. So a pipeline is within a node as long
+as that is possible, and the sums of gradients, which wait longest, cross the nodes. Eight devices
+on two nodes, as 4 x 2 and as 2 x 4::
+
+    node 0: 0 1 | 2 3    node 1: 4 5 | 6 7        node 0: 0 1 2 3    node 1: 4 5 6 7
+            r0    r1             r2    r3                 r0                 r1
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from lightning_tspipe.errors import ConfigurationError
+
+
+class Link(NamedTuple):
+    """What is between two devices, in each direction.
+
+    Attributes:
+        latency: Seconds from the end of sending a message to its arrival.
+        bandwidth: Bytes per second.
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+
+FREE = Link()
+"""A link that costs nothing."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The devices as the ranks of one pipeline: each rank is as bad as the worst of its replicas.
+
+    Replicas do the same and wait for each other at every optimizer step, so the slowest device
+    that holds a rank is the one that counts.
+
+    Attributes:
+        speeds: By rank: how many times as fast as the device that was measured.
+        memories: By rank: bytes; infinity where nothing is known.
+        nodes: By rank: ranks with different numbers are on different nodes, at least in one
+            replica; () if all are on one node.
+        link: Between ranks of one node.
+        inter_node_link: Between ranks of different nodes.
+        ring_links: By rank: the slowest link between the replicas of a rank.
+        num_replicas: Replicas of the pipeline.
+    """
+
+    speeds: tuple[float, ...]
+    memories: tuple[float, ...]
+    nodes: tuple[int, ...]
+    link: Link
+    inter_node_link: Link
+    ring_links: tuple[Link, ...]
+    num_replicas: int = 1
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether no rank differs from another one in speed or memory."""
+        return len(set(self.speeds)) == 1 and len(set(self.memories)) == 1
+
+    def reduction_seconds(self, rank: int, num_bytes: float) -> float:
+        """Seconds to sum the gradients of ``rank`` over the replicas.
+
+        Each device sends ``2 (R - 1) / R`` times its gradients, as in a ring, over the slowest link
+        between the replicas; messages follow each other ``2 log2 R`` times, as in Rabenseifner's
+        algorithm (Thakur, Rabenseifner and Gropp, IJHPCA 2005). What else is on the link at that
+        time is not counted.
+        """
+        if self.num_replicas == 1:
+            return 0.0
+        latency, bandwidth = self.ring_links[rank]
+        share = 2 * (self.num_replicas - 1) / self.num_replicas
+        rounds = 2 * math.ceil(math.log2(self.num_replicas))
+        return rounds * latency + share * num_bytes / bandwidth
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices and links.
+
+    Attributes:
+        num_devices: All of them.
+        link: Between two devices of one node.
+        speeds: How many times as fast each device is as the one that was measured; the list is
+            repeated as often as it fits, so that one node's devices are enough; () means 1.
+        memories: Bytes of each device, repeated likewise; () means unlimited.
+        num_nodes: Nodes of equally many devices.
+        inter_node_link: Between two devices of different nodes; None means as ``link``.
+
+    Raises:
+        ConfigurationError: Numbers that do not go together.
+    """
+
+    num_devices: int
+    link: Link = FREE
+    speeds: tuple[float, ...] = ()
+    memories: tuple[float, ...] = ()
+    num_nodes: int = 1
+    inter_node_link: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise ConfigurationError(f"{self.num_devices} devices; at least 1 is needed")
+        if self.num_nodes < 1 or self.num_devices % self.num_nodes:
+            raise ConfigurationError(
+                f"{self.num_devices} devices on {self.num_nodes} nodes: every node must have "
+                "equally many"
+            )
+        for what, values in (("speeds", self.speeds), ("memories", self.memories)):
+            if any(not value > 0 for value in values):
+                raise ConfigurationError(f"{what} {list(values)}: every one must be more than 0")
+            if values and self.num_devices % len(values):
+                raise ConfigurationError(
+                    f"{len(values)} {what} for {self.num_devices} devices: give one for each "
+                    "device, or a list that repeats (those of one node)"
+                )
+
+    def ranks(self, num_replicas: int = 1) -> Ranks:
+        """The devices as the ranks of one of ``num_replicas`` equal pipelines.
+
+        Raises:
+            ConfigurationError: The devices cannot be divided so.
+        """
+        if num_replicas < 1 or self.num_devices % num_replicas:
+            raise ConfigurationError(
+                f"{self.num_devices} devices cannot be divided into {num_replicas} replicas of "
+                f"equally many; {_divisors_text(self.num_devices)} are possible"
+            )
+        return _ranks(self, num_replicas)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All that divide ``number``, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    return tuple(part for part in range(1, number + 1) if number % part == 0)
+
+
+def _divisors_text(number: int) -> str:
+    *most, last = map(str, divisors(number))
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+@lru_cache(maxsize=256)  # asked for with every cut that the planner prices
+def _ranks(cluster: Cluster, num_replicas: int) -> Ranks:
+    num_ranks = cluster.num_devices // num_replicas
+    per_node = cluster.num_devices // cluster.num_nodes
+    between = cluster.inter_node_link or cluster.link
+    slower = Link(
+        max(cluster.link.latency, between.latency),
+        min(cluster.link.bandwidth, between.bandwidth),
+    )
+    copies = [range(rank, cluster.num_devices, num_ranks) for rank in range(num_ranks)]
+    # A node may end within one replica and not within another: any end counts.
+    ends = [any(device % per_node == 0 for device in held) for held in copies]
+    nodes = tuple(sum(ends[1 : rank + 1]) for rank in range(num_ranks))
+    return Ranks(
+        speeds=tuple(min(_of(cluster.speeds, held, default=1.0)) for held in copies),
+        memories=tuple(min(_of(cluster.memories, held, default=math.inf)) for held in copies),
+        nodes=nodes if nodes[-1] else (),
+        link=cluster.link,
+        inter_node_link=between,
+        ring_links=tuple(
+            cluster.link if held[0] // per_node == held[-1] // per_node else slower
+            for held in copies
+        ),
+        num_replicas=num_replicas,
+    )
+
+
+def _of(values: tuple[float, ...], devices: range, *, default: float) -> list[float]:
+    return [values[device % len(values)] if values else default for device in devices]

@@ -1,0 +1,31 @@
+"""What the memory of each device is needed for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes by rank.
+
+    Attributes:
+        parameters: The student's parameters and buffers.
+        gradients: Of the trained parameters.
+        optimizer: What the optimizer keeps: momentum, moments.
+        teacher: The teacher's parameters and buffers.
+        activations: What the student keeps from forward to backward, of all units at once, and
+            what its stages received.
+    """
+
+    parameters: tuple[int, ...]
+    gradients: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    teacher: tuple[int, ...]
+    activations: tuple[int, ...]
+
+    def of_rank(self, rank: int) -> Iterator[tuple[str, int]]:
+        """Names and bytes of one rank."""
+        for part in fields(self):
+            yield part.name, getattr(self, part.name)[rank]
