@@ -1,6 +1,7 @@
 """BYOL with ResNet-18 on images of 64 pixels: ``tspipe plan examples/byol.py --devices 4``.
 
-``python examples/byol.py`` trains it on random images; put your own dataset in ``images``.
+``python examples/byol.py`` trains it on random images; put your own dataset in ``images``. With
+``--plan`` it carries a saved plan out, with ``--timeline`` it records some steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.functional import cosine_similarity
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models import resnet18
 
-import lightning_tspipe  # noqa: F401 - registers strategy="tspipe"
+from lightning_tspipe import PipelineTimeline, TSPipeStrategy
 
 
 class BYOL(LightningModule):
@@ -69,14 +70,17 @@ def main() -> None:
     parser.add_argument("--strategy", default="tspipe")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--max-steps", type=int, default=8)
+    parser.add_argument("--plan", help="what `tspipe plan --save` wrote; decides the strategy")
+    parser.add_argument("--timeline", help="folder for the timeline of steps 2 to 6")
     options = parser.parse_args()
     module, data = module_and_data()
     trainer = Trainer(
-        strategy=options.strategy,
+        strategy=TSPipeStrategy(plan=options.plan) if options.plan else options.strategy,
         devices=options.devices,
         max_steps=options.max_steps,
         logger=False,
         enable_checkpointing=False,
+        callbacks=[PipelineTimeline(2, 5, options.timeline)] if options.timeline else [],
     )
     trainer.fit(module, data)
 

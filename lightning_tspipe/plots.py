@@ -142,7 +142,9 @@ def _settings(suffix: str) -> AbstractContextManager[Any]:
         return nullcontext()
     from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
 
-    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline"})
+    # One font, since every text repeats the list; SVG viewers replace what they do not have.
+    font = {"font.sans-serif": ["DejaVu Sans"]}
+    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline", **font})
 
 
 def _title(timeline: Timeline) -> str:
@@ -157,7 +159,8 @@ def _key(span: Span) -> tuple[Op, bool]:
 
 
 def _keys(spans: Iterable[Span]) -> list[tuple[Op, bool]]:
-    return sorted(set(map(_key, spans)), key=lambda key: (list(_COLOURS).index(key[0]), key[1]))
+    seen = {_key(span) for span in spans if span.end > span.start}  # others have no bar
+    return sorted(seen, key=lambda key: (list(_COLOURS).index(key[0]), key[1]))
 
 
 def _colour(op: Op, is_ahead: bool) -> tuple[str, float]:
@@ -191,7 +194,7 @@ def _draw_legend(figure: Figure, keys: Sequence[tuple[Op, bool]]) -> None:
     figure.legend(
         handles=[Patch(facecolor=_colour(*key), label=_label(*key)) for key in keys],
         loc="outside lower center",
-        ncols=min(len(keys), 6),
+        ncols=min(max(len(keys), 1), 6),
         frameon=False,
         fontsize=_LABEL_POINTS,
     )

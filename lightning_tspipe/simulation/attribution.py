@@ -6,8 +6,8 @@ A gap before an action that another rank's work must reach first falls into two:
     rank 0 | 0O ├ waiting for 1F0 │ transfer ├ 0L
                                   a
 
-A run also says where the rest of a gap went (see :class:`~lightning_tspipe.simulation.timeline.
-Pause`); what it doesn't mention is the Trainer's. A simulation has waiting and transfers alone.
+A run also says where the rest of a gap went, in pauses; what it doesn't mention is the Trainer's. A
+simulation has waiting and transfers alone, unless gradients are summed over replicas.
 """
 
 from __future__ import annotations

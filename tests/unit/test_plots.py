@@ -23,6 +23,7 @@ def timeline() -> Timeline:
                 op = action[1]
                 spans.append(Span(rank, action, op, step, at, at + 0.15))
                 at += 0.18
+            spans.append(Span(rank, f"{rank}E", "E", step, at, at))  # takes no time: has no bar
     return Timeline(tuple(spans), 3)
 
 
@@ -38,6 +39,7 @@ def test_draws_ranks_units_and_a_legend(timeline: Timeline, tmp_path: Path, suff
     for text in ("rank 0", "rank 2", "teacher forward, next batch", "optimizer", "ms per step"):
         assert text.encode() in content
     assert b"loss" not in content
+    assert b"effects" not in content
 
 
 def test_two_timelines_share_one_axis(timeline: Timeline, tmp_path: Path) -> None:
