@@ -6,11 +6,20 @@ import argparse
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lightning_tspipe.cli import modules
-from lightning_tspipe.cli.quantities import format_seconds, parse_bandwidth, parse_seconds
+from lightning_tspipe.cli.quantities import (
+    format_seconds,
+    parse_bandwidth,
+    parse_flops,
+    parse_memories,
+    parse_seconds,
+    parse_speeds,
+)
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.planning.cluster import Cluster, Link
+from lightning_tspipe.planning.mesh import plan_cluster
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -28,16 +37,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="FILE.py[:FUNCTION] that returns a LightningModule and its training data, or a "
         "profile that --save-profile wrote",
     )
-    parser.add_argument("--devices", type=int, required=True, help="devices of the pipeline")
+    parser.add_argument("--devices", type=int, required=True, help="all devices")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that they are on, evenly")
+    parser.add_argument(
+        "--replicas",
+        metavar="auto|4",
+        help="pipelines beside each other, each with a part of the batch: 'auto' finds the "
+        "fastest number (default: 1 on one node, auto on several)",
+    )
+    parser.add_argument("--batch", type=int, help="samples per call, of all replicas together")
     parser.add_argument("--schedule", default="all", choices=["all", *SCHEDULES])
     parser.add_argument("--memory", metavar="32GiB", help="of one device, for everything")
     parser.add_argument(
         "--state", metavar="8GiB", help="of one device, for weights, gradients, optimizer, teacher"
     )
+    parser.add_argument(
+        "--memories", metavar="32GiB,16GiB", help="of each device, or of those of one node"
+    )
     parser.add_argument("--link", default="4GB/s", metavar="50GB/s", help="between two devices")
     parser.add_argument("--latency", default="150us", metavar="20us", help="of one message")
     parser.add_argument(
+        "--inter-node-link", metavar="25GB/s", help="between devices of two nodes, if not --link"
+    )
+    parser.add_argument("--inter-node-latency", metavar="30us", help="if not --latency")
+    parser.add_argument(
         "--speed", type=float, default=1.0, help="times as fast as the device that is measured"
+    )
+    parser.add_argument(
+        "--speeds", metavar="1,1,0.5,0.5", help="of each device, or of those of one node"
+    )
+    parser.add_argument(
+        "--flops",
+        metavar="60TFLOP/s",
+        help="what a device that is not here really does: costs "
+        "are calculated from floating-point operations, nothing is measured",
     )
     parser.add_argument("--microbatches", type=int, help="per call, instead of the best number")
     parser.add_argument("--student", nargs="+", help="trained submodules, if not `student`")
@@ -49,17 +82,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure or read, plan, print, save."""
-    if options.devices < 1:
-        raise ConfigurationError(f"--devices {options.devices}: at least 1")
-    if options.speed <= 0:
-        raise ConfigurationError(f"--speed {options.speed}: more than 0")
+    cluster = _cluster(options)
     profile = _profile(options)
     if options.save_profile is not None:
         options.save_profile.write_text(profile.to_json(), encoding="utf-8")
+    if options.batch is not None:
+        profile = profile.with_batch(options.batch)
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
     if len(names) > 1 and profile.teacher is None:
         names = tuple(name for name in names if name != "gpipe")
-    outcomes = [_outcome(name, profile, options) for name in names]
+    outcomes = [_outcome(name, profile, cluster, options) for name in names]
     best = recommended([outcome for outcome in outcomes if outcome.plan is not None])
     if best is None or best.plan is None:
         raise PartitionError("; ".join(dict.fromkeys(outcome.failure for outcome in outcomes)))
@@ -69,8 +101,15 @@ def run(options: argparse.Namespace) -> None:
         print(f"(times as measured here; the devices are {options.speed:g} times as fast)")  # noqa: T201
     if options.save is not None:
         options.save.write_text(best.plan.to_json(), encoding="utf-8")
-        strategy = f'TSPipeStrategy(plan="{options.save}")'
-        print(f"\nsaved; Trainer(strategy={strategy}, devices={options.devices}) runs it")  # noqa: T201
+        print(f"\nsaved; {_use(best.plan, options)}")  # noqa: T201
+
+
+def _use(plan: Plan, options: argparse.Namespace) -> str:
+    """What a saved plan is good for."""
+    if plan.num_replicas > 1:
+        return f"`tspipe simulate {options.save}` draws one of its replicas"
+    strategy = f'TSPipeStrategy(plan="{options.save}")'
+    return f"Trainer(strategy={strategy}, devices={options.devices}) runs it"
 
 
 @dataclass(frozen=True)
@@ -105,17 +144,18 @@ def recommended(outcomes: list[Outcome]) -> Outcome | None:
 def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> str:
     """One row per schedule; the recommended one is marked."""
     rows: list[tuple[str, ...]] = [
-        ("", "schedule", "stages", "micro-batches", "step", "samples/s", "bubble", "staleness",
-         "memory"),
+        ("", "schedule", "replicas", "stages", "micro-batches", "step", "samples/s", "bubble",
+         "staleness", "memory"),
     ]  # fmt: skip
     for outcome in outcomes:
         plan = outcome.plan
         if plan is None:
-            rows.append(("", outcome.schedule, *["-"] * 7))
+            rows.append(("", outcome.schedule, *["-"] * 8))
             continue
         rows.append((
             "*" if outcome is best else "",
             outcome.schedule,
+            str(plan.num_replicas),
             str(plan.pipeline.student.num_stages),
             str(plan.num_microbatches),
             format_seconds(plan.step_seconds / speed),
@@ -124,6 +164,8 @@ def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> 
             f"{outcome.staleness} update" if outcome.staleness else "none",
             megabytes(max(plan.memory_bytes)),
         ))  # fmt: skip
+    if all(one.plan is None or one.plan.num_replicas == 1 for one in outcomes):
+        rows = [(*row[:2], *row[3:]) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -134,36 +176,87 @@ def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> 
 
 
 def _profile(options: argparse.Namespace) -> StepProfile:
+    flops_per_second = parse_flops(options.flops)
     if options.target.endswith(".json"):
+        if flops_per_second is not None:
+            raise ConfigurationError("--flops: a saved profile has its costs already")
         path = Path(options.target)
         if not path.is_file():
             raise ConfigurationError(f"there is no file {path}")
         return StepProfile.from_json(path.read_text(encoding="utf-8"))
     module, data = modules.load(options.target)
-    print("measuring one step on this device ...", file=sys.stderr)  # noqa: T201
+    doing = "measuring one step on this device" if flops_per_second is None else "tracing one step"
+    print(f"{doing} ...", file=sys.stderr)  # noqa: T201
     return modules.measure(
         module,
         data,
         accelerator=options.accelerator,
         student=options.student,
         teacher=options.teacher,
+        flops_per_second=flops_per_second,
     )
 
 
-def _outcome(name: str, profile: StepProfile, options: argparse.Namespace) -> Outcome:
+def _cluster(options: argparse.Namespace) -> Cluster:
+    """The devices, with times as on the device that is measured.
+
+    Raises:
+        ConfigurationError: Options that cannot be, or do not go together.
+    """
+    if options.devices < 1:
+        raise ConfigurationError(f"--devices {options.devices}: at least 1")
+    if options.speed <= 0:
+        raise ConfigurationError(f"--speed {options.speed}: more than 0")
+    # On devices so many times as fast, messages take so many times as long as they compute.
+    link, between = (
+        Link(
+            parse_seconds(latency) * options.speed,
+            parse_bandwidth(bandwidth) / options.speed,
+        )
+        for latency, bandwidth in (
+            (options.latency, options.link),
+            (
+                options.inter_node_latency or options.latency,
+                options.inter_node_link or options.link,
+            ),
+        )
+    )
+    return Cluster(
+        options.devices,
+        link,
+        speeds=() if options.speeds is None else parse_speeds(options.speeds),
+        memories=() if options.memories is None else parse_memories(options.memories),
+        num_nodes=options.nodes,
+        inter_node_link=between,
+    )
+
+
+def _num_replicas(options: argparse.Namespace) -> int | Literal["auto"]:
+    """One pipeline on one node; several nodes are divided as is fastest.
+
+    Raises:
+        ConfigurationError: No number from 1 on.
+    """
+    wished = options.replicas or ("1" if options.nodes == 1 else "auto")
+    if wished == "auto":
+        return "auto"
+    if not wished.isdecimal() or int(wished) < 1:
+        raise ConfigurationError(f"--replicas {wished}: 'auto', or a number from 1 on")
+    return int(wished)
+
+
+def _outcome(
+    name: str, profile: StepProfile, cluster: Cluster, options: argparse.Namespace
+) -> Outcome:
     wishes: dict[str, Any] = {
         "schedule": name,
         "memory_limit": parse_bytes(options.memory),
         "state_limit": parse_bytes(options.state),
-        # On devices so many times as fast, messages take so many times as long as they compute.
-        "link": (
-            parse_seconds(options.latency) * options.speed,
-            parse_bandwidth(options.link) / options.speed,
-        ),
     }
     if options.microbatches is not None:
         wishes["num_microbatches"] = options.microbatches
     try:
-        return Outcome(name, profile.plan(options.devices, **wishes))
+        plan = plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **wishes)
     except PartitionError as error:
         return Outcome(name, None, str(error))
+    return Outcome(name, plan)

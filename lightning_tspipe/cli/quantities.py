@@ -7,6 +7,7 @@ import re
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.setup import parse_bytes
 
+_PREFIXES = {"G": 1e9, "T": 1e12, "P": 1e15}
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
@@ -32,6 +33,23 @@ def parse_bandwidth(text: str) -> float:
     return float(amount)
 
 
+def parse_flops(text: str | None) -> float | None:
+    """Floating-point operations per second.
+
+    Raises:
+        ConfigurationError: The text is no such rate.
+
+    >>> parse_flops("60TFLOP/s"), parse_flops("1.5 PFLOPS")
+    (60000000000000.0, 1500000000000000.0)
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([\d.]+)\s*([GTP])FLOP(?:S|/s)\s*", text, re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ConfigurationError(f"{text!r} is not a speed; write '60TFLOP/s'")
+    return float(match[1]) * _PREFIXES[match[2].upper()]
+
+
 def parse_seconds(text: str) -> float:
     """Seconds.
 
@@ -45,6 +63,34 @@ def parse_seconds(text: str) -> float:
     if match is None:
         raise ConfigurationError(f"{text!r} is not a time; write '20us' or '1.5ms'")
     return float(match[1]) / _PER_SECOND[match[2]]
+
+
+def parse_speeds(text: str) -> tuple[float, ...]:
+    """Numbers between commas.
+
+    Raises:
+        ConfigurationError: One of them is no number.
+
+    >>> parse_speeds("1, 0.5")
+    (1.0, 0.5)
+    """
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigurationError(f"{text!r} is no list of speeds; write '1,1,0.5,0.5'") from None
+
+
+def parse_memories(text: str) -> tuple[float, ...]:
+    """Amounts of memory between commas, in bytes.
+
+    Raises:
+        ConfigurationError: One of them is no amount.
+
+    >>> parse_memories("1GB, 500MB")
+    (1000000000.0, 500000000.0)
+    """
+    amounts = [parse_bytes(part) for part in text.split(",")]
+    return tuple(float(amount) for amount in amounts if amount is not None)
 
 
 def format_seconds(seconds: float) -> str:

@@ -39,6 +39,9 @@ _MAX_PLANNED = 2
 _NEAR = 1.05
 """Estimates this close may change places when a division is planned in full."""
 
+_EQUAL = 0.99
+"""What is not faster by so much need not be planned."""
+
 _NUM_ESTIMATES = 3
 """Simulations of one division: of the choices with the best bounds."""
 
@@ -172,8 +175,12 @@ def _fastest(request: Request) -> Plan:
 def _planned(request: Request, times: dict[_Division, float]) -> tuple[_Division, Plan]:
     """The fastest of the best few, planned in full."""
     order = sorted(times, key=times.__getitem__)
-    near = [one for one in order if times[one] <= times[order[0]] * _NEAR]
-    plans = {one: request.plan(one.num_replicas, thorough=False) for one in near[:_MAX_PLANNED]}
+    plans: dict[_Division, Plan] = {}
+    fastest = math.inf
+    for division in order[:_MAX_PLANNED]:
+        if times[division] <= times[order[0]] * _NEAR and division.bound < fastest * _EQUAL:
+            plans[division] = request.plan(division.num_replicas, thorough=False)
+            fastest = min(fastest, plans[division].step_seconds)
     best = min(plans, key=lambda one: plans[one].step_seconds)
     return best, plans[best]
 

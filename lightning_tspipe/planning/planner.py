@@ -33,6 +33,7 @@ from lightning_tspipe.planning.wishes import Wishes, explicit_cuts
 from lightning_tspipe.planning.workload import Workload
 
 _NUM_EXACT = 5
+_FEW_EXACT = 2
 _EXACT_ACTIONS = 10_000
 """Bounds the time of building schedules: those of large steps take seconds each."""
 
@@ -171,6 +172,7 @@ class _Planner:
 
     def __init__(self, workload: Workload, wishes: Wishes, *, share: int) -> None:
         self._workload, self._wishes = workload, wishes
+        self._most_exact = _NUM_EXACT if share == 1 else _FEW_EXACT
         self._num_promising = _NUM_PROMISING // share
         self._refined_actions = _REFINED_ACTIONS // share
         self._num_starts = MAX_STARTS // share
@@ -195,7 +197,7 @@ class _Planner:
 
     def _num_exact(self, best: _Scored) -> int:
         num_actions = self._evaluator.num_actions(best.layout)
-        return max(1, min(_NUM_EXACT, _EXACT_ACTIONS // num_actions))
+        return max(1, min(self._most_exact, _EXACT_ACTIONS // num_actions))
 
     def _simulate_starts(self) -> list[_Scored]:
         """Good layouts for each number of micro-batches, stages and halves; best first."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +92,47 @@ def test_a_faster_device_makes_links_matter_more(
     assert times[1] > times[0] / 1000
 
 
+CLUSTER = (
+    *("--nodes", 4, "--link", "300GB/s", "--latency", "5us"),
+    *("--inter-node-link", "25GB/s", "--inter-node-latency", "20us"),
+)
+
+
+def test_plan_divides_many_devices(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "plan.json"
+    arguments = ("--devices", 16, "--batch", 64, "--memory", "20MB", *CLUSTER, "--save", saved)
+    assert run("plan", profile, *arguments) == 0
+    output = capsys.readouterr().out
+    plan = Plan.from_json(saved.read_text())
+    replicas, ranks = plan.num_replicas, plan.pipeline.num_ranks
+    assert replicas * ranks == 16
+    assert ranks > 1
+    assert "schedule    replicas  stages" in output
+    assert f"\n{replicas} replicas x {ranks} ranks, faster than " in output
+    assert "; impossible: 16 x 1 (rank 0 would need " in output
+    assert "memory  parameters  gradients  optimizer  teacher  activations" in output
+    assert f"`tspipe simulate {saved}` draws one of its replicas" in output
+    assert run("simulate", saved, "--width", 60) == 0
+    assert "a plan on paper: " in capsys.readouterr().out
+
+
+def test_plan_for_devices_that_differ(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "plan.json"
+    wishes = ("--speeds", "1,1,0.5,0.5", "--link", "300GB/s", "--latency", "5us", "--save", saved)
+    assert run("plan", profile, "--devices", 4, *wishes) == 0
+    free = Plan.from_json(saved.read_text())
+    # Stage 0 is on the last rank: the slow ones come first.
+    assert free.student_cuts == (0, 1, 2, 5, 8)
+    assert "speeds 1, 1, 0.5, 0.5" in capsys.readouterr().out
+    memories = ("--memories", "9MB,40MB,40MB,40MB")
+    assert run("plan", profile, "--devices", 4, *wishes, *memories) == 0
+    assert Plan.from_json(saved.read_text()).memory_bytes[0] <= 9 * MB < free.memory_bytes[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
@@ -103,6 +143,16 @@ def test_a_faster_device_makes_links_matter_more(
         (("--devices", "2", "--link", "fast"), "write '50GB/s' or '100Gbit/s'"),
         (("--devices", "2", "--latency", "soon"), "write '20us' or '1.5ms'"),
         (("--devices", "2", "--speed", "0"), "more than 0"),
+        (("--devices", "2", "--speeds", "fast"), "write '1,1,0.5,0.5'"),
+        (("--devices", "2", "--speeds", "1,1,1"), "3 speeds for 2 devices"),
+        (("--devices", "2", "--memories", "1GB,2GB,3GB"), "3 memories for 2 devices"),
+        (("--devices", "2", "--memories", "1GB,much"), "write '16GiB' or '800MB'"),
+        (("--devices", "8", "--nodes", "3"), "every node must have equally many"),
+        (("--devices", "8", "--replicas", "3"), "1, 2, 4 and 8 are possible"),
+        (("--devices", "8", "--replicas", "some"), "'auto', or a number from 1 on"),
+        (("--devices", "8", "--replicas", "auto", "--state", "1MB"), "atom 'block0' alone needs"),
+        (("--devices", "2", "--batch", "0"), "leaves calls empty"),
+        (("--devices", "2", "--inter-node-link", "fast"), "write '50GB/s' or '100Gbit/s'"),
     ],
 )
 def test_what_cannot_be_planned(
@@ -130,28 +180,6 @@ def test_files_that_are_something_else(
         path.write_text(content)
     assert run(*(str(path) if word == "{}" else word for word in arguments)) == 2
     assert ("there is no file" if content is None else "not a ") in capsys.readouterr().err
-
-
-def test_simulate_and_timeline_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan, run_file = tmp_path / "plan.json", tmp_path / "timeline.json"
-    made = step_profile().plan(2)
-    plan.write_text(made.to_json())
-    trace, image = tmp_path / "trace.json", tmp_path / "image.png"
-    outputs = ("--trace", trace, "--image", image, "--width", 60)
-    assert run("simulate", plan, "--steps", 4, *outputs) == 0
-    drawn = capsys.readouterr().out
-    assert "rank 0 |" in drawn
-    assert "rank 1 |" in drawn
-    assert "simulated:" in drawn
-    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"0F0", "1F0", "0L"} <= names
-    assert image.stat().st_size > 1000
-    run_file.write_text(made.simulate(6).to_json())
-    assert run("timeline", run_file, "--plan", plan, "--width", 60) == 0
-    drawn = capsys.readouterr().out
-    assert drawn.count("rank 1 |") == 2
-    # What was "measured" is the simulation itself.
-    assert "simulated / measured step time: 1.00" in drawn
 
 
 def test_a_plan_simulates_what_it_says() -> None:
@@ -209,7 +237,7 @@ def test_check_compares_with_one_device(
     )
     assert done.returncode == code, done.stdout + done.stderr
     if code:
-        assert "NOT the same: the losses of step" in done.stderr
+        assert "NOT the same: the gradients of student" in done.stderr
     else:
         assert done.stdout.rstrip().splitlines()[-2] == "the same"
         assert "weights after 3 steps" in done.stdout
