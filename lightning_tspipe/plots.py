@@ -143,8 +143,13 @@ def _settings(suffix: str) -> AbstractContextManager[Any]:
     from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
 
     # One font, since every text repeats the list; SVG viewers replace what they do not have.
-    font = {"font.sans-serif": ["DejaVu Sans"]}
-    return rc_context({"svg.fonttype": "none", "svg.hashsalt": "timeline", **font})
+    return rc_context(
+        {
+            "svg.fonttype": "none",
+            "svg.hashsalt": "timeline",
+            "font.sans-serif": ["DejaVu Sans"],
+        }
+    )
 
 
 def _title(timeline: Timeline) -> str:

@@ -21,6 +21,9 @@ log = logging.getLogger("lightning_tspipe")
 
 _PROFILE_SECONDS = 30.0
 _UPDATE_SECONDS_PER_BYTE = 2.5e-10
+_UPDATE_FLOPS_PER_BYTE = 500.0
+"""An optimizer step moves about five bytes per byte of parameters (read weight, gradient, momentum,
+write two of them), and an accelerator does about a hundred operations while it moves one."""
 
 
 def profile_step(
@@ -42,8 +45,10 @@ def profile_step(
     plan, networks = captured.plan, captured.networks
     if flops_per_second is None:
         profiles = _measure(plan, networks, microbatch_counts, device)
+        update = _UPDATE_SECONDS_PER_BYTE
     else:
         profiles = _estimate(plan, networks, flops_per_second)
+        update = _UPDATE_FLOPS_PER_BYTE / flops_per_second
     teacher = networks.get("teacher")
     return StepProfile(
         student=profiles["student"],
@@ -53,7 +58,7 @@ def profile_step(
         paired=teacher is not None and is_paired(networks["student"], teacher),
         optimizer_bytes_per_parameter_byte=_optimizer_bytes(optimizers),
         input_bytes_per_sample=_bytes_per_sample(plan.calls[0].input),
-        update_seconds_per_byte=_UPDATE_SECONDS_PER_BYTE,
+        update_seconds_per_byte=update,
     )
 
 
