@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
@@ -41,8 +42,7 @@ class Wishes:
     def microbatch_counts(self, workload: Workload) -> tuple[int, ...]:
         """Numbers of micro-batches to try: their units must have been measured.
 
-        Where everything takes equally long and backwards run in halves, 2 (P - 1) units fill the
-        bubble; fast teachers need more.
+        The more the deeper the pipeline, and the faster its teacher, which must fill the bubble.
         """
         if self.num_microbatches != "auto":
             return (self.num_microbatches,)
@@ -51,12 +51,10 @@ class Wishes:
         smallest, _ = workload.measured_sizes
         samples = min(workload.batch_sizes)
         actions = workload.num_ranks * (3 * workload.num_calls[0] + workload.num_calls[1])
-        deepest = max(_LEAST_TRIED, 4 * workload.num_ranks // workload.num_calls[0])
-        return tuple(
-            n
-            for n in (2**power for power in range(deepest.bit_length()))
-            if n == 1 or (samples // n >= smallest and n * actions <= _MAX_ACTIONS)
-        )
+        most = max(1, min(samples // smallest, _MAX_ACTIONS // actions))
+        wanted = min(most, max(_LEAST_TRIED, _filling(workload)))
+        powers = (2**power for power in range(most.bit_length()))
+        return tuple(n for n in powers if n < 2 * wanted)
 
     def splits(self, workload: Workload, num_stages: int) -> tuple[frozenset[int], ...]:
         """Sets of stages to split. Nobody waits for stage 0, so it stays whole."""
@@ -73,6 +71,21 @@ class Wishes:
             )
         odd = frozenset(range(1, num_stages, 2))
         return frozenset(), frozenset({num_stages - 1}), odd, later
+
+
+def _filling(workload: Workload) -> int:
+    """Micro-batches with which the teacher fills what the first stage waits for.
+
+    Whole backwards ask for the most: ``V u t_T >= (P - 1) (t_S + t_B)`` in all stages' seconds
+    (TSPipe, section 3.2). Without a teacher, four times as many units as ranks leave a bubble of a
+    fifth.
+    """
+    sums = workload.units(1)
+    waits = (workload.num_ranks - 1) * (sums.forward[-1] + sums.backward[-1])
+    filled = workload.num_calls[1] * sums.teacher[-1] if sums.teacher else 0.0
+    if not filled:
+        return 4 * workload.num_ranks // workload.num_calls[0]
+    return math.ceil(min(waits / filled, _MAX_ACTIONS))
 
 
 def explicit_cuts(counts: Sequence[int], workload: Workload) -> tuple[int, ...]:
