@@ -23,6 +23,7 @@ from lightning_tspipe.planning.mesh import plan_cluster
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
 from lightning_tspipe.setup import parse_bytes
 
@@ -94,7 +95,10 @@ def run(options: argparse.Namespace) -> None:
     outcomes = [_outcome(name, profile, cluster, options) for name in names]
     best = recommended([outcome for outcome in outcomes if outcome.plan is not None])
     if best is None or best.plan is None:
-        raise PartitionError("; ".join(dict.fromkeys(outcome.failure for outcome in outcomes)))
+        reasons = "; ".join(dict.fromkeys(outcome.failure for outcome in outcomes))
+        if _num_replicas(options) == 1 and profile.student.num_atoms < options.devices:
+            reasons += ". Or divide the devices into several pipelines: --replicas auto"
+        raise PartitionError(reasons)
     print(table(outcomes, best, options.speed))  # noqa: T201 - the command's output
     print(f"\n{best.plan}")  # noqa: T201
     if options.speed != 1.0:
@@ -166,13 +170,8 @@ def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> 
         ))  # fmt: skip
     if all(one.plan is None or one.plan.num_replicas == 1 for one in outcomes):
         rows = [(*row[:2], *row[3:]) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
     failures = [f"{one.schedule}: {one.failure}" for one in outcomes if one.plan is None]
-    return "\n".join([*lines, *failures])
+    return "\n".join([*aligned(rows), *failures])
 
 
 def _profile(options: argparse.Namespace) -> StepProfile:

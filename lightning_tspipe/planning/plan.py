@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.planning.memory import MemoryUse
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.schedules.registry import build_schedule, runs_ahead
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
@@ -161,7 +161,7 @@ class Plan:
                     megabytes(self.memory_bytes[rank]),
                 )
             )
-        parts = [self._title(), *_aligned(rows), *self._memory_lines(), self.reason]
+        parts = [self._title(), *aligned(rows), *self._memory_lines(), self.reason]
         return "\n".join(parts + self._on_paper())
 
     def _memory_lines(self) -> list[str]:
@@ -174,7 +174,7 @@ class Plan:
             (str(rank), *(megabytes(size) for _, size in self.memory.of_rank(rank)))
             for rank in ranks
         ]
-        return _aligned(rows)
+        return aligned(rows)
 
     def _on_paper(self) -> list[str]:
         """What the strategy does not do with this plan yet."""
@@ -222,14 +222,6 @@ class Plan:
             for stage, cost in enumerate(costs.teacher):
                 seconds += teacher.num_units * cost.forward * (teacher.ranks[stage] == rank)
         return seconds
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _held(layout: NetworkLayout | None, cuts: tuple[int, ...], rank: int) -> str:

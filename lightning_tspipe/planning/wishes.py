@@ -76,16 +76,18 @@ class Wishes:
 def _filling(workload: Workload) -> int:
     """Micro-batches with which the teacher fills what the first stage waits for.
 
-    Whole backwards ask for the most: ``V u t_T >= (P - 1) (t_S + t_B)`` in all stages' seconds
-    (TSPipe, section 3.2). Without a teacher, four times as many units as ranks leave a bubble of a
-    fifth.
+    ``V u t_T >= (P - 1) (t_S + t_B)``, in seconds of all stages and with whole backwards, which ask
+    for the most (TSPipe, section 3.2); in whole units, and with a teacher forward instead of
+    ``t_S`` where that is longer: a slow teacher reaches the next stage so much later. Without a
+    teacher, four times as many units as ranks leave a bubble of a fifth.
     """
     sums = workload.units(1)
-    waits = (workload.num_ranks - 1) * (sums.forward[-1] + sums.backward[-1])
-    filled = workload.num_calls[1] * sums.teacher[-1] if sums.teacher else 0.0
-    if not filled:
+    teacher = sums.teacher[-1] if sums.teacher else 0.0
+    if not teacher or not workload.num_calls[1]:
         return 4 * workload.num_ranks // workload.num_calls[0]
-    return math.ceil(min(waits / filled, _MAX_ACTIONS))
+    units = (max(sums.forward[-1], teacher) + sums.backward[-1]) / teacher
+    needed = (workload.num_ranks - 1) * math.ceil(min(units, _MAX_ACTIONS))
+    return math.ceil(needed / workload.num_calls[1])
 
 
 def explicit_cuts(counts: Sequence[int], workload: Workload) -> tuple[int, ...]:

@@ -138,6 +138,7 @@ def test_plan_for_devices_that_differ(
     [
         (("--devices", "0"), "at least 1"),
         (("--devices", "9"), "Use devices=8 or fewer"),
+        (("--devices", "16"), "Or divide the devices into several pipelines: --replicas auto"),
         (("--devices", "2", "--memory", "1MB"), "block"),
         (("--devices", "2", "--memory", "much"), "write '16GiB' or '800MB'"),
         (("--devices", "2", "--link", "fast"), "write '50GB/s' or '100Gbit/s'"),

@@ -1,0 +1,18 @@
+"""Tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """One line per row; the cells of a column are equally wide.
+
+    >>> aligned([("rank", "state"), ("0", "1.0 MB")])
+    ['rank  state', '0     1.0 MB']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
