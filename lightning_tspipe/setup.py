@@ -222,6 +222,11 @@ def _check_plan(plan: Plan, captured: Captured, num_ranks: int) -> None:
     Raises:
         PartitionError: Says what differs.
     """
+    if plan.num_replicas > 1:
+        raise PartitionError(
+            f"the plan has {plan.num_replicas} replicas of its pipeline, and the strategy runs one: "
+            f"plan again with --devices {num_ranks} --replicas 1"
+        )
     if plan.pipeline.num_ranks != num_ranks:
         raise PartitionError(
             f"the plan is one for {plan.pipeline.num_ranks} devices, and this run has {num_ranks}: "

@@ -318,11 +318,12 @@ def test_arguments_are_checked_at_once(options: dict[str, Any]) -> None:
 
 def test_a_plan_for_something_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    for profile, devices, message in (
-        (step_profile(), 3, "the plan is one for 3 devices, and this run has 2: use devices=3"),
-        (step_profile(), 2, "the plan is one for a student of 8 atoms that is called 2 times"),
+    for plan, message in (
+        (step_profile().plan(3), "the plan is one for 3 devices, and this run has 2: use"),
+        (step_profile().plan(2), "the plan is one for a student of 8 atoms that is called 2 times"),
+        (replace(step_profile().plan(2), num_replicas=4), "has 4 replicas of its pipeline"),
     ):
-        path.write_text(profile.plan(devices).to_json())
+        path.write_text(plan.to_json())
         job = refused(replace(BYOL, options={"plan": str(path)}), tmp_path)
         assert message in job.output
     with pytest.raises(ConfigurationError, match=r"`tspipe plan --save nowhere\.json` writes it"):
