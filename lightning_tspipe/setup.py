@@ -224,8 +224,8 @@ def _check_plan(plan: Plan, captured: Captured, num_ranks: int) -> None:
     """
     if plan.num_replicas > 1:
         raise PartitionError(
-            f"the plan has {plan.num_replicas} replicas of its pipeline, and the strategy runs one: "
-            f"plan again with --devices {num_ranks} --replicas 1"
+            f"the plan has {plan.num_replicas} replicas of its pipeline, and the strategy runs "
+            f"one: plan again with --devices {num_ranks} --replicas 1"
         )
     if plan.pipeline.num_ranks != num_ranks:
         raise PartitionError(
