@@ -21,8 +21,8 @@ from lightning_tspipe.errors import (
     TransportError,
     TSPipeError,
 )
-from lightning_tspipe.strategy import TSPipeStrategy
-from lightning_tspipe.worlds import installed_worlds
+from lightning_tspipe.strategy.strategy import TSPipeStrategy
+from lightning_tspipe.strategy.worlds import installed_worlds
 
 __all__ = [
     "CaptureError",

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import profile_step
-from lightning_tspipe.strategy import TSPipeStrategy
+from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 DEFAULT_NAME = "module_and_data"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.support import refuse_precision
+from lightning_tspipe.strategy.support import refuse_precision
 from tests.integration.jobs import Job, run_job
 from tests.integration.trainings import Training, build, strict, train, trainer_of
 from tests.unit.cli.profiles import step_profile

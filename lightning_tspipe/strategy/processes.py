@@ -21,7 +21,7 @@ from lightning_tspipe.runtime.transport import (
     Transport,
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.worlds import world_of
+from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import ParallelStrategy

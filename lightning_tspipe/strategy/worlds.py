@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_tspipe.strategy import PipelineHooks
+    from lightning_tspipe.strategy.strategy import PipelineHooks
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 

@@ -13,7 +13,7 @@ from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
 if TYPE_CHECKING:
     from lightning_tspipe.ir.pipeline import Pipeline
     from lightning_tspipe.runtime.engine import Engine
-    from lightning_tspipe.strategy import PipelineHooks
+    from lightning_tspipe.strategy.strategy import PipelineHooks
 
 _DONE = "no more batches"
 

@@ -1,0 +1,1 @@
+"""The strategy: the bridge between Lightning's hooks and the runtime."""

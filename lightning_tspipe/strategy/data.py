@@ -1,0 +1,145 @@
+"""Which rank reads which batch: loaders, the batch ahead, transfer to the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.loading import (
+    LookaheadLoader,
+    Remote,
+    RemoteLoader,
+    UnsizedRemoteLoader,
+)
+from lightning_tspipe.strategy.batches import on_cpu, to_device
+from lightning_tspipe.strategy.pipelined import Pipelined
+from lightning_tspipe.strategy.processes import ProcessHooks
+from lightning_tspipe.strategy.setup import SetupOptions
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class DataHooks(ProcessHooks):
+    """The part of the strategy that reads ahead on one rank and keeps the others in step."""
+
+    options: SetupOptions
+    pipelined: Pipelined
+    _engine: Engine | None
+    _loader: LookaheadLoader | None
+    _prepared: tuple[int, Any]
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> Trainer:
+        return self._module.trainer
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self.num_ranks == 1:
+            return self._look_ahead(dataloader)
+        data_rank = self.num_ranks - 1
+        length = _length(dataloader) if self.is_data_rank else None
+        length = self.transport.broadcast_object(length, data_rank)
+        if not self.is_data_rank:
+            if length is not None:
+                return RemoteLoader(length)
+            return UnsizedRemoteLoader(self._hear)
+        return self._look_ahead(dataloader, None if length is not None else self._announce)
+
+    def _announce(self, more: bool) -> None:
+        for rank in range(self.num_ranks - 1):
+            self.transport.send_object(more, rank)
+
+    def _hear(self) -> bool:
+        started = time.perf_counter()
+        more: bool = self.transport.receive_object(self.num_ranks - 1)
+        self.pipelined.recorder.paused("load", started)
+        return more
+
+    def _look_ahead(
+        self, dataloader: Any, announce: Callable[[bool], None] | None = None
+    ) -> LookaheadLoader:
+        on_read = partial(self.pipelined.recorder.paused, "load")
+        loader = LookaheadLoader(dataloader, announce, on_read)
+        if self._trainer.training:
+            self._loader = loader
+        return loader
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        if isinstance(batch, Remote):
+            return batch
+        if self._trainer.training and self._loader is not None:
+            self._loader.take()
+            number, prepared = self._prepared
+            if number == self._loader.current:
+                return prepared
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def transfer(self, batch: Any) -> Any:
+        """A batch of a callback's loader, on this rank's device."""
+        return super().batch_to_device(batch)
+
+    def share(self, batch: Any) -> Any:
+        """The data rank's batch, on every rank's device."""
+        first = on_cpu(batch) if self.is_data_rank else None
+        first = self.transport.broadcast_object(first, self.num_ranks - 1)
+        return to_device(first, self.root_device)
+
+    def _next_batch(self, batch_idx: int) -> Any:
+        """The batch after this one, transferred; None if it is not known or not to be trained."""
+        loader, trainer = self._loader, self._trainer
+        last = batch_idx + 1 >= trainer.fit_loop.max_batches
+        if loader is None or loader.upcoming is None or last or not self._runs_ahead():
+            return None
+        batch = self.precision_plugin.convert_input(loader.upcoming)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
+        batch = super().batch_to_device(batch)
+        self._prepared = (loader.current + 1, batch)
+        return batch
+
+    def _runs_ahead(self) -> bool:
+        """Whether the teacher of the next batch may run in this step."""
+        has_teacher = self._engine is not None and self._engine.pipeline.teacher is not None
+        if self.options.schedule != "tspipe" or not has_teacher:
+            return False
+        trainer = self._trainer
+        stepping = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        step = trainer.global_step + int(stepping)
+        for callback in getattr(trainer, "callbacks", ()):
+            if hasattr(callback, "delay") and hasattr(callback, "start_step"):
+                return bool(callback.delay) and step >= callback.start_step
+        return True
+
+    def _step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
+        """A user's step as a function of the batch alone."""
+        method = getattr(self._module, name)
+        others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
+
+        def step(batch: Any) -> Any:
+            if not self._trainer.predicting:
+                # Lightning finds the batch size for averages here.
+                self._trainer._logger_connector.on_batch_start(batch)  # noqa: SLF001
+            return method(batch, *others)
+
+        return step
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,193 @@
+"""The Lightning strategy: hooks that call the engine, no arithmetic.
+
+One class serves both Lightning worlds (``lightning.pytorch`` and ``pytorch_lightning``): it
+derives from the ``ParallelStrategy`` of each, and takes the method order of the one whose Trainer
+uses it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from typing_extensions import override
+
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.failures import settle
+from lightning_tspipe.runtime.host_memory import keep_freed_memory
+from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.strategy.checkpoints import CheckpointHooks
+from lightning_tspipe.strategy.pipelined import Pipelined
+from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
+from lightning_tspipe.strategy.support import (
+    TeacherWatch,
+    refuse_callbacks,
+    refuse_loaders,
+    refuse_module,
+    refuse_optimizers,
+    refuse_precision,
+)
+from lightning_tspipe.strategy.worlds import strategy_classes, world_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
+
+
+class PipelineHooks(CheckpointHooks):
+    """What the strategy does in Lightning's hooks, in either Lightning world."""
+
+    def __init__(  # noqa: PLR0913 - what a user may choose
+        self,
+        student: str | Sequence[str] | None = None,
+        teacher: str | Sequence[str] | None = None,
+        *,
+        num_microbatches: Literal["auto"] | int = "auto",
+        schedule: Literal["tspipe", "gpipe", "sequential"] = "tspipe",
+        partition: Partition = "auto",
+        split_backward: Literal["auto"] | bool = "auto",
+        memory_limit: int | str | None = None,
+        state_limit: float | str | None = None,
+        plan: Plan | str | Path | None = None,
+        ranks_per_device: int = 1,
+        timeout: timedelta = timedelta(minutes=10),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        """Pipeline the student and the teacher of a LightningModule over the devices.
+
+        Args:
+            student: Dotted name of the trained submodule, or of several in the order in which
+                the step calls them. None: the attribute ``student``, if there is one.
+            teacher: The same for the forward-only network. None: the attribute ``teacher``.
+            num_microbatches: Micro-batches per call; ``"auto"`` measures and simulates. Networks
+                with BatchNorm normalise each micro-batch by its own statistics.
+            schedule: ``tspipe`` (the teacher one update late fills the bubbles), ``gpipe`` or
+                ``sequential`` (one device at a time); the latter two without delay.
+            partition: Number of atoms of each stage, in order; a mapping gives ``student`` and
+                ``teacher`` apart. ``"auto"``: measured and simulated.
+            split_backward: Whether backwards may run in two halves to fill bubbles.
+            memory_limit: Bytes that a device may hold, or a text such as ``"16GiB"``; None: no
+                limit (on a GPU: what is free).
+            state_limit: The same for parameters, gradients, optimizer state and teacher alone; a
+                fraction such as ``0.6`` is one of what all ranks hold together.
+            plan: A plan, or the file that ``tspipe plan --save`` wrote: instead of measuring. It
+                decides ``schedule``, ``num_microbatches``, ``partition`` and ``split_backward``.
+            ranks_per_device: Processes that share a device; on a GPU their tensors then travel
+                through pinned host memory.
+            timeout: How long to wait for a rank that says nothing.
+            start_method: How the other processes start.
+            kwargs: What every Lightning strategy takes (``accelerator``, ``precision_plugin``,
+                ``cluster_environment``, ``checkpoint_io``, ``parallel_devices``).
+        """
+        super().__init__(ranks_per_device, timeout, start_method, **kwargs)
+        plan = load_plan(plan)
+        self.options = SetupOptions(
+            student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
+            partition, split_backward, memory_limit, state_limit, plan,
+        )  # fmt: skip
+        self._engine: Engine | None = None
+        self._evaluations: dict[Any, Evaluation] = {}
+        self._loader: LookaheadLoader | None = None
+        self._prepared: tuple[int, Any] = (-1, None)
+        self._announced = -1
+        self._watch: TeacherWatch | None = None
+        self._watched_from = 0
+        self._gradients_ready = 0.0
+        self.pipelined = Pipelined(self)
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, once the first batch has been seen."""
+        return self._engine
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
+        self.model = self.precision_plugin.convert_module(self.model)
+        world = world_of(self)
+        # One rank logs for all: there is nothing to reduce.
+        warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
+        if not self.is_data_rank:
+            # There is no batch to transfer on this rank; user hooks would only trip over it.
+            self._module.__dict__["_on_before_batch_transfer"] = _pass_on
+        if trainer.state.fn == "fit":
+            find_networks(self._module, self.options)
+            refuse_callbacks(trainer)
+            refuse_module(self._module)
+            world.insert_metrics_sync(trainer, self)
+            self.setup_optimizers(trainer)
+            refuse_optimizers(self.optimizers)
+        self.setup_precision_plugin()
+        if self.num_ranks > 1:
+            refuse_precision(self.precision_plugin)
+            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    @override
+    def model_to_device(self) -> None:
+        """Parameters move at the first batch, when it is known who gets which."""
+
+    @override
+    def on_train_start(self) -> None:
+        refuse_loaders(self._trainer)
+
+    @override
+    def on_train_end(self) -> None:
+        if self._engine is not None:
+            self._engine.drain()
+            self._engine.shards.restore(self.global_rank, self.transport)
+            self._engine = None
+            self._evaluations = {}
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self.num_ranks > 1 and not isinstance(exception, KeyboardInterrupt):
+            settle(exception, self.global_rank, getattr(self._launcher, "procs", ()))
+
+    @override
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        module = self.lightning_module
+        if module is not None and not module.trainer.interrupted:
+            # A process that ends takes what it sent with it, unless it has arrived.
+            self.barrier("teardown")
+        self._engine = None
+        self._evaluations = {}
+        self.cluster_environment.teardown()
+        if module is not None and not any(p.is_meta for p in module.parameters()):
+            module.cpu()
+        world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for schedule in ("tspipe", "gpipe", "sequential"):
+            name = "tspipe" if schedule == "tspipe" else f"tspipe_{schedule}"
+            strategy_registry.register(
+                name, cls, description=f"Pipeline parallelism, schedule {schedule}",
+                schedule=schedule,
+            )  # fmt: skip
+
+
+def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:  # noqa: ARG001 - Lightning's signature
+    return batch
+
+
+# Under their names, so that launchers that pickle a strategy find its class.
+globals().update(strategy_classes(PipelineHooks))
+TSPipeStrategy: Any = globals()["TSPipeStrategy"]

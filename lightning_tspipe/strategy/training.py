@@ -1,0 +1,153 @@
+"""The training step in Lightning's hooks: forward, backward, update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tspipe.profiling import is_paired
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.strategy.batches import on_cpu, to_device
+from lightning_tspipe.strategy.data import DataHooks
+from lightning_tspipe.strategy.setup import set_up
+from lightning_tspipe.strategy.support import TeacherWatch, refuse_result
+from lightning_tspipe.strategy.worlds import world_of
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+class TrainingHooks(DataHooks):
+    """The part of the strategy that trains."""
+
+    _evaluations: dict[Any, Evaluation]
+    _announced: int
+    _watch: TeacherWatch | None
+    _watched_from: int
+    _gradients_ready: float
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        batch, *rest = (*args, *kwargs.values())
+        batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+        with self.precision_plugin.train_step_context():
+            if self._watch is not None and self._trainer.global_step > self._watched_from:
+                # After the first update; the hooks of all others do the same.
+                self._watch.check()
+                self._watch = None
+            engine = self._engine or self._begin(batch, rest, batch_idx)
+            following = self._next_batch(batch_idx) if self.is_data_rank else None
+            ahead = None
+            if following is not None:
+                ahead = (following, self._step("training_step", rest, batch_idx + 1))
+            number = self._loader.current if self._loader is not None else -1
+            result = engine.forward(
+                self._step("training_step", rest, batch_idx), batch, ahead,
+                continues=self._announced == number,
+            )  # fmt: skip
+            self._announced = number + 1 if ahead is not None else -2
+            self.pipelined.batch_size = engine.batch_size
+        if self.is_loss_rank:
+            refuse_result(result)
+            return result
+        return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
+        """Trace the first step, plan, and give every rank its stages."""
+        first = on_cpu(batch) if self.is_data_rank else None
+        first = to_device(
+            self.transport.broadcast_object(first, self.num_ranks - 1), self.root_device
+        )
+        self._engine = set_up(
+            self._module,
+            self.options,
+            self.transport,
+            self.root_device,
+            self.precision_plugin.forward_context,
+            self._step("training_step", rest, batch_idx),
+            first,
+            [plain_optimizer(optimizer) for optimizer in self.optimizers],
+        )
+        world_of(self).optimizers_to_device(self.optimizers, self.root_device)
+        self._evaluations = {}
+        self._watch = self._watch_teacher()
+        self._watched_from = self._trainer.global_step
+        self.pipelined.placed(self._engine)
+        return self._engine
+
+    def _watch_teacher(self) -> TeacherWatch | None:
+        engine = self._engine
+        assert engine is not None
+        networks = engine.captured.networks
+        teacher = networks.get("teacher")
+        if self.num_ranks == 1 or teacher is None or is_paired(networks["student"], teacher):
+            return None
+        blocks = [self._module.get_submodule(name) for name in teacher.block_names]
+        return TeacherWatch(p for block in blocks for p in block.parameters())
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        engine = self._engine
+        assert engine is not None
+        plugin, module = self.precision_plugin, self._module
+        self.pre_backward(closure_loss)
+        closure_loss = plugin.pre_backward(closure_loss, module)
+        run = None
+        if self.is_loss_rank:
+            run = partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
+        with plugin.forward_context():
+            engine.backward(run)
+        closure_loss = plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        self._gradients_ready = time.perf_counter()
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._engine is not None:
+            self._engine.note_optimizer(self._gradients_ready)
+        self.pipelined.step_done()
+        return result
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip by the norm over all stages."""
+        started = time.perf_counter()
+        parameters = [
+            p
+            for g in plain_optimizer(optimizer).param_groups
+            for p in g["params"]
+            if p.grad is not None
+        ]
+        own = nn.utils.get_total_norm([p.grad for p in parameters]) if parameters else None
+        squares = self.transport.gather_object(0.0 if own is None else float(own) ** 2)
+        total = self.transport.broadcast_object(
+            None if squares is None else sum(squares) ** 0.5, LOSS_RANK
+        )
+        nn.utils.clip_grads_with_norm_(
+            parameters, clip_val, torch.tensor(total, device=self.root_device)
+        )
+        self.pipelined.recorder.paused("clip", started)
+        self._gradients_ready = time.perf_counter()
+
+
+def plain_optimizer(optimizer: Any) -> Optimizer:
+    """The torch optimizer in Lightning's wrapper."""
+    plain: Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    return plain
