@@ -62,6 +62,16 @@ def profile_step(
     )
 
 
+def profile_forwards(captured: Captured, device: torch.device) -> dict[NetworkName, NetworkProfile]:
+    """Measure the forwards of a step that is never trained, for the whole batch.
+
+    Args:
+        captured: The step, captured without gradients.
+        device: Where the networks are.
+    """
+    return _measure(captured.plan, captured.networks, (1,), device)
+
+
 def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
     """Whether the teacher is built like the beginning of the student, atom by atom."""
     if len(teacher.atoms) > len(student.atoms):

@@ -88,6 +88,9 @@ class Tracer:
         self._device = device
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
+        self._inside = [m for block in self._blocks.values() for m in block.modules()]
+        inside_ids = {id(m) for m in self._inside}
+        self._rest = [m for m in module.modules() if id(m) not in inside_ids]
         self._running_block = False
 
     def trace(self, step: Step, batch: Any, seed: int) -> StepPlan:
@@ -125,22 +128,24 @@ class Tracer:
                     "are not at hand inside the step"
                 ) from error
             self._mode.mark_read(result)
+            # What the step keeps is read later, by a hook.
+            self._mode.mark_read([vars(module) for module in self._rest])
         return self._plan(fields, parameters)
 
     @contextmanager
     def _replacements(self) -> Iterator[None]:
-        inside = [m for block in self._blocks.values() for m in block.modules()]
-        inside_ids = {id(m) for m in inside}
-        rest = [m for m in self._module.modules() if id(m) not in inside_ids]
         with ExitStack() as stack:
-            stack.enter_context(swap.attributes_restored(rest, tensors=True))
-            stack.enter_context(swap.attributes_restored(inside, tensors=False))
-            stack.enter_context(swap.TensorSwap(inside, self._make_fake)())
+            stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
+            stack.enter_context(swap.attributes_restored(self._inside, tensors=False))
+            stack.enter_context(swap.TensorSwap(self._inside, self._make_fake)())
             stack.enter_context(swap.forwards_replaced(self._stubs()))
             for name in _SILENCED:
                 if hasattr(self._module, name):
-                    object.__setattr__(self._module, name, lambda *_args, **_kwargs: None)
+                    object.__setattr__(self._module, name, self._silence)
             yield
+
+    def _silence(self, *args: Any, **kwargs: Any) -> None:
+        self._mode.mark_read((args, kwargs))
 
     def _make_fake(self, tensor: Tensor) -> Tensor:
         with self._fake:

@@ -164,18 +164,21 @@ class Engine:
         plan: StepPlan,
         networks: dict[NetworkName, ChainNetwork],
     ) -> Pipeline:
+        number = self.placement.num_microbatches
         layouts = {
             name: NetworkLayout(
                 self.ranks[name],
                 len(plan.calls_of(name)),
-                self.placement.num_microbatches,
+                number,
                 network.output_stages(self.cuts[name]),
             )
             for name, network in networks.items()
         }
+        # An evaluation may call the teacher only.
+        no_student = NetworkLayout(self.ranks["student"], 0, number, frozenset())
         return Pipeline(
             self.transport.num_ranks,
-            layouts["student"],
+            layouts.get("student", no_student),
             layouts.get("teacher"),
             self.placement.data_rank,
             LOSS_RANK,

@@ -57,8 +57,8 @@ class Evaluation:
         for name, network in networks.items():
             if name not in trained or not trained[name].starts_like(network):
                 raise CaptureError(
-                    f"this step goes another way through the {name} than training_step: call its "
-                    "blocks in the same order, from the first on"
+                    f"this step goes another way through the {name} than the step that the stages "
+                    "were cut for: call its blocks in the same order, from the first on"
                 )
             cuts[name] = tuple(min(cut, len(network.atoms)) for cut in engine.cuts[name])
         self._plan = plan

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from lightning_tspipe.errors import ConfigurationError
+
 _END = object()
 
 
@@ -14,6 +16,13 @@ class Remote:
 
     def __repr__(self) -> str:
         return "Remote()"
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ConfigurationError(
+            f"batch[{key!r}]: one rank reads the data for all, and on this one hooks get no batch. "
+            "Compute what they need in the step and return it: on rank 0 hooks get what the step "
+            "returned"
+        )
 
 
 REMOTE = Remote()

@@ -21,6 +21,7 @@ from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
 from lightning_tspipe.strategy.setup import SetupOptions
+from lightning_tspipe.strategy.sharing import StepSync
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -34,6 +35,7 @@ class DataHooks(ProcessHooks):
     _engine: Engine | None
     _loader: LookaheadLoader | None
     _prepared: tuple[int, Any]
+    step_sync: StepSync | None
 
     @property
     def _module(self) -> LightningModule:
@@ -74,6 +76,7 @@ class DataHooks(ProcessHooks):
         loader = LookaheadLoader(dataloader, announce, on_read)
         if self._trainer.training:
             self._loader = loader
+            self._prepared = (-1, None)  # numbers start anew
         return loader
 
     @override
@@ -88,6 +91,20 @@ class DataHooks(ProcessHooks):
             if number == self._loader.current:
                 return prepared
         return super().batch_to_device(batch, device, dataloader_idx)
+
+    def before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        """The first hook of a batch; of one that was prepared ahead, it has run already."""
+        if isinstance(batch, Remote):
+            return batch
+        if self._trainer.training and self._loader is not None:
+            number, _ = self._prepared
+            if number == self._loader.current + 1:
+                return batch
+        return self._call_before_transfer(batch, dataloader_idx)
+
+    def _call_before_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        module = self._module
+        return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)  # noqa: SLF001
 
     def transfer(self, batch: Any) -> Any:
         """A batch of a callback's loader, on this rank's device."""
@@ -106,7 +123,7 @@ class DataHooks(ProcessHooks):
         if loader is None or loader.upcoming is None or last or not self._runs_ahead():
             return None
         batch = self.precision_plugin.convert_input(loader.upcoming)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)  # noqa: SLF001
+        batch = self._call_before_transfer(batch, 0)
         batch = super().batch_to_device(batch)
         self._prepared = (loader.current + 1, batch)
         return batch
@@ -132,8 +149,13 @@ class DataHooks(ProcessHooks):
         def step(batch: Any) -> Any:
             if not self._trainer.predicting:
                 # Lightning finds the batch size for averages here.
-                self._trainer._logger_connector.on_batch_start(batch)  # noqa: SLF001
-            return method(batch, *others)
+                results = self._trainer._results  # noqa: SLF001
+                assert results is not None
+                results.batch, results.batch_size = batch, None
+            if self.step_sync is None or not self.is_loss_rank:
+                return method(batch, *others)
+            with self.step_sync.watch(name):
+                return method(batch, *others)
 
         return step
 

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from typing_extensions import override
 
+from lightning_tspipe.errors import CaptureError, ConfigurationError, PartitionError
 from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import on_cpu, to_device
+from lightning_tspipe.strategy.forwards import set_up_forwards
+from lightning_tspipe.strategy.setup import share_weights
 from lightning_tspipe.strategy.training import TrainingHooks
+from lightning_tspipe.strategy.worlds import world_of
+
+log = logging.getLogger("lightning_tspipe")
 
 
 class EvaluationHooks(TrainingHooks):
-    """The part of the strategy that evaluates."""
+    """The part of the strategy that evaluates.
+
+    In a training the stages are there. Otherwise they are made at the first batch, for as long as
+    the evaluation lasts; a step that can't be captured runs on the loss rank alone.
+    """
+
+    _is_whole: bool
+    _is_forward_only: bool
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -29,7 +44,23 @@ class EvaluationHooks(TrainingHooks):
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            return self._evaluation_step("predict_step", *args, **kwargs)
+            result = self._evaluation_step("predict_step", *args, **kwargs)
+        writers = world_of(self).prediction_writers(self._trainer)
+        if self.step_sync is not None and any(w.interval.on_batch for w in writers):
+            self.step_sync.share_indices(self._trainer.predict_loop, "current_batch_indices")
+        return result
+
+    @override
+    def on_validation_end(self) -> None:
+        self._end_forwards()
+
+    @override
+    def on_test_end(self) -> None:
+        self._end_forwards()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._end_forwards()
 
     def _evaluation_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         batch, *rest = (*args, *kwargs.values())
@@ -39,18 +70,64 @@ class EvaluationHooks(TrainingHooks):
 
     def evaluate_batch(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
         """Run a forward-only step on one batch; its result on the loss rank, None elsewhere."""
-        if self._engine is None:
+        evaluation = self._evaluation_of(step, batch, key)
+        if evaluation is None:
             return self._evaluate_whole(step, batch)
-        if key not in self._evaluations:
-            self._evaluations[key] = Evaluation(self._engine, step, self.share(batch))
-        return self._evaluations[key].run(step, batch)
+        return evaluation.run(step, batch)
 
     def forget_evaluation(self, key: Any) -> None:
         """A forward-only step will not be run again."""
         self._evaluations.pop(key, None)
 
+    def _evaluation_of(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Evaluation | None:
+        """A step as the pipeline runs it; None if the loss rank is to run it alone."""
+        outside = self._trainer.training and self._engine is None
+        if outside or self._is_whole or (self.num_ranks == 1 and self._engine is None):
+            return None
+        if key not in self._evaluations:
+            try:
+                self._begin_evaluation(step, self.share(batch), key)
+            except (CaptureError, ConfigurationError, PartitionError) as error:
+                if self._trainer.state.fn == "fit":
+                    raise
+                self._end_forwards()
+                self._is_whole = True
+                if self.is_loss_rank:
+                    self._module.to(self.root_device)
+                    log.warning("rank %d evaluates alone, without a pipeline: %s", LOSS_RANK, error)
+                return None
+        return self._evaluations[key]
+
+    def _begin_evaluation(self, step: Callable[[Any], Any], first: Any, key: Any) -> None:
+        # Tensors that are made in inference mode could not be trained afterwards.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self._engine is None:
+                self._engine = set_up_forwards(
+                    self._module,
+                    self.options,
+                    self.transport,
+                    self.root_device,
+                    self.precision_plugin.forward_context,
+                    step,
+                    first,
+                )
+                self._is_forward_only = True
+            self._evaluations[key] = Evaluation(self._engine, step, first)
+
+    def _end_forwards(self) -> None:
+        """After an evaluation without a training: every rank holds the whole module again."""
+        self._is_whole = False
+        if self._engine is None or not self._is_forward_only:
+            return
+        with torch.inference_mode(mode=False), torch.no_grad():
+            self._engine.shards.restore(self.global_rank, self.transport)
+            share_weights(self._module, self.transport)
+        self._engine = None
+        self._evaluations = {}
+        self._is_forward_only = False
+
     def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any) -> Any:
-        """Before the networks are cut, and after training, the loss rank holds all of them."""
+        """Without a pipeline, the loss rank holds all networks."""
         data_rank = self.num_ranks - 1
         if self.is_data_rank and not self.is_loss_rank:
             self.transport.send_object(on_cpu(batch), LOSS_RANK)

@@ -28,7 +28,8 @@ from lightning_tspipe.simulation.cost import CostTable
 log = logging.getLogger("lightning_tspipe")
 
 _MICROBATCHES = (1, 2, 4, 8)
-_HOST_LINK = (1.5e-4, 4.0e9)
+HOST_LINK = (1.5e-4, 4.0e9)
+"""Seconds per message and bytes per second between processes of one machine."""
 _ACTION_SECONDS = 1.0e-4
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -156,7 +157,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     networks = find_networks(module, options)
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
     engine = Engine(module, networks, transport, device, seed, context)
-    _share_weights(module, transport)
+    share_weights(module, transport)
     captured = engine.capture(step, batch)
     if options.plan is not None:
         _check_plan(options.plan, captured, transport.num_ranks)
@@ -177,7 +178,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     return engine
 
 
-def _share_weights(module: nn.Module, transport: Transport) -> None:
+def share_weights(module: nn.Module, transport: Transport) -> None:
     """Every rank starts from the weights of the loss rank, whatever its own random numbers were."""
     if transport.num_ranks == 1:
         return
@@ -291,7 +292,7 @@ def _decide(
         num_microbatches=options.num_microbatches,
         partition="auto" if isinstance(partition, str) else list(partition),
         split=options.split_backward,
-        link=_HOST_LINK,
+        link=HOST_LINK,
         action_overhead=_ACTION_SECONDS,
     )
     return decided.placement, decided.costs, str(decided)

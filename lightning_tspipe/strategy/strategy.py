@@ -8,14 +8,16 @@ uses it.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 from typing_extensions import override
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
@@ -25,6 +27,7 @@ from lightning_tspipe.runtime.loading import LookaheadLoader
 from lightning_tspipe.strategy.checkpoints import CheckpointHooks
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
+from lightning_tspipe.strategy.sharing import LocalMetrics, StepSync
 from lightning_tspipe.strategy.support import (
     TeacherWatch,
     refuse_callbacks,
@@ -32,6 +35,7 @@ from lightning_tspipe.strategy.support import (
     refuse_module,
     refuse_optimizers,
     refuse_precision,
+    refuse_trainer,
 )
 from lightning_tspipe.strategy.worlds import strategy_classes, world_of
 
@@ -101,6 +105,9 @@ class PipelineHooks(CheckpointHooks):
         self._watch: TeacherWatch | None = None
         self._watched_from = 0
         self._gradients_ready = 0.0
+        self._is_whole = self._is_forward_only = False
+        self._local_metrics: LocalMetrics | None = None
+        self.step_sync: StepSync | None = None
         self.pipelined = Pipelined(self)
 
     @property
@@ -119,20 +126,43 @@ class PipelineHooks(CheckpointHooks):
         world = world_of(self)
         # One rank logs for all: there is nothing to reduce.
         warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
-        if not self.is_data_rank:
-            # There is no batch to transfer on this rank; user hooks would only trip over it.
-            self._module.__dict__["_on_before_batch_transfer"] = _pass_on
+        # Not for placeholders, and once for each batch.
+        vars(self._module)["_on_before_batch_transfer"] = _function(self.before_transfer)
+        refuse_trainer(trainer, self.root_device)
+        world.insert_metrics_sync(trainer, self)
+        if self.num_ranks > 1:
+            self._share_what_steps_leave(trainer)
         if trainer.state.fn == "fit":
             find_networks(self._module, self.options)
             refuse_callbacks(trainer)
             refuse_module(self._module)
-            world.insert_metrics_sync(trainer, self)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
         if self.num_ranks > 1:
             refuse_precision(self.precision_plugin)
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+
+    def _share_what_steps_leave(self, trainer: Trainer) -> None:
+        world = world_of(self)
+        # Rank 0 predicts and another rank reads: it tells rank 0 which samples they were.
+        warnings.filterwarnings("ignore", message=".*the batch indices.*`.*RemoteLoader`")
+        # After a fit ranks hold parts; what is loaded on rank 0 counts, and is shared from there.
+        warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model")
+        modules = self._modules_outside()
+        self._local_metrics = LocalMetrics(modules)
+        self.step_sync = StepSync(self, modules, world.internal_names)
+        world.insert_step_sync(trainer, self)
+
+    def _modules_outside(self) -> dict[str, nn.Module]:
+        """The parts of the module that are not pipelined, by their names."""
+        module = self._module
+        try:
+            names = [name for _, name in find_networks(module, self.options).items()]
+        except ConfigurationError:  # an evaluation then goes without a pipeline
+            names = []
+        inside = {part for name in names for part in module.get_submodule(name).modules()}
+        return {path: part for path, part in module.named_modules() if part not in inside}
 
     @override
     def model_to_device(self) -> None:
@@ -160,11 +190,17 @@ class PipelineHooks(CheckpointHooks):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         module = self.lightning_module
+        if module is not None:
+            vars(module).pop("_on_before_batch_transfer", None)
         if module is not None and not module.trainer.interrupted:
             # A process that ends takes what it sent with it, unless it has arrived.
             self.barrier("teardown")
         self._engine = None
         self._evaluations = {}
+        self._is_whole = self._is_forward_only = False
+        if self._local_metrics is not None:
+            self._local_metrics.release()
+            self._local_metrics = None
         self.cluster_environment.teardown()
         if module is not None and not any(p.is_meta for p in module.parameters()):
             module.cpu()
@@ -184,8 +220,13 @@ class PipelineHooks(CheckpointHooks):
             )  # fmt: skip
 
 
-def _pass_on(batch: Any, dataloader_idx: int = 0) -> Any:  # noqa: ARG001 - Lightning's signature
-    return batch
+def _function(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, which copies of a module share: copies of a method would copy its object."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return function
 
 
 # Under their names, so that launchers that pickle a strategy find its class.

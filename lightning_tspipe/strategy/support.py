@@ -64,6 +64,50 @@ def refuse_module(module: Any) -> None:
         )
 
 
+def refuse_trainer(trainer: Any, device: torch.device) -> None:
+    """Refuse arguments of the Trainer that a pipeline would not follow.
+
+    Raises:
+        ConfigurationError: Another accelerator, SyncBatchNorm, validation by the clock, or the
+            batch-size finder.
+    """
+    if device.type not in {"cpu", "cuda"}:
+        raise ConfigurationError(
+            f"the pipeline runs on accelerator='cpu' and 'cuda', not on {device.type!r} devices"
+        )
+    if trainer.strategy._layer_sync is not None:  # noqa: SLF001 - no public way
+        raise ConfigurationError(
+            "sync_batchnorm=True has nothing to synchronise: each BatchNorm is on one rank of a "
+            "pipeline, and normalises a micro-batch. Remove it; TSPipeStrategy(num_microbatches=1) "
+            "normalises whole batches"
+        )
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        raise ConfigurationError(
+            "val_check_interval is a time: each rank would look at its own clock, and they would "
+            "not validate after the same batch. Give a number of batches or a fraction of the epoch"
+        )
+    if any(type(callback).__name__ == "BatchSizeFinder" for callback in trainer.callbacks):
+        raise ConfigurationError(
+            "the batch-size finder tries sizes until memory runs out, which one rank notices and "
+            "the others wait for. `tspipe plan` counts the memory; or find the size with "
+            "strategy='auto'"
+        )
+
+
+def refuse_stop(trainer: Any, before: bool) -> None:
+    """Refuse a step that ends the training: it runs on one rank, and the others would go on.
+
+    Raises:
+        ConfigurationError: It did.
+    """
+    if trainer.should_stop and not before:
+        raise ConfigurationError(
+            "training_step set trainer.should_stop, but the step runs on one rank, and the others "
+            "would go on. Set it in a hook, which all ranks run, by something that all ranks know "
+            "(such as batch_idx), or use EarlyStopping"
+        )
+
+
 def refuse_optimizers(optimizers: Iterable[Any]) -> None:
     """Refuse optimizers that run the step several times per batch.
 

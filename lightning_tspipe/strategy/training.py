@@ -18,7 +18,7 @@ from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.data import DataHooks
 from lightning_tspipe.strategy.setup import set_up
-from lightning_tspipe.strategy.support import TeacherWatch, refuse_result
+from lightning_tspipe.strategy.support import TeacherWatch, refuse_result, refuse_stop
 from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class TrainingHooks(DataHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, *rest = (*args, *kwargs.values())
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+        was_stopped = self._trainer.should_stop
         with self.precision_plugin.train_step_context():
             if self._watch is not None and self._trainer.global_step > self._watched_from:
                 # After the first update; the hooks of all others do the same.
@@ -55,6 +56,8 @@ class TrainingHooks(DataHooks):
             )  # fmt: skip
             self._announced = number + 1 if ahead is not None else -2
             self.pipelined.batch_size = engine.batch_size
+        if self.num_ranks > 1:
+            refuse_stop(self._trainer, before=was_stopped)
         if self.is_loss_rank:
             refuse_result(result)
             return result

@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from lightning_tspipe.strategy.sharing import STAGES, StepSync
+
 if TYPE_CHECKING:
     from lightning_tspipe.strategy.strategy import PipelineHooks
 
@@ -48,6 +50,11 @@ class World:
         """The package of callbacks."""
         return self._module("callbacks")
 
+    @cached_property
+    def internal_names(self) -> frozenset[str]:
+        """Attributes that every module has."""
+        return frozenset(vars(self._module("core").LightningModule()))
+
     @property
     def _fabric(self) -> str:
         return "lightning.fabric" if self.name == "lightning.pytorch" else "lightning_fabric"
@@ -80,7 +87,7 @@ class World:
                 connector._callback_metrics.update(shared)  # noqa: SLF001
 
         def share_if_due(*_args: Any, **_kwargs: Any) -> None:
-            if any(_saves_within_epochs(callback, trainer) for callback in trainer.callbacks):
+            if _compares_now(trainer):
                 share()
 
         # Not a Checkpoint: users take those for ModelCheckpoints.
@@ -92,6 +99,7 @@ class World:
                 "on_train_batch_end": lambda self, *args: share_if_due(),  # noqa: ARG005
                 "on_train_epoch_end": lambda self, *args: share(),  # noqa: ARG005
                 "on_validation_end": lambda self, *args: share(),  # noqa: ARG005
+                "on_test_end": lambda self, *args: share(),  # noqa: ARG005
             },
         )()
         deciding = (self.callbacks.Checkpoint, self.callbacks.EarlyStopping)
@@ -102,9 +110,42 @@ class World:
             for callback in ((sync, known) if isinstance(known, deciding) else (known,))
         ] + [sync]
 
+    def prediction_writers(self, trainer: Any) -> list[Any]:
+        """The callbacks that write predictions."""
+        kind = self.callbacks.BasePredictionWriter
+        return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
+
+    def insert_step_sync(self, trainer: Any, strategy: PipelineHooks) -> None:
+        """Have the other ranks know what steps left, before all other callbacks."""
+        if any(hasattr(callback, "is_step_sync") for callback in trainer.callbacks):
+            return
+
+        def sync() -> StepSync:
+            assert strategy.step_sync is not None
+            return strategy.step_sync
+
+        def starts(_self: Any, trainer: Any, _module: Any, batch: Any, *_args: Any) -> None:
+            sync().batch_starts(trainer, batch)
+
+        def ends(stage: str) -> Any:
+            return lambda _self, trainer, _module: sync().epoch_ends(stage, trainer)
+
+        hooks = {f"on_{stage}_batch_start": starts for stage in STAGES}
+        hooks |= {f"on_{stage}_epoch_end": ends(stage) for stage in STAGES}
+        base = self.callbacks.Callback
+        trainer.callbacks.insert(0, type("StepSync", (base,), {"is_step_sync": True, **hooks})())
+
+
+def _compares_now(trainer: Any) -> bool:
+    """Whether metrics are going to be compared after this batch."""
+    return any(_saves_within_epochs(callback, trainer) for callback in trainer.callbacks) or any(
+        config.reduce_on_plateau and config.interval == "step"
+        for config in trainer.lr_scheduler_configs
+    )
+
 
 def _saves_within_epochs(callback: Any, trainer: Any) -> bool:
-    """Whether a checkpoint callback is going to compare metrics after this batch."""
+    """Whether a checkpoint callback is one that compares metrics after this batch."""
     if getattr(callback, "monitor", None) is None:
         return False
     steps = getattr(callback, "_every_n_train_steps", 0)

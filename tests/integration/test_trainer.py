@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
 from lightning_tspipe.cli.modules import measure
 from tests.exactness.modules import images, labels
+from tests.integration.comparing import CLOSE, both
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     SIZES,
@@ -34,22 +34,8 @@ from tests.integration.trainings import (
     trainer_of,
 )
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 TRAINING = Training("Classifier-batch", "instance", {"num_microbatches": 1})
 BYOL = Training("Byol-batch-2-by hand", "instance", {"num_microbatches": 1})
-
-
-def both(
-    function: Callable[..., Any], training: Training, folder: Path, num_ranks: int = 2
-) -> tuple[Any, list[Any]]:
-    """The function's values on one device, and on each rank of the pipeline."""
-    alone, together = folder / "alone", folder / "together"
-    alone.mkdir()
-    together.mkdir()
-    single = replace(training, strategy="auto", num_ranks=1, options={})
-    expected = run(function, single, num_ranks=1, folder=alone)[0]
-    piped = replace(training, num_ranks=num_ranks)
-    return expected, run(function, piped, num_ranks=num_ranks, folder=together)
 
 
 def add_validation(module: Any) -> None:
