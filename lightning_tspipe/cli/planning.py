@@ -105,15 +105,16 @@ def run(options: argparse.Namespace) -> None:
         print(f"(times as measured here; the devices are {options.speed:g} times as fast)")  # noqa: T201
     if options.save is not None:
         options.save.write_text(best.plan.to_json(), encoding="utf-8")
-        print(f"\nsaved; {_use(best.plan, options)}")  # noqa: T201
+        print(f"\nsaved; {_use(options)}")  # noqa: T201
 
 
-def _use(plan: Plan, options: argparse.Namespace) -> str:
+def _use(options: argparse.Namespace) -> str:
     """What a saved plan is good for."""
-    if plan.num_replicas > 1:
-        return f"`tspipe simulate {options.save}` draws one of its replicas"
     strategy = f'TSPipeStrategy(plan="{options.save}")'
-    return f"Trainer(strategy={strategy}, devices={options.devices}) runs it"
+    devices = f"devices={options.devices // options.nodes}"
+    if options.nodes > 1:
+        devices += f", num_nodes={options.nodes}"
+    return f"Trainer(strategy={strategy}, {devices}) runs it"
 
 
 @dataclass(frozen=True)

@@ -179,11 +179,6 @@ class Plan:
     def _on_paper(self) -> list[str]:
         """What the strategy does not do with this plan yet."""
         notes = []
-        if self.num_replicas > 1:
-            notes.append(
-                f"a plan on paper: TSPipeStrategy runs one pipeline, not {self.num_replicas} "
-                "replicas, yet"
-            )
         if self.speeds:
             speeds = ", ".join(f"{speed:g}" for speed in self.speeds)
             notes.append(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.reduction import GradientReduction
+from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
@@ -60,6 +63,7 @@ class Engine:
         device: Where this rank computes.
         seed: Seed of the steps' random streams, the same on all ranks.
         forward_context: The precision plugin's forward context.
+        replicas: The other pipelines that train the same networks on other batches.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -70,6 +74,7 @@ class Engine:
         device: torch.device,
         seed: int = 0,
         forward_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+        replicas: Replicas | None = None,
     ) -> None:
         self.module = module
         self.transport = transport
@@ -77,6 +82,8 @@ class Engine:
         self.names = networks
         self.device = device
         self.context = forward_context
+        self._replicas = replicas or Replicas()
+        self._reduction: GradientReduction | None = None
         self._seed = seed
         self._index = 0
         self._programs: dict[tuple[bool, bool], Program] = {}
@@ -150,6 +157,9 @@ class Engine:
         self._costs = costs or CostTable.uniform(self.pipeline)
         self.shards = Shards(self.module, networks, self.cuts, self.ranks)
         self.shards.place(self.rank, self.device)
+        if self._replicas.number > 1:
+            trained = self.shards.by_stage(self.rank)
+            self._reduction = GradientReduction(trained, self._replicas.peers)
         self._runner = StepRunner(self.module, self.names, plan, is_loss_rank=self.is_loss_rank)
         statistics = {
             name: DeferredStatistics(
@@ -316,11 +326,12 @@ class Engine:
             self._leaves[call, ref] = tensor
         return tensor
 
-    def backward(self, run_backward: Callable[[], None] | None) -> None:
+    def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
         """The part of a step after the loss.
 
         Args:
             run_backward: On the loss rank, the backward of the loss.
+            reduce: Whether the gradients become the means over the replicas.
         """
         context = self._step
         assert context is not None
@@ -335,7 +346,11 @@ class Engine:
             loss = Action(Op.LOSS, self.rank)
             self.executor.recorder.ran(self._index, loss, started)  # its second half
             self.executor.send(context, loss)
-        self.executor.run(context, self._rest_actions)
+        run = partial(self.executor.run, context)
+        if reduce and self._reduction is not None:
+            self._reduction.run(self._rest_actions, run, self.executor.recorder)
+        else:
+            run(self._rest_actions)
         self.executor.finish(context)
         self._ahead_units = context.units.get(1)
         self._index += 1

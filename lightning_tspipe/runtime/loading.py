@@ -39,6 +39,7 @@ class LookaheadLoader:
 
     Attributes:
         current: Number of the batch in training, over all epochs.
+        agree: If set: asked after each reading whether there was a batch; says whether to go on.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class LookaheadLoader:
         self._read: dict[int, Any] = {}
         self._num_read = 0
         self.current = -1
+        self.agree: Callable[[bool], bool] | None = None
 
     @property
     def upcoming(self) -> Any:
@@ -95,6 +97,8 @@ class LookaheadLoader:
     def _read_from(self, iterator: Iterator[Any]) -> Any:
         started = time.perf_counter()
         batch = next(iterator, _END)
+        if self.agree is not None and not self.agree(batch is not _END):
+            batch = _END
         if self._on_read is not None:
             self._on_read(started)
         if batch is not _END:

@@ -70,14 +70,17 @@ class SharedMemoryTransport(Transport):
     Args:
         ranks: The global ranks of the pipeline, in its order; ``torch.distributed`` connects them.
         timeout: How long a receive waits for a message of a live peer.
+        num_processes: Processes on this machine, if there are others besides these.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
+    def __init__(
+        self, ranks: Sequence[int], timeout: timedelta, num_processes: int | None = None
+    ) -> None:
         self.num_ranks = len(ranks)
         self.rank = list(ranks).index(dist.get_rank())
         self._timeout = timeout.total_seconds()
         # Not where ranks share cores: another one could use the time.
-        enough_cores = self.num_ranks <= len(os.sched_getaffinity(0))
+        enough_cores = (num_processes or len(ranks)) <= len(os.sched_getaffinity(0))
         self._spin_seconds = _SPIN_SECONDS if enough_cores else 0.0
         sockets = _connect(ranks, self.rank, timeout)
         self._peers = {rank: _Peer(end) for rank, end in sockets.items()}

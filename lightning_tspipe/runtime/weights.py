@@ -6,7 +6,9 @@ identity, name and shape. So optimizers and EMA loops run unmodified and touch o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.reduction import REST
 from lightning_tspipe.runtime.transport import Transport
 
 LOSS_RANK = 0
@@ -37,6 +40,8 @@ class Shards:
         ranks: Mapping[NetworkName, tuple[int, ...]],
     ) -> None:
         self._module = module
+        self._networks = networks
+        self._cuts = cuts
         # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
         self._owners: dict[str, int] = {}
         self._inside: set[str] = set()
@@ -56,6 +61,22 @@ class Shards:
     def is_pipelined(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to a pipelined network."""
         return name in self._owners or name in self._inside
+
+    def by_stage(self, rank: int) -> dict[int, list[nn.Parameter]]:
+        """What a rank may train, by the stage of the student; ``REST`` for what no stage reads."""
+        student, teacher = self._networks.get("student"), self._networks.get("teacher")
+        stages = {
+            name: stage
+            for stage, (start, stop) in enumerate(pairwise(self._cuts["student"]))
+            for atom in (student.atoms[start:stop] if student is not None else ())
+            for name in atom.parameter_names
+        }
+        forward_only = tuple(f"{b}." for b in teacher.block_names) if teacher is not None else ()
+        found: dict[int, list[nn.Parameter]] = defaultdict(list)
+        for name, parameter in self._module.named_parameters():
+            if self.owner(name) == rank and not name.startswith(forward_only):
+                found[stages.get(name, REST)].append(parameter)
+        return dict(found)
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""

@@ -20,7 +20,7 @@ class CheckpointHooks(EvaluationHooks):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._engine is None:
             return self._module.state_dict()
-        return self._engine.shards.state_dict(self.global_rank, self.transport)
+        return self._engine.shards.state_dict(self.pipeline_rank, self.transport)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

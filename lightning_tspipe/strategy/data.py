@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.loading import (
     LookaheadLoader,
@@ -48,16 +49,31 @@ class DataHooks(ProcessHooks):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        length = self._agreed_length(dataloader) if self.is_data_rank else None
         if self.num_ranks == 1:
             return self._look_ahead(dataloader)
         data_rank = self.num_ranks - 1
-        length = _length(dataloader) if self.is_data_rank else None
         length = self.transport.broadcast_object(length, data_rank)
         if not self.is_data_rank:
             if length is not None:
                 return RemoteLoader(length)
             return UnsizedRemoteLoader(self._hear)
         return self._look_ahead(dataloader, None if length is not None else self._announce)
+
+    def _agreed_length(self, dataloader: object) -> int | None:
+        """Batches of the loader; None if it does not know them.
+
+        Raises:
+            ConfigurationError: Another replica is to train on fewer or more: one would wait for it.
+        """
+        length = _length(dataloader)
+        lengths = self.replicas.gather(length) if self._trainer.training else [length]
+        if len(set(lengths)) > 1:
+            raise ConfigurationError(
+                f"the replicas have training loaders of {lengths} batches. Give each replica "
+                "as many: a DistributedSampler does"
+            )
+        return length
 
     def _announce(self, more: bool) -> None:
         for rank in range(self.num_ranks - 1):
@@ -74,6 +90,8 @@ class DataHooks(ProcessHooks):
     ) -> LookaheadLoader:
         on_read = partial(self.pipelined.recorder.paused, "load")
         loader = LookaheadLoader(dataloader, announce, on_read)
+        if _length(dataloader) is None and self.num_replicas > 1:
+            loader.agree = self.replicas.all_say
         if self._trainer.training:
             self._loader = loader
             self._prepared = (-1, None)  # numbers start anew
@@ -152,10 +170,11 @@ class DataHooks(ProcessHooks):
                 results = self._trainer._results  # noqa: SLF001
                 assert results is not None
                 results.batch, results.batch_size = batch, None
-            if self.step_sync is None or not self.is_loss_rank:
-                return method(batch, *others)
-            with self.step_sync.watch(name):
-                return method(batch, *others)
+            with self.replicas.as_world():
+                if self.step_sync is None or not self.is_loss_rank:
+                    return method(batch, *others)
+                with self.step_sync.watch(name):
+                    return method(batch, *others)
 
         return step
 

@@ -110,6 +110,7 @@ class EvaluationHooks(TrainingHooks):
                     self.precision_plugin.forward_context,
                     step,
                     first,
+                    self.replicas,
                 )
                 self._is_forward_only = True
             self._evaluations[key] = Evaluation(self._engine, step, first)
@@ -120,7 +121,7 @@ class EvaluationHooks(TrainingHooks):
         if self._engine is None or not self._is_forward_only:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._engine.shards.restore(self.global_rank, self.transport)
+            self._engine.shards.restore(self.pipeline_rank, self.transport)
             share_weights(self._module, self.transport)
         self._engine = None
         self._evaluations = {}

@@ -18,6 +18,7 @@ from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Captured, Engine
+from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.strategy.setup import (
     HOST_LINK,
@@ -38,8 +39,9 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     context: Callable[[], AbstractContextManager[None]],
     step: Step,
     batch: Any,
+    replicas: Replicas,
 ) -> Engine:
-    """Make this rank ready to evaluate; all ranks call it together, with the same first batch.
+    """Make this rank ready to evaluate; all ranks of its pipeline have the same first batch.
 
     Raises:
         CaptureError: The step can't be captured.
@@ -48,7 +50,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     """
     networks = find_networks(module, options)
     engine = Engine(module, networks, transport, device, 0, context)
-    share_weights(module, transport)
+    share_weights(module, transport, replicas)
     captured = engine.capture(step, batch, training=False)
     planner = transport.num_ranks - 1
     decided: Placement | PartitionError | None = None

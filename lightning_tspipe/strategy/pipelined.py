@@ -34,8 +34,6 @@ class Pipelined:
             same on all ranks.
     """
 
-    data_parallel_size = 1
-
     def __init__(self, strategy: PipelineHooks) -> None:
         self._strategy = strategy
         self._steps_left = 0
@@ -51,6 +49,11 @@ class Pipelined:
     def is_loss_rank(self) -> bool:
         """Whether this rank computes losses and logs."""
         return self._strategy.is_loss_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the pipeline."""
+        return self._strategy.num_replicas
 
     @property
     def num_stages(self) -> int:
@@ -112,7 +115,7 @@ class Pipelined:
     def _tell(self, word: str) -> None:
         strategy = self._strategy
         for rank in range(strategy.num_ranks):
-            if rank != strategy.global_rank:
+            if rank != strategy.pipeline_rank:
                 strategy.transport.send_object(word, rank)
 
     def record(self, num_steps: int) -> None:

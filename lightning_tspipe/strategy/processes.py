@@ -1,4 +1,7 @@
-"""The processes of a pipeline: devices, launchers, transport and collectives."""
+"""The processes of one pipeline or several: devices, launchers, transport and collectives.
+
+Global ranks count pipeline by pipeline: rank = replica * num_ranks + pipeline_rank.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GroupMember
 from typing_extensions import override
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL
 from lightning_tspipe.runtime.nccl import NcclTransport
+from lightning_tspipe.runtime.replicas import (
+    Replicas,
+    default_group,
+    gather_among,
+    make_groups,
+    reduce_among,
+)
 from lightning_tspipe.runtime.transport import (
     GlooTransport,
     LocalNetwork,
@@ -37,6 +49,7 @@ class ProcessHooks(_Base):
     """The part of the strategy that starts processes and connects them.
 
     Args:
+        num_stages: Ranks of a pipeline; None: all of them are one pipeline.
         ranks_per_device: Processes that share a device.
         timeout: How long to wait for a rank that says nothing.
         start_method: How the other processes start.
@@ -44,14 +57,22 @@ class ProcessHooks(_Base):
     """
 
     def __init__(
-        self, ranks_per_device: int, timeout: timedelta, start_method: StartMethod, **kwargs: Any
+        self,
+        num_stages: int | None,
+        ranks_per_device: int,
+        timeout: timedelta,
+        start_method: StartMethod,
+        **kwargs: Any,
     ) -> None:
+        _check_count(num_stages)
+        self._num_stages = num_stages
         self.ranks_per_device = ranks_per_device
         super().__init__(**kwargs)
         self._timeout = timeout
         self._start_method = start_method
         self._num_nodes = 1
         self._transport: Transport | None = None
+        self._replicas = Replicas()
 
     @property
     @override
@@ -90,27 +111,48 @@ class ProcessHooks(_Base):
     @property
     @override
     def world_size(self) -> int:
-        """Replicas, which is what learning-rate rules mean by it.
-
-        Lightning's training loop means it too: above 1 it broadcasts before every batch whether a
-        SIGTERM came, and no rank could start a step before rank 0 has ended the last one.
-        """
-        return 1
+        """Replicas, which is what learning-rate rules mean by it."""
+        return self.num_replicas
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks of the pipeline."""
+    def total_ranks(self) -> int:
+        """Processes of the job."""
         return self.num_nodes * self.num_processes
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of a pipeline."""
+        return self._num_stages or max(1, self.total_ranks)
+
+    @property
+    def num_replicas(self) -> int:
+        """Pipelines that train the same networks on other batches."""
+        return max(1, self.total_ranks // self.num_ranks)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's place in its pipeline."""
+        return self.global_rank % self.num_ranks
+
+    @property
+    def replica(self) -> int:
+        """Which pipeline this rank belongs to."""
+        return self.global_rank // self.num_ranks
+
+    @property
+    def replicas(self) -> Replicas:
+        """The replicas, as this rank sees them."""
+        return self._replicas
+
+    @property
     def is_distributed(self) -> bool:
-        """Whether samplers are split over ranks: not within a pipeline."""
-        return False
+        """Whether samplers are split: over replicas, not within a pipeline."""
+        return self.num_replicas > 1
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
+        return {"num_replicas": self.num_replicas, "rank": self.replica}
 
     @property
     def process_group_backend(self) -> str:
@@ -126,15 +168,16 @@ class ProcessHooks(_Base):
     @property
     def is_data_rank(self) -> bool:
         """Whether this rank reads the data."""
-        return self.global_rank == self.num_ranks - 1
+        return self.pipeline_rank == self.num_ranks - 1
 
     @property
     def is_loss_rank(self) -> bool:
-        """Whether this rank runs the losses, logs and saves."""
-        return self.global_rank == LOSS_RANK
+        """Whether this rank runs the losses of its pipeline; global rank 0 also logs and saves."""
+        return self.pipeline_rank == LOSS_RANK
 
     @override
     def _configure_launcher(self) -> None:
+        self._check_layout()
         assert self.cluster_environment is not None
         launchers = world_of(self).launchers
         if self._start_method != "popen":
@@ -146,17 +189,28 @@ class ProcessHooks(_Base):
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
+    def _check_layout(self) -> None:
+        number = self._num_stages
+        if number is None or self.total_ranks == 0:
+            return
+        if self.total_ranks % number:
+            raise ConfigurationError(
+                f"num_stages={number}: {self.total_ranks} devices cannot be divided into pipelines "
+                f"of {number}. Choose a multiple of {number} for Trainer(devices=...), or another "
+                "num_stages"
+            )
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         environment = self.cluster_environment
         assert environment is not None
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_ranks)
+        environment.set_world_size(self.total_ranks)
         world_of(self).rank_zero_only.rank = self.global_rank
         if self._transport is not None:
             return
-        if self.num_ranks == 1:
+        if self.total_ranks == 1:
             self._transport = LocalTransport(LocalNetwork(1), 0)
             return
         if self.num_nodes == 1:
@@ -165,27 +219,49 @@ class ProcessHooks(_Base):
         world_of(self).init_dist_connection(
             environment, self.process_group_backend, timeout=self._timeout
         )
-        self._transport = self._make_transport()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Make the groups, and the transport within this rank's pipeline."""
+        has_nccl = self.root_device.type == "cuda" and self.ranks_per_device == 1
+        pipeline, peers = make_groups(
+            self.num_ranks, self.num_replicas, "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+            self._timeout,
+        )  # fmt: skip
+        self._replicas = Replicas(self.replica, self.num_replicas, peers)
+        # Inside, ranks are places in this pipeline.
+        with default_group(pipeline):
+            self._transport = self._make_transport()
 
     def _make_transport(self) -> Transport:
         ranks, device = range(self.num_ranks), self.root_device
+        if self.num_ranks == 1:
+            return LocalTransport(LocalNetwork(1), 0)
         if device.type == "cuda" and self.ranks_per_device == 1:
             return NcclTransport(ranks, device, self._timeout, frozenset({BATCH_CHANNEL}))
-        if device.type == "cpu" and self.num_nodes == 1 and shared_memory.is_available():
-            return shared_memory.SharedMemoryTransport(ranks, self._timeout)
+        first = self.replica * self.num_ranks
+        last = first + self.num_ranks - 1
+        on_one_node = first // self.num_processes == last // self.num_processes
+        if device.type == "cpu" and on_one_node and shared_memory.is_available():
+            return shared_memory.SharedMemoryTransport(ranks, self._timeout, self.num_processes)
         # NCCL refuses two ranks on one GPU: then tensors go through pinned host memory.
         return GlooTransport(ranks, device, self._timeout)
 
-    # Collectives: over the loss ranks of the replicas, of which there is one
+    # Collectives of values: among peers, so that those on the loss ranks wait for no others. Of
+    # decisions: over all ranks; within a user's step, where not all of them are, among peers.
+
+    @property
+    def _is_connected(self) -> bool:
+        return self._replicas.peers is not None and dist.is_initialized()
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized() and self.num_ranks > 1:
+        if self._is_connected:
             dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized() or self.num_ranks == 1:
+        if not self._is_connected:
             return obj
         box = [obj]
         dist.broadcast_object_list(box, src)
@@ -193,16 +269,32 @@ class ProcessHooks(_Base):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor
+        if self.num_replicas == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_among(tensor, self._among(group), reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        return tensor
+        if self.num_replicas == 1:
+            return tensor
+        return gather_among(tensor, self._among(group), with_gradients=sync_grads)
+
+    def _among(self, group: Any) -> Any:
+        """The group of a collective: Lightning names the world where the user names none."""
+        return self._replicas.peers if group is None or group is GroupMember.WORLD else group
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if not dist.is_initialized() or self.num_ranks == 1:
+        if not self._is_connected:
             return decision
         votes = torch.tensor(int(decision))
         dist.all_reduce(votes)
-        return int(votes) == self.num_ranks if all else int(votes) > 0
+        return int(votes) == dist.get_world_size() if all else int(votes) > 0
+
+
+def _check_count(num_stages: Any) -> None:
+    if num_stages is not None and not (isinstance(num_stages, int) and num_stages >= 1):
+        raise ConfigurationError(
+            f"num_stages={num_stages!r}: the number of devices of each pipeline, from 1 on, or "
+            "None for all devices"
+        )

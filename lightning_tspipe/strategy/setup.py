@@ -21,6 +21,7 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import is_paired, profile_step
 from lightning_tspipe.runtime.engine import Captured, Engine
+from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.cost import CostTable
@@ -147,8 +148,9 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     step: Step,
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
+    replicas: Replicas,
 ) -> Engine:
-    """Make this rank ready to train; all ranks call it together, with the same first batch.
+    """Make this rank ready to train; all ranks of its pipeline have the same first batch.
 
     Raises:
         CaptureError: The step can't be captured.
@@ -156,21 +158,24 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     """
     networks = find_networks(module, options)
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
-    engine = Engine(module, networks, transport, device, seed, context)
-    share_weights(module, transport)
+    engine = Engine(module, networks, transport, device, seed, context, replicas)
+    share_weights(module, transport, replicas)
     captured = engine.capture(step, batch)
     if options.plan is not None:
-        _check_plan(options.plan, captured, transport.num_ranks)
+        _check_plan(options.plan, captured, transport.num_ranks, replicas.number)
         placement, costs = options.plan.placement, options.plan.costs
     elif transport.num_ranks == 1:
         placement, costs = _single(captured, options), None
     else:
-        planner = transport.num_ranks - 1
         decided = None
-        if transport.rank == planner:
-            decided = _decide(captured, options, transport.num_ranks, device, optimizers)
-        placement, costs, summary = transport.broadcast_object(decided, planner)
-        if transport.rank == LOSS_RANK:
+        if replicas.is_first:
+            planner = transport.num_ranks - 1
+            if transport.rank == planner:
+                decided = _decide(captured, options, transport.num_ranks, device, optimizers)
+            decided = transport.broadcast_object(decided, planner)
+        # Measured apart, they would not agree, and peers would hold different stages.
+        placement, costs, summary = replicas.broadcast(decided)
+        if transport.rank == LOSS_RANK and replicas.is_first:
             log.info("%s", summary)
     engine.place(captured, placement, options.schedule, costs)
     for optimizer in optimizers:
@@ -178,12 +183,23 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     return engine
 
 
-def share_weights(module: nn.Module, transport: Transport) -> None:
-    """Every rank starts from the weights of the loss rank, whatever its own random numbers were."""
-    if transport.num_ranks == 1:
+def share_weights(
+    module: nn.Module, transport: Transport, replicas: Replicas | None = None
+) -> None:
+    """Every rank gets the weights of the loss rank, whatever its own random numbers were.
+
+    Args:
+        module: The module.
+        transport: How to reach the other ranks of the pipeline.
+        replicas: The other pipelines, if they are to have the first one's weights.
+    """
+    replicas = replicas or Replicas()
+    if transport.num_ranks == 1 and replicas.number == 1:
         return
-    mine = transport.rank == LOSS_RANK
+    mine = transport.rank == LOSS_RANK and replicas.is_first
     state = {k: v.detach().cpu() for k, v in module.state_dict().items()} if mine else None
+    if transport.rank == LOSS_RANK:
+        state = replicas.broadcast(state)
     state = transport.broadcast_object(state, LOSS_RANK)
     if mine:
         return
@@ -217,21 +233,18 @@ def load_plan(plan: Plan | str | Path | None) -> Plan | None:
     return Plan.from_json(path.read_text(encoding="utf-8"))
 
 
-def _check_plan(plan: Plan, captured: Captured, num_ranks: int) -> None:
+def _check_plan(plan: Plan, captured: Captured, num_ranks: int, num_replicas: int) -> None:
     """Refuse a plan that was made for something else.
 
     Raises:
         PartitionError: Says what differs.
     """
-    if plan.num_replicas > 1:
+    planned, found = (plan.pipeline.num_ranks, plan.num_replicas), (num_ranks, num_replicas)
+    if planned != found:
         raise PartitionError(
-            f"the plan has {plan.num_replicas} replicas of its pipeline, and the strategy runs "
-            f"one: plan again with --devices {num_ranks} --replicas 1"
-        )
-    if plan.pipeline.num_ranks != num_ranks:
-        raise PartitionError(
-            f"the plan is one for {plan.pipeline.num_ranks} devices, and this run has {num_ranks}: "
-            f"use devices={plan.pipeline.num_ranks}, or plan again"
+            f"the plan is one for {_devices(*planned)}, and this run has {_devices(*found)}: use "
+            f"num_stages={planned[0]} and devices={planned[0] * planned[1]}, or plan again with "
+            f"--devices {found[0] * found[1]} --replicas {found[1]}"
         )
     cuts = {"student": plan.student_cuts, "teacher": plan.teacher_cuts}
     layouts = {"student": plan.pipeline.student, "teacher": plan.pipeline.teacher}
@@ -247,6 +260,12 @@ def _check_plan(plan: Plan, captured: Captured, num_ranks: int) -> None:
                 f"times per step; this one has {found[0]} atoms and {found[1]} calls. Plan again: "
                 "the module or its step has changed"
             )
+
+
+def _devices(num_ranks: int, num_replicas: int) -> str:
+    if num_replicas == 1:
+        return f"{num_ranks} devices"
+    return f"{num_replicas} replicas of {num_ranks} devices"
 
 
 def _single(captured: Captured, options: SetupOptions) -> Placement:

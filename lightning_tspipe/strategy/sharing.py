@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.runtime.loading import Remote
+from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import to_device
 
@@ -134,24 +135,30 @@ def metrics_of(modules: dict[str, nn.Module]) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-class LocalMetrics:
+class PeerMetrics:
     """Keeps metrics from asking all processes: only loss ranks have counted.
 
     Args:
         modules: Where to look for metrics, by their names.
+        replicas: Whose counts are added up.
     """
 
-    def __init__(self, modules: dict[str, nn.Module]) -> None:
-        self._functions = [
-            (metric, metric.distributed_available_fn) for _, metric in metrics_of(modules)
+    def __init__(self, modules: dict[str, nn.Module], replicas: Replicas) -> None:
+        self._before = [
+            (metric, metric.distributed_available_fn, metric.process_group)
+            for _, metric in metrics_of(modules)
         ]
-        for metric, _ in self._functions:
-            metric.distributed_available_fn = _not_available
+        for metric, _, group in self._before:
+            if replicas.number == 1:
+                metric.distributed_available_fn = _not_available
+            elif group is None:
+                metric.process_group = replicas.peers
 
     def release(self) -> None:
-        """As it was before."""
-        for metric, function in self._functions:
+        """As it was before; a group could not be copied along with its metric."""
+        for metric, function, group in self._before:
             metric.distributed_available_fn = function
+            metric.process_group = group
 
 
 def _not_available() -> bool:

@@ -27,7 +27,7 @@ from lightning_tspipe.runtime.loading import LookaheadLoader
 from lightning_tspipe.strategy.checkpoints import CheckpointHooks
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
-from lightning_tspipe.strategy.sharing import LocalMetrics, StepSync
+from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
 from lightning_tspipe.strategy.support import (
     TeacherWatch,
     refuse_callbacks,
@@ -53,6 +53,7 @@ class PipelineHooks(CheckpointHooks):
         student: str | Sequence[str] | None = None,
         teacher: str | Sequence[str] | None = None,
         *,
+        num_stages: int | None = None,
         num_microbatches: Literal["auto"] | int = "auto",
         schedule: Literal["tspipe", "gpipe", "sequential"] = "tspipe",
         partition: Partition = "auto",
@@ -71,6 +72,10 @@ class PipelineHooks(CheckpointHooks):
             student: Dotted name of the trained submodule, or of several in the order in which
                 the step calls them. None: the attribute ``student``, if there is one.
             teacher: The same for the forward-only network. None: the attribute ``teacher``.
+            num_stages: Devices per pipeline; ``devices`` must be a multiple of it. With
+                ``num_stages=2`` and ``devices=4``, two replicas of a pipeline of two devices share
+                each batch. None: all devices are one pipeline. (A device may get more than one
+                stage.)
             num_microbatches: Micro-batches per call; ``"auto"`` measures and simulates. Networks
                 with BatchNorm normalise each micro-batch by its own statistics.
             schedule: ``tspipe`` (the teacher one update late fills the bubbles), ``gpipe`` or
@@ -91,8 +96,10 @@ class PipelineHooks(CheckpointHooks):
             kwargs: What every Lightning strategy takes (``accelerator``, ``precision_plugin``,
                 ``cluster_environment``, ``checkpoint_io``, ``parallel_devices``).
         """
-        super().__init__(ranks_per_device, timeout, start_method, **kwargs)
         plan = load_plan(plan)
+        if num_stages is None and plan is not None and plan.num_replicas > 1:
+            num_stages = plan.pipeline.num_ranks
+        super().__init__(num_stages, ranks_per_device, timeout, start_method, **kwargs)
         self.options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
@@ -105,8 +112,9 @@ class PipelineHooks(CheckpointHooks):
         self._watch: TeacherWatch | None = None
         self._watched_from = 0
         self._gradients_ready = 0.0
+        self._reduces = True
         self._is_whole = self._is_forward_only = False
-        self._local_metrics: LocalMetrics | None = None
+        self._peer_metrics: PeerMetrics | None = None
         self.step_sync: StepSync | None = None
         self.pipelined = Pipelined(self)
 
@@ -124,8 +132,9 @@ class PipelineHooks(CheckpointHooks):
             keep_freed_memory()
         self.model = self.precision_plugin.convert_module(self.model)
         world = world_of(self)
-        # One rank logs for all: there is nothing to reduce.
-        warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
+        if self.num_replicas == 1:
+            # One rank logs for all: there is nothing to reduce.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
         # Not for placeholders, and once for each batch.
         vars(self._module)["_on_before_batch_transfer"] = _function(self.before_transfer)
         refuse_trainer(trainer, self.root_device)
@@ -150,7 +159,7 @@ class PipelineHooks(CheckpointHooks):
         # After a fit ranks hold parts; what is loaded on rank 0 counts, and is shared from there.
         warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model")
         modules = self._modules_outside()
-        self._local_metrics = LocalMetrics(modules)
+        self._peer_metrics = PeerMetrics(modules, self.replicas)
         self.step_sync = StepSync(self, modules, world.internal_names)
         world.insert_step_sync(trainer, self)
 
@@ -171,18 +180,21 @@ class PipelineHooks(CheckpointHooks):
     @override
     def on_train_start(self) -> None:
         refuse_loaders(self._trainer)
+        # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
+        # could begin a step before rank 0 has ended the last one.
+        self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
 
     @override
     def on_train_end(self) -> None:
         if self._engine is not None:
             self._engine.drain()
-            self._engine.shards.restore(self.global_rank, self.transport)
+            self._engine.shards.restore(self.pipeline_rank, self.transport)
             self._engine = None
             self._evaluations = {}
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self.num_ranks > 1 and not isinstance(exception, KeyboardInterrupt):
+        if self.total_ranks > 1 and not isinstance(exception, KeyboardInterrupt):
             settle(exception, self.global_rank, getattr(self._launcher, "procs", ()))
 
     @override
@@ -198,9 +210,9 @@ class PipelineHooks(CheckpointHooks):
         self._engine = None
         self._evaluations = {}
         self._is_whole = self._is_forward_only = False
-        if self._local_metrics is not None:
-            self._local_metrics.release()
-            self._local_metrics = None
+        if self._peer_metrics is not None:
+            self._peer_metrics.release()
+            self._peer_metrics = None
         self.cluster_environment.teardown()
         if module is not None and not any(p.is_meta for p in module.parameters()):
             module.cpu()
@@ -227,6 +239,10 @@ def _function(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(*args, **kwargs)
 
     return function
+
+
+def _say_nothing() -> None:
+    """In the place of a word to all ranks."""
 
 
 # Under their names, so that launchers that pickle a strategy find its class.

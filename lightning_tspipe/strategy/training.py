@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ class TrainingHooks(DataHooks):
     _watch: TeacherWatch | None
     _watched_from: int
     _gradients_ready: float
+    _reduces: bool
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +79,7 @@ class TrainingHooks(DataHooks):
             self._step("training_step", rest, batch_idx),
             first,
             [plain_optimizer(optimizer) for optimizer in self.optimizers],
+            self.replicas,
         )
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         self._evaluations = {}
@@ -107,13 +109,30 @@ class TrainingHooks(DataHooks):
         closure_loss = plugin.pre_backward(closure_loss, module)
         run = None
         if self.is_loss_rank:
-            run = partial(plugin.backward, closure_loss, module, optimizer, *args, **kwargs)
+            run = self._backward_of_loss(closure_loss, optimizer, *args, **kwargs)
         with plugin.forward_context():
-            engine.backward(run)
+            engine.backward(run, reduce=self._reduces)
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         self._gradients_ready = time.perf_counter()
         return closure_loss
+
+    def _backward_of_loss(self, loss: Tensor, *args: Any, **kwargs: Any) -> Callable[[], None]:
+        def run() -> None:
+            with self.replicas.as_world():  # a loss that gathered also spreads gradients
+                self.precision_plugin.backward(loss, self._module, *args, **kwargs)
+
+        return run
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While inside, gradients are only added up: there are more batches before the update."""
+        self._reduces = False
+        try:
+            yield
+        finally:
+            self._reduces = True
 
     @override
     def optimizer_step(

@@ -82,7 +82,7 @@ class World:
         def share(*_args: Any, **_kwargs: Any) -> None:
             metrics = {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()}
             shared = strategy.broadcast(metrics)
-            if not strategy.is_loss_rank:
+            if not strategy.is_global_zero:
                 connector = trainer._logger_connector  # noqa: SLF001
                 connector._callback_metrics.update(shared)  # noqa: SLF001
 

@@ -319,9 +319,12 @@ def test_arguments_are_checked_at_once(options: dict[str, Any]) -> None:
 def test_a_plan_for_something_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for plan, message in (
-        (step_profile().plan(3), "the plan is one for 3 devices, and this run has 2: use"),
+        (step_profile().plan(3), "the plan is one for 3 devices, and this run has 2 devices: use"),
         (step_profile().plan(2), "the plan is one for a student of 8 atoms that is called 2 times"),
-        (replace(step_profile().plan(2), num_replicas=4), "has 4 replicas of its pipeline"),
+        (
+            replace(step_profile().plan(2), num_replicas=4),
+            "the plan is one for 4 replicas of 2 devices, and this run has 2 devices: use",
+        ),
     ):
         path.write_text(plan.to_json())
         job = refused(replace(BYOL, options={"plan": str(path)}), tmp_path)

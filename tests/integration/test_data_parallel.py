@@ -1,0 +1,167 @@
+"""Replicas of a pipeline train what one device trains on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_tspipe import ConfigurationError, TSPipeStrategy
+from tests.integration.jobs import run, run_job
+from tests.integration.replicas import (
+    TrainedShare,
+    tap_delayed,
+    train_on_loaders,
+    train_share,
+    train_unequal,
+    train_unequal_unsized,
+    with_all_gather,
+    with_dino_loss,
+    with_gathering,
+    with_rare_parameters,
+)
+from tests.integration.test_exact import delayed
+from tests.integration.trainings import Training
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+EVEN = ((4, 4, 2, 4, 4, 2), (4, 4, 2, 4, 4, 2))
+TWO_BY_TWO: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
+SPLIT = Training("Tap-group-False", "instance", TWO_BY_TWO, num_ranks=4, sizes=EVEN)
+
+
+def alone(function: Callable[..., Any], training: Training, folder: Path) -> TrainedShare:
+    single = replace(training, strategy="auto", num_ranks=1, options={})
+    trained: TrainedShare = run(function, single, num_ranks=1, folder=folder)[0]
+    return trained
+
+
+def together(function: Callable[..., Any], training: Training, folder: Path) -> list[TrainedShare]:
+    return run(function, training, num_ranks=training.num_ranks, folder=folder)
+
+
+def loss_ranks(training: Training, ranks: list[TrainedShare]) -> list[TrainedShare]:
+    return ranks[:: training.options["num_stages"]]
+
+
+def assert_same(expected: TrainedShare, training: Training, ranks: list[TrainedShare]) -> None:
+    """Losses are those of the whole batch on average, weights on every replica the same."""
+    replicas = loss_ranks(training, ranks)
+    losses = torch.stack([torch.stack(replica.losses) for replica in replicas]).mean(0)
+    assert len(set(losses.tolist())) > 1
+    torch.testing.assert_close(list(losses), expected.losses, **CLOSE)
+    for replica in replicas:
+        torch.testing.assert_close(replica.weights, expected.weights, **CLOSE)
+    assert {rank.global_step for rank in ranks} == {expected.global_step}
+    assert {rank.world_size for rank in ranks} == {len(replicas)}
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "num_ranks", "trainer"),
+    [
+        ("Tap-group-False", TWO_BY_TWO, 4, {"accumulate_grad_batches": 2,
+                                            "gradient_clip_val": 0.05}),
+        ("Distillation-group", {**TWO_BY_TWO, "schedule": "gpipe"}, 4, {"gradient_clip_val": 0.05}),
+        ("SimSiam-group", {"num_stages": 1}, 2, {"accumulate_grad_batches": 4}),
+        pytest.param("Tap-group-True", {"num_stages": 3, "num_microbatches": 2}, 6, {},
+                     marks=pytest.mark.slow),
+        pytest.param("Distillation-group", {**TWO_BY_TWO, "split_backward": True}, 6,
+                     {"accumulate_grad_batches": 3}, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("optimizer", ["adamw"])
+def test_replicas_train_what_one_device_trains(  # noqa: PLR0913, PLR0917 - what varies
+    case: str,
+    options: dict[str, Any],
+    num_ranks: int,
+    trainer: dict[str, Any],
+    optimizer: str,
+    tmp_path: Path,
+) -> None:
+    sizes = EVEN if num_ranks // options["num_stages"] == 2 else ((6, 3, 6, 3), (6, 3, 6, 3))
+    callbacks = tap_delayed if case.startswith("Tap") else delayed
+    training = replace(
+        SPLIT, case=case, options=options, num_ranks=num_ranks, trainer=trainer, sizes=sizes,
+        optimizer=optimizer, callbacks=callbacks if case[0] in "TD" else list,
+    )  # fmt: skip
+    if options.get("schedule") == "gpipe":
+        training = replace(training, callbacks=list)
+    expected = alone(train_share, training, tmp_path)
+    ranks = together(train_share, training, tmp_path)
+    assert_same(expected, training, ranks)
+    torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "num_replicas"),
+    [
+        ("Contrastive-group", with_gathering, 2),
+        ("Contrastive-group", with_all_gather, 2),
+        ("Dino-group", with_dino_loss, 2),
+        ("Dino-group", with_dino_loss, 1),
+    ],
+)
+def test_losses_over_all_replicas(
+    case: str, change: Callable[[Any], None], num_replicas: int, tmp_path: Path
+) -> None:
+    training = replace(
+        SPLIT, case=case, change=change, num_ranks=2 * num_replicas, sizes=((4, 4, 4), (4, 2, 4)),
+        callbacks=delayed if case.startswith("Dino") else list,
+    )  # fmt: skip
+    expected = alone(train_share, training, tmp_path)
+    assert_same(expected, training, together(train_share, training, tmp_path))
+
+
+def test_loaders_metrics_and_decisions(tmp_path: Path) -> None:
+    training = replace(SPLIT, case="Classifier-group", trainer={"max_epochs": 2})
+    expected = alone(train_on_loaders, training, tmp_path)
+    ranks = together(train_on_loaders, training, tmp_path)
+    assert_same(expected, training, ranks)
+    assert ranks[0].metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        if name != "train_loss":  # logged without sync_dist: rank 0's
+            assert ranks[0].metrics[name] == pytest.approx(value, rel=1e-9), name
+    assert all(rank.metrics == ranks[0].metrics for rank in ranks)
+    assert [rank.notes["part"] for rank in ranks] == [False, (0, 2), False, (1, 2)]
+    assert [rank.notes["seen"][0] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_parameters_that_only_one_replica_uses(tmp_path: Path) -> None:
+    training = replace(
+        SPLIT, case="Classifier-group", change=with_rare_parameters, sizes=((4, 4, 4),)
+    )
+    ranks = together(train_share, training, tmp_path)
+    first, second = loss_ranks(training, ranks)
+    torch.testing.assert_close(first.weights, second.weights, **CLOSE)
+    # Weight decay would have changed it.
+    torch.testing.assert_close(first.weights["rare.never"], torch.ones(3))
+    assert first.weights["rare.sometimes"].tolist() != [1, 1]
+
+
+def test_loaders_that_end_at_different_times(tmp_path: Path) -> None:
+    training = replace(SPLIT, case="Classifier-group", sizes=((2, 2, 2, 2),))
+    job = run_job(train_unequal, training, num_ranks=4, folder=tmp_path)
+    assert all(rank.exit_code == 1 for rank in job.ranks), job.output
+    assert "the replicas have training loaders of [4, 3] batches" in job.output
+    ranks = together(train_unequal_unsized, training, tmp_path)
+    assert {rank.global_step for rank in ranks} == {3}
+
+
+def test_devices_that_cannot_be_divided() -> None:
+    for wrong in (0, -1, "two", 1.5):
+        with pytest.raises(ConfigurationError, match="number of devices of each pipeline"):
+            TSPipeStrategy(num_stages=wrong)
+
+
+def indivisible(training: Training) -> None:
+    train_share(training)
+
+
+def test_a_number_of_devices_that_is_no_multiple(tmp_path: Path) -> None:
+    training = replace(SPLIT, options={"num_stages": 3})
+    job = run_job(indivisible, training, num_ranks=4, folder=tmp_path)
+    assert all(rank.exit_code == 1 for rank in job.ranks)
+    assert "num_stages=3: 4 devices cannot be divided into pipelines of 3" in job.output
