@@ -48,6 +48,7 @@ _CAUSES = {
     "receive": Cause.TRANSFER,
     "load": Cause.LOADER,
     "clip": Cause.OPTIMIZER,
+    "reduce": Cause.OPTIMIZER,
 }
 _LEAST_PRINTED = 5e-5
 """Seconds."""

@@ -48,7 +48,8 @@ class Pause:
     Attributes:
         rank: Whose time.
         reason: ``receive`` (waiting for a message), ``send`` (handing one over), ``load`` (waiting
-            for the loader) or ``clip`` (gradient clipping, for which all ranks meet).
+            for the loader), ``reduce`` (waiting for gradients of other replicas) or ``clip``
+            (gradient clipping, for which all ranks meet).
         start: Seconds, on the clock of the spans.
         end: Seconds.
     """
