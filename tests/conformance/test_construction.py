@@ -1,0 +1,185 @@
+"""Names, flags and plugins: what a Trainer makes of ``strategy=``, without starting anything."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import (
+    DoublePrecision,
+    MixedPrecision,
+    TorchCheckpointIO,
+    TorchSyncBatchNorm,
+)
+from lightning.pytorch.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+
+from lightning_tspipe import TSPipeStrategy
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.strategy.strategy import PipelineHooks
+from lightning_tspipe.strategy.support import refuse_trainer
+
+WORLDS = ("lightning.pytorch", "pytorch_lightning")
+NAMES = ("tspipe", "tspipe_gpipe", "tspipe_sequential")
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+
+def make_trainer(**arguments: Any) -> Any:
+    return Trainer(**{"accelerator": "cpu", "devices": 2, **QUIET, **arguments})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_names_are_registered_in_both_worlds(world: str) -> None:
+    registry = importlib.import_module(f"{world}.strategies").StrategyRegistry
+    assert set(NAMES) <= set(registry.available_strategies())
+    assert registry["tspipe_gpipe"]["init_params"] == {"schedule": "gpipe"}
+    assert "schedule" in registry["tspipe"]["description"]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", [*NAMES, "TSPipe"])
+def test_a_name_gives_a_strategy_of_the_trainers_world(name: str, world: str) -> None:
+    package = importlib.import_module(world)
+    trainer = package.Trainer(strategy=name, accelerator="cpu", devices=2, **QUIET)
+    base = importlib.import_module(f"{world}.strategies").ParallelStrategy
+    assert isinstance(trainer.strategy, PipelineHooks)
+    assert isinstance(trainer.strategy, base)
+    expected = name.lower().removeprefix("tspipe").removeprefix("_") or "tspipe"
+    assert trainer.strategy.options.schedule == expected
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(ValueError, match="invalid strategy name: `strategy='tspipe_fast'`"):
+        make_trainer(strategy="tspipe_fast")
+
+
+def test_devices_become_ranks() -> None:
+    strategy = make_trainer(strategy="tspipe", devices=3).strategy
+    assert strategy.parallel_devices == [torch.device("cpu")] * 3
+    assert (strategy.num_processes, strategy.num_ranks) == (3, 3)
+    shared = make_trainer(strategy=TSPipeStrategy(ranks_per_device=2)).strategy
+    assert (shared.num_processes, shared.num_ranks) == (4, 4)
+
+
+def test_the_accelerator_is_found() -> None:
+    trainer: Any = Trainer(strategy="tspipe", devices=2, **QUIET)  # type: ignore[arg-type]
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    assert {device.type for device in trainer.strategy.parallel_devices} == {found}
+
+
+@pytest.mark.parametrize("devices", [0, []])
+def test_no_devices(devices: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="is not a valid input"):
+        make_trainer(strategy="tspipe", devices=devices)
+
+
+def test_learning_rate_rules_see_replicas() -> None:
+    strategy = make_trainer(strategy="tspipe").strategy
+    assert strategy.world_size == 1
+    assert strategy.distributed_sampler_kwargs == {"num_replicas": 1, "rank": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "words"),
+    [
+        ({"accelerator": "cpu"}, {"accelerator": "cpu"}, "accelerator set through both"),
+        ({"precision_plugin": DoublePrecision()}, {"plugins": [DoublePrecision()]},
+         "precision set through both"),
+        ({"checkpoint_io": TorchCheckpointIO()}, {"plugins": [TorchCheckpointIO()]},
+         "checkpoint_io set through both"),
+        ({"cluster_environment": LightningEnvironment()}, {"plugins": [LightningEnvironment()]},
+         "cluster_environment set through both"),
+        ({"parallel_devices": [torch.device("cuda", 0)]}, {"accelerator": "cpu"},
+         "choose one device type"),
+        ({}, {"plugins": [TSPipeStrategy()]}, "invalid type for plugin"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_contradictions(options: Any, arguments: Any, words: str) -> None:
+    if "accelerator" in options:
+        options = {
+            "accelerator": importlib.import_module(
+                "lightning.pytorch.accelerators"
+            ).CPUAccelerator()
+        }
+    with pytest.raises(MisconfigurationException, match=words):
+        make_trainer(strategy=TSPipeStrategy(**options), **arguments)
+
+
+def test_plugins_of_the_trainer_are_taken() -> None:
+    files = TorchCheckpointIO()
+    strategy = make_trainer(strategy="tspipe", plugins=[files], precision="bf16-mixed").strategy
+    assert strategy.checkpoint_io is files
+    assert isinstance(strategy.precision_plugin, MixedPrecision)
+    own = make_trainer(strategy=TSPipeStrategy(precision_plugin=DoublePrecision())).strategy
+    assert isinstance(own.precision_plugin, DoublePrecision)
+
+
+def test_arguments_of_other_strategies_are_not_swallowed() -> None:
+    with pytest.raises(TypeError, match="find_unused_parameters"):
+        TSPipeStrategy(find_unused_parameters=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "launcher"),
+    [
+        ({}, 2, _SubprocessScriptLauncher),
+        ({"start_method": "spawn"}, 2, _MultiProcessingLauncher),
+        ({"start_method": "fork"}, 2, _MultiProcessingLauncher),
+        ({}, 1, type(None)),
+    ],
+)
+def test_launchers(options: Any, devices: int, launcher: type) -> None:
+    trainer = make_trainer(strategy=TSPipeStrategy(**options), devices=devices)
+    assert type(trainer.strategy.launcher) is launcher
+
+
+@pytest.mark.parametrize(
+    ("variables", "environment"),
+    [
+        ({}, LightningEnvironment),
+        ({"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "GROUP_RANK": "0", "LOCAL_RANK": "1",
+          "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, TorchElasticEnvironment),
+        ({"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "job", "SLURM_PROCID": "1", "SLURM_LOCALID": "1",
+          "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2"}, SLURMEnvironment),
+    ],
+)  # fmt: skip
+def test_cluster_environments(
+    variables: dict[str, str], environment: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    strategy = make_trainer(strategy="tspipe").strategy
+    assert type(strategy.cluster_environment) is environment
+    if variables:
+        assert strategy.launcher is None
+        assert (strategy.local_rank, strategy.node_rank) == (1, 0)
+
+
+def trainer_with(**attributes: Any) -> Any:
+    strategy = SimpleNamespace(_layer_sync=attributes.pop("layer_sync", None))
+    return SimpleNamespace(**{"strategy": strategy, "callbacks": [], **attributes})
+
+
+@pytest.mark.parametrize("kind", ["mps", "xla"])
+def test_other_accelerators(kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"accelerator='cpu' and 'cuda', not on '{kind}'"):
+        refuse_trainer(trainer_with(), torch.device(kind))
+    refuse_trainer(trainer_with(), torch.device("cpu"))
+
+
+def test_synchronised_batch_normalisation() -> None:
+    for arguments in ({"sync_batchnorm": True}, {"plugins": [TorchSyncBatchNorm()]}):
+        trainer = make_trainer(strategy="tspipe", **arguments)
+        with pytest.raises(ConfigurationError, match="has nothing to synchronise"):
+            refuse_trainer(trainer, torch.device("cpu"))

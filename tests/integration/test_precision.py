@@ -1,0 +1,81 @@
+"""The precisions: the pipeline computes what one device computes, to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_tspipe import DelayedTeacherUpdate
+from tests.integration.comparing import alone, labelled
+from tests.integration.jobs import run
+from tests.integration.trainings import (
+    Recorder,
+    Trained,
+    Training,
+    build,
+    report,
+    strict,
+    trainer_of,
+)
+
+DTYPES = {
+    "32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16,
+    "bf16-mixed": torch.float32,
+}  # fmt: skip
+
+
+def delayed() -> list[Any]:
+    return [DelayedTeacherUpdate()]
+
+
+BYOL = Training(
+    "Byol-batch-2-by hand", "instance", {"num_microbatches": 1}, callbacks=delayed,
+    sizes=((5, 5, 4, 2), (5, 5, 4, 2)),
+)  # fmt: skip
+
+
+def validate(module: Any) -> None:
+    def step(batch: Any, batch_idx: int) -> None:
+        output = module.student(batch[0])
+        module.log("dtype", float(output.dtype.itemsize))
+        module.log("val", output.float().square().mean())
+
+    module.validation_step = step
+
+
+def train(training: Training) -> tuple[Trained, set[torch.dtype]]:
+    strict()
+    torch.set_default_dtype(torch.float32)
+    module, loader = build(training)
+    validate(module)
+    recorder = Recorder()
+    trainer = trainer_of(training, module, recorder)
+    trainer.fit(module, loader, labelled(50))
+    state = (s for s in trainer.optimizers[0].state.values())
+    kept = {value.dtype for values in state for value in values.values() if value.ndim}
+    return report(trainer, module, recorder), kept
+
+
+def train_each(trainings: list[Training]) -> list[tuple[Trained, set[torch.dtype]]]:
+    return [train(training) for training in trainings]
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_bits_are_those_of_one_device(num_ranks: int, tmp_path: Path) -> None:
+    trainings = [replace(BYOL, num_ranks=num_ranks, trainer={"precision": name}) for name in DTYPES]
+    expected = run(train_each, [alone(t) for t in trainings], num_ranks=1, folder=tmp_path)[0]
+    results = run(train_each, trainings, num_ranks=num_ranks, folder=tmp_path)
+    for index, (name, dtype) in enumerate(DTYPES.items()):
+        theirs, ours = expected[index][0], results[0][index][0]
+        assert len(set(map(float, theirs.losses))) > 4, name
+        torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(ours.weights, theirs.weights, rtol=0, atol=0, msg=name)
+        assert ours.metrics == theirs.metrics, name
+        floats = {v.dtype for v in ours.weights.values() if v.is_floating_point()}
+        assert floats == {dtype}, name
+        for rank in results:
+            assert rank[index][1] <= {dtype}, name

@@ -1,0 +1,51 @@
+"""Each line of the support table names a test that exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/guide/lightning.md"
+TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<name>\w+)`")
+
+
+@cache
+def names_in(file: str) -> frozenset[str]:
+    """Names of the test functions of a file."""
+    tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    found = (node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    return frozenset(name for name in found if name.startswith("test_"))
+
+
+def rows() -> list[str]:
+    """The lines of tables that end in a column of tests."""
+    found, inside = [], False
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.endswith("| Test |"):
+            inside = True
+        elif not line.startswith("|"):
+            inside = False
+        elif inside and not line.startswith("|--"):
+            found.append(line)
+    return found
+
+
+def test_there_is_a_table() -> None:
+    assert len(rows()) > 40
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row.strip("| ")[:40])
+def test_a_row_says_what_holds_and_names_its_test(row: str) -> None:
+    cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+    assert len(cells) == 3, row
+    assert all(cells), row
+    named = TEST.findall(cells[2])
+    assert named, row
+    for file, name in named:
+        assert (ROOT / file).is_file(), file
+        assert name in names_in(file), f"{file} has no {name}"
