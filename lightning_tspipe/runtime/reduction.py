@@ -80,12 +80,15 @@ class GradientReduction:
         self._bucket_bytes = bucket_bytes
         self._known = {stage: tuple(dict.fromkeys(ps)) for stage, ps in stages.items()}
         self._num_sent = 0
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._fill()
 
     def _fill(self) -> None:
-        """Put what is trained into buckets."""
-        self._stages = {s: [p for p in ps if p.requires_grad] for s, ps in self._known.items()}
-        self._frozen = [p for ps in self._known.values() for p in ps if not p.requires_grad]
+        """Put into buckets what is trained, or was so before: it may only be off for a while."""
+        self._stages = {
+            stage: [p for p in parameters if p.requires_grad or p in self._bucket_of]
+            for stage, parameters in self._known.items()
+        }
         # What the loss reads is final first, then the last stage, from its end to its beginning.
         order = sorted(self._stages, key=lambda stage: (stage != REST, -stage))
         self._buckets = [
@@ -94,6 +97,8 @@ class GradientReduction:
             for group in _divide(reversed(self._stages[stage]), self._bucket_bytes)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        everything = [p for parameters in self._known.values() for p in parameters]
+        self._untrained = [p for p in everything if p not in self._bucket_of]
 
     def run(
         self,
@@ -126,7 +131,7 @@ class GradientReduction:
         recorder.paused("reduce", started)
 
     def _start(self) -> None:
-        if any(parameter.requires_grad for parameter in self._frozen):
+        if any(parameter.requires_grad for parameter in self._untrained):
             self._fill()
         for bucket in self._buckets:
             bucket.missing = set(bucket.parameters)

@@ -19,7 +19,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
+from lightning_tspipe import (
+    DelayedTeacherUpdate,
+    KNNEvaluator,
+    PipelineThroughputMonitor,
+    PipelineTimeline,
+)
 from tests.exactness.modules import MOMENTUM, NUM_CLASSES, images, labels, make_epochs
 from tests.integration.trainings import (
     Epochs,
@@ -235,6 +240,33 @@ def train_on_loaders(training: Training) -> TrainedShare:
         "seen": module.seen,
         "part": isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas),
     }
+    return trained
+
+
+def validate(training: Training) -> Any:
+    """Without a fit; every replica starts with other weights."""
+    quietly()
+    module, _ = build(training)
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        for parameter in module.parameters():
+            torch.nn.init.zeros_(parameter)
+    add_validation(module)
+    _, number = place(training)
+    trainer = trainer_of(training, module)
+    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
+    return trainer.validate(module, DataLoader(dataset(12, 2), 4 // number), verbose=False)
+
+
+def train_observed(training: Training) -> TrainedShare:
+    """With the callbacks that measure."""
+    quietly()
+    module, _ = build(training)
+    index, number = place(training)
+    epochs = make_epochs(module, training.sizes)
+    shares = [[share_of(batch, index, number) for batch in epoch] for epoch in epochs]
+    monitor, timeline = PipelineThroughputMonitor(window=2), PipelineTimeline(1, 3, path=".")
+    trained = fit(training, module, Epochs(shares), callbacks=[monitor, timeline])
+    trained.notes = monitor.summary()
     return trained
 
 

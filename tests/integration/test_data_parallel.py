@@ -11,21 +11,26 @@ import pytest
 import torch
 
 from lightning_tspipe import ConfigurationError, TSPipeStrategy
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.simulation.timeline import Timeline
 from tests.integration.jobs import run, run_job
 from tests.integration.replicas import (
     TrainedShare,
     tap_delayed,
+    train_observed,
     train_on_loaders,
     train_share,
     train_unequal,
     train_unequal_unsized,
+    validate,
     with_all_gather,
     with_dino_loss,
     with_gathering,
     with_rare_parameters,
 )
 from tests.integration.test_exact import delayed
-from tests.integration.trainings import Training
+from tests.integration.test_trainer import save_plan
+from tests.integration.trainings import Training, train
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 EVEN = ((4, 4, 2, 4, 4, 2), (4, 4, 2, 4, 4, 2))
@@ -127,6 +132,37 @@ def test_loaders_metrics_and_decisions(tmp_path: Path) -> None:
     assert all(rank.metrics == ranks[0].metrics for rank in ranks)
     assert [rank.notes["part"] for rank in ranks] == [False, (0, 2), False, (1, 2)]
     assert [rank.notes["seen"][0] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_an_evaluation_without_a_fit(tmp_path: Path) -> None:
+    training = replace(SPLIT, case="Classifier-group")
+    single = replace(training, strategy="auto", num_ranks=1, options={})
+    expected = run(validate, single, num_ranks=1, folder=tmp_path)[0]
+    for found in run(validate, training, num_ranks=4, folder=tmp_path):
+        assert found == [pytest.approx(expected[0], rel=1e-9)]
+
+
+def test_what_is_measured(tmp_path: Path) -> None:
+    training = replace(SPLIT, case="Classifier-group", sizes=((4, 4, 2, 4, 4, 2),))
+    ranks = together(train_observed, training, tmp_path)
+    # Of the first replica, for all of them: the last batches are smaller.
+    assert ranks[0].notes["num_samples"] == 2 * (2 + 2 + 1 + 2 + 2 + 1)
+    assert ranks[1].notes == {}
+    timeline = Timeline.from_json((tmp_path / "timeline.json").read_text())
+    assert timeline.num_ranks == 2
+    assert {pause.rank for pause in timeline.pauses if pause.reason == "reduce"} == {0, 1}
+
+
+def test_a_plan_with_replicas(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    training = replace(SPLIT, case="Classifier-group", options={"plan": str(path)})
+    run(save_plan, replace(training, num_ranks=1), str(path), num_ranks=1, folder=tmp_path)
+    plan = replace(Plan.from_json(path.read_text()), num_replicas=2)
+    path.write_text(plan.to_json())
+    ranks = together(train, replace(training, sizes=((4, 4),)), tmp_path)
+    assert [len(rank.meta) > 0 for rank in ranks] == [False, True, False, True]
+    for name, value in ranks[0].weights.items():
+        torch.testing.assert_close(ranks[2].weights[name], value, **CLOSE)
 
 
 def test_parameters_that_only_one_replica_uses(tmp_path: Path) -> None:
