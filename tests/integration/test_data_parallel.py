@@ -165,6 +165,16 @@ def test_a_plan_with_replicas(tmp_path: Path) -> None:
         torch.testing.assert_close(ranks[2].weights[name], value, **CLOSE)
 
 
+def test_statistics_of_batch_normalisation(tmp_path: Path) -> None:
+    training = replace(SPLIT, case="Classifier-batch", options={"num_stages": 1}, num_ranks=2)
+    first, second = together(train_share, training, tmp_path)
+    names = {name for name in first.weights if "running" in name}
+    assert len(names) == 4
+    for name, value in first.weights.items():
+        same = torch.allclose(value, second.weights[name])
+        assert same == (name not in names), name
+
+
 def test_parameters_that_only_one_replica_uses(tmp_path: Path) -> None:
     training = replace(
         SPLIT, case="Classifier-group", change=with_rare_parameters, sizes=((4, 4, 4),)
