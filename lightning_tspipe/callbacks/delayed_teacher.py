@@ -35,6 +35,7 @@ class DelayedTeacherUpdate(Callback):
 
     Under a pipelining strategy the callback is a declaration that the strategy reads: ``delay=1``
     lets the teacher run ahead, ``delay=0`` asks for the newest teacher at the price of bubbles.
+    There it also holds the late teacher of a checkpoint that another strategy made within an epoch.
 
     Args:
         delay: 1, or 0 to change nothing on ordinary strategies.
@@ -137,6 +138,8 @@ class DelayedTeacherUpdate(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._weights is not None:  # for a checkpoint that is saved after the fit
+            self._restored = self._weights.state()
         self._weights = None
 
     @override
@@ -146,6 +149,11 @@ class DelayedTeacherUpdate(Callback):
         if self._weights is not None and not snapshot:
             snapshot = self._weights.state()
         return {"snapshot": snapshot} if snapshot else {}
+
+    def take_restored(self) -> dict[str, Tensor]:
+        """The late teacher of the checkpoint that the run goes on from, once; else empty."""
+        restored, self._restored = self._restored, {}
+        return restored
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ with the mean and the unbiased variance of all samples of the call together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -73,9 +73,21 @@ class DeferredStatistics:
                 for layer, (mean, variance) in zip(layers, merged, strict=True):
                     layer.update(mean, variance)
 
-    def discard(self) -> None:
-        """Forget what was collected."""
-        self._collected.clear()
+    def discard(self, call: Hashable = None) -> None:
+        """Forget what a call collected."""
+        self._collected.pop(call, None)
+
+    def collected(self, call: Hashable) -> dict[nn.Module, list[Part]]:
+        """What a call has collected and not committed, by layer."""
+        return {layer.module: parts for layer, parts in self._collected.get(call, {}).items()}
+
+    def put(self, call: Hashable, parts: Mapping[nn.Module, list[Part]]) -> None:
+        """As if a call had collected this; layers of other ranks are left out."""
+        self._collected[call] = {
+            layer: parts[layer.module]
+            for layer in self._layers
+            if layer.module in parts and layer.is_here()
+        }
 
 
 class _Layer:
@@ -83,32 +95,37 @@ class _Layer:
 
     def __init__(self, module: _BatchNorm) -> None:
         self._observed: Observed = {}
-        self._module = module
+        self.module = module
         self._forward: Callable[..., Tensor] = module.forward
         self._own_forward: Callable[..., Tensor] | None = None
 
+    def is_here(self) -> bool:
+        """Whether this rank holds the running statistics."""
+        running = self.module.running_mean
+        return running is not None and not running.is_meta
+
     def is_tracking(self) -> bool:
-        module = self._module
+        module = self.module
         return module.training and module.track_running_stats and module.running_mean is not None
 
     def attach(self, observed: Observed) -> None:
         """Route calls of the layer through ``_observe``, whatever its class does in ``forward``."""
         self._observed = observed
-        attributes = vars(self._module)
+        attributes = vars(self.module)
         self._own_forward = attributes.get("forward")
-        self._forward = self._module.forward
+        self._forward = self.module.forward
         attributes["forward"] = self._observe
 
     def detach(self) -> None:
         if self._own_forward is None:
-            del vars(self._module)["forward"]
+            del vars(self.module)["forward"]
         else:
-            vars(self._module)["forward"] = self._own_forward
+            vars(self.module)["forward"] = self._own_forward
 
     def _observe(self, x: Tensor) -> Tensor:
         # With momentum 1 the kernel writes this micro-batch's statistics into the running buffers:
         # lend it buffers of ours. They start at zero since it computes 0 * old + 1 * new.
-        module = self._module
+        module = self.module
         buffers, momentum = module._buffers, module.momentum  # noqa: SLF001 - assigning by name is slow
         lent = {
             "running_mean": torch.zeros_like(buffers["running_mean"]),  # type: ignore[arg-type]
@@ -130,7 +147,7 @@ class _Layer:
 
     def update(self, mean: Tensor, variance: Tensor) -> None:
         """Move the running statistics towards these."""
-        module = self._module
+        module = self.module
         module.num_batches_tracked.add_(1)  # type: ignore[union-attr]
         momentum = module.momentum
         if momentum is None:  # cumulative average

@@ -27,7 +27,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.validation import validate
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
 from lightning_tspipe.runtime.header import StepHeader
@@ -37,12 +37,29 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
+from lightning_tspipe.schedules.phases import teacher_only
 from lightning_tspipe.schedules.registry import build_schedule
 from lightning_tspipe.simulation.cost import CostTable
 
 _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD, Op.OPTIMIZER})
 
 BatchAndStep = tuple[Any, Step]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a teacher that ran ahead gave, for a checkpoint.
+
+    Attributes:
+        batch_sizes: Of the calls of the batch ahead.
+        outputs: On the loss rank, the values that the step uses of each call of the teacher.
+        statistics: Of each call, what this rank's BatchNorm layers will move towards, by their
+            names in the LightningModule.
+    """
+
+    batch_sizes: tuple[int, ...]
+    outputs: dict[tuple[int, ValueRef], Tensor]
+    statistics: dict[int, dict[str, list[Part]]]
 
 
 @dataclass(frozen=True)
@@ -90,6 +107,7 @@ class Engine:
         self._known_units: dict[tuple[TensorSpec, ...], StepUnits] = {}
         self._step: StepContext | None = None
         self._ahead_units: StepUnits | None = None
+        self._resumed: Ahead | None = None
         self._leaves: dict[tuple[int, ValueRef], Tensor] = {}
         self._rest_actions: Sequence[Action] = ()
 
@@ -230,6 +248,10 @@ class Engine:
         header, inputs = self._exchange(step, batch, ahead, continues=continues)
         if not header.continues:
             self.drain()
+        elif self._resumed is not None:
+            self._ahead_units = self._units(header.inputs)
+            self._put_ahead(self._ahead_units, self._resumed)
+            self._resumed = None
         context = self._open_step(header, inputs)
         self._step = context
         executor = self.executor
@@ -238,6 +260,7 @@ class Engine:
             started = time.perf_counter()
             self._runner.effects(step, header.batch(), self._seed + self._index)
             recorder.ran(self._index, Action(Op.EFFECTS, self.rank), started)
+        executor.commit_ahead()
         actions = context.program.schedule.ranks[self.rank]
         stop = next(i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS})
         plan = self.captured.plan
@@ -276,6 +299,8 @@ class Engine:
         if ahead is not None:
             inputs[1] = self._runner.inputs(ahead[1], ahead[0], seed + 1, effects=False)
         was_ahead = self._ahead_units is not None
+        if self._resumed is not None:
+            was_ahead = self._resumed.batch_sizes == tuple(x.shape[0] for x in inputs[0])
         header = StepHeader.of(
             batch, inputs[0], inputs.get(1),
             continues=was_ahead if continues is None else was_ahead and continues,
@@ -356,12 +381,94 @@ class Engine:
         self._index += 1
         self._step = None
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """The seed of the steps' random streams, and the number of the next step."""
+        return self._seed, self._index
+
+    def ahead(self) -> Ahead | None:
+        """Between two steps: what has run ahead of the next one; None if nothing has."""
+        units = self._ahead_units
+        if units is None:
+            return self._resumed
+        values = self._teacher_values() if self.is_loss_rank else []
+        outputs = self.executor.outputs_ahead(self._index, units, values)
+        names = {layer: name for name, layer in self.module.named_modules()}
+        statistics = {
+            call: {names[layer]: parts for layer, parts in layers.items()}
+            for call, layers in self.executor.statistics_ahead().items()
+        }
+        return Ahead(tuple(spec.shape[0] for spec in units.inputs), outputs, statistics)
+
+    def resume(self, position: tuple[int, int], ahead: Ahead | None) -> None:
+        """Go on where another engine stopped; all ranks call it before their first step.
+
+        Args:
+            position: Its :attr:`position`.
+            ahead: What its loss rank knew to have run ahead, on all ranks.
+
+        Raises:
+            CaptureError: The step uses other values of the teacher than that engine's.
+        """
+        if ahead is not None and ahead.outputs.keys() != set(self._teacher_values()):
+            raise CaptureError(
+                "the checkpoint was made within an epoch by a step that used its teacher in "
+                "another way. Resume with that step, or from a checkpoint of the end of an epoch"
+            )
+        self._seed, self._index = position
+        self._resumed = ahead
+
+    def run_ahead(self, step: Step, batch: Any) -> None:
+        """The teacher's calls of the coming step, now; every rank calls it before that step.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch, on the data rank.
+        """
+        inputs: dict[int, tuple[Tensor, ...]] = {}
+        if self.is_data_rank:
+            inputs[1] = self._runner.inputs(step, batch, self._seed + self._index, effects=False)
+            header = StepHeader.of(batch, inputs[1])
+            header.send(self.transport)
+        else:
+            header = StepHeader.receive(self.transport, self.placement.data_rank)
+        units, program = self._units(header.inputs), lower(teacher_only(self.pipeline))
+        context = StepContext(self._index - 1, program, {1: units}, inputs)
+        self.executor.post_receives(context)
+        if self.is_data_rank:
+            self.executor.send_inputs(context, 1)
+        self.executor.run(context, program.schedule.ranks[self.rank])
+        self.executor.finish(context)
+        self._ahead_units = units
+
+    def _put_ahead(self, units: StepUnits, ahead: Ahead) -> None:
+        if self.is_loss_rank:
+            self.executor.put_ahead(self._index, units, ahead.outputs)
+        layers = dict(self.module.named_modules())
+        self.executor.put_statistics(
+            {
+                call: {layers[name]: parts for name, parts in statistics.items() if name in layers}
+                for call, statistics in ahead.statistics.items()
+            }
+        )
+
+    def _teacher_values(self) -> list[tuple[int, ValueRef]]:
+        plan = self.captured.plan
+        interceptions = {(i.call, i.position) for i in plan.interceptions}
+        return [
+            (call, ref)
+            for call in plan.calls_of("teacher")
+            for ref in plan.used["teacher"]
+            if (call, ref.position) in interceptions
+        ]
+
     def note_optimizer(self, started: float) -> None:
         """The optimizer step of this rank ended."""
         self.executor.recorder.ran(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
 
     def drain(self) -> None:
         """Forget what ran ahead: the next batch is not the one that was announced."""
+        self._resumed = None
         if self._ahead_units is not None:
             self.executor.drop_lookahead()
             self._ahead_units = None

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import NetworkName, ValueRef
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message, Program
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
@@ -98,6 +98,7 @@ class Executor:
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._orders: dict[tuple[int, Op, int], CallOrder] = {}
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
+        self._uncommitted: list[tuple[NetworkName, tuple[int, int, int]]] = []
         self.recorder = Recorder()
         self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
             Op.FORWARD: self._forward,
@@ -211,12 +212,54 @@ class Executor:
 
     def output(self, step: StepContext, call: int, ref: ValueRef) -> Tensor:
         """On the loss rank: one value of one call for the whole batch, detached."""
-        parts = [
-            self._outputs[step.index, producer][ref]
-            for producer in step.units[0].producers(call, ref)
-        ]
+        return self._whole(step.index, step.units[0], call, ref)
+
+    def _whole(self, batch: int, units: StepUnits, call: int, ref: ValueRef) -> Tensor:
+        parts = [self._outputs[batch, producer][ref] for producer in units.producers(call, ref)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.detach()
+
+    def outputs_ahead(
+        self, batch: int, units: StepUnits, values: Sequence[tuple[int, ValueRef]]
+    ) -> dict[tuple[int, ValueRef], Tensor]:
+        """Between two steps: values of calls that ran ahead, for their whole batch."""
+        pending = [key for key in self._receipts if key[0] == batch and key[2].op is Op.LOSS]
+        for key in pending:
+            producer = key[1]
+            received = self._wait(self._receipts.pop(key))
+            refs = units.outputs_of(producer)
+            self._outputs[batch, producer] = dict(zip(refs, received, strict=True))
+        return {(call, ref): self._whole(batch, units, call, ref) for call, ref in values}
+
+    def statistics_ahead(self) -> dict[int, dict[nn.Module, list[Part]]]:
+        """Between two steps: BatchNorm statistics of calls that ran ahead, by call and layer."""
+        found: dict[int, dict[nn.Module, list[Part]]] = {}
+        for name, key in self._uncommitted:
+            found.setdefault(key[-1], {}).update(self._statistics[name].collected(key))
+        return found
+
+    def put_statistics(self, statistics: dict[int, dict[nn.Module, list[Part]]]) -> None:
+        """As if calls of the teacher had run ahead and seen these statistics."""
+        for call, parts in statistics.items():
+            key = (-1, 0, call)
+            self._statistics["teacher"].put(key, parts)
+            self._uncommitted.append(("teacher", key))
+
+    def put_ahead(
+        self, batch: int, units: StepUnits, outputs: dict[tuple[int, ValueRef], Tensor]
+    ) -> None:
+        """As if the calls of a batch had run ahead and given these values."""
+        for (call, ref), whole in outputs.items():
+            start = 0
+            for producer in units.producers(call, ref):
+                shapes = units.of(producer).shapes
+                assert shapes is not None
+                spec = shapes.outputs[ref]
+                stop = start + spec.shape[0] if spec.shape else start
+                part = whole if units.of(producer).is_only else whole[start:stop]
+                found = self._outputs.setdefault((batch, producer), {})
+                found[ref] = part.to(self._device)
+                start = stop
 
     def scatter_gradient(
         self, step: StepContext, call: int, gradients: dict[ValueRef, Tensor | None]
@@ -262,6 +305,15 @@ class Executor:
         for store in (self._activations, self._received, self._outputs):
             store.clear()
         self._orders.clear()
+        for name, call in self._uncommitted:
+            self._statistics[name].discard(call)
+        self._uncommitted.clear()
+
+    def commit_ahead(self) -> None:
+        """The step of the batch that ran ahead has begun: now its BatchNorm statistics count."""
+        for name, call in self._uncommitted:
+            self._statistics[name].commit(call)
+        self._uncommitted.clear()
 
     # Handlers
 
@@ -297,14 +349,17 @@ class Executor:
         )
         statistics = self._statistics[name]
         order = self._order(step, action)
-        call = (action.stage, unit.call)
-        plain = unit.is_only and order.is_next(unit.call)
+        call = (batch := step.index + action.batch, action.stage, unit.call)
+        plain = unit.is_only and not action.batch and order.is_next(unit.call)
         with self._context(), nullcontext() if plain else statistics.accumulate(call):
             values, found = self._networks[name].run(inputs, first, last, grad=grad)
         if last == unit.end:
             values = ()
         for complete in order.ran(unit.call):
-            statistics.commit((action.stage, complete))
+            if action.batch:
+                self._uncommitted.append((name, (batch, action.stage, complete)))
+            else:
+                statistics.commit((batch, action.stage, complete))
         self._store(step, action, values, found)
         recyclable = _unshared(inputs, (*values, *found.values())) if received else []
         if grad:

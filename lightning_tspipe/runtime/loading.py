@@ -1,12 +1,22 @@
-"""Loaders as a pipeline needs them: one rank reads ahead, the others wait for word."""
+"""Loaders as a pipeline needs them: one rank reads ahead, the others wait for word.
+
+A checkpoint is taken while the batch after the current one is held already. To resume, a loader of
+the user's that has a state (``state_dict``) is set back to before that batch. Any other loader
+begins its epoch again from the random state that it began with, and what was trained is skipped::
+
+    epoch  |0 1 2 ... n| n+1  n+2        checkpoint after batch n
+           ^ start      ^ random states before each batch that was held
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.random_states import RandomStates
 
 _END = object()
 
@@ -28,6 +38,35 @@ class Remote:
 REMOTE = Remote()
 
 
+@dataclass(frozen=True)
+class _Before:
+    """How things were before a batch was read."""
+
+    random: RandomStates
+    loader: Any
+
+
+def isolated(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader; reading them leaves the random states alone.
+
+    A validation that is left out when a run goes on (Lightning's way with a checkpoint that was
+    saved just before it) then makes no difference to the training.
+    """
+    own, iterator = RandomStates.now(), None
+    while True:
+        outside = RandomStates.now()
+        own.restore()
+        try:
+            iterator = iter(loader) if iterator is None else iterator
+            batch = next(iterator, _END)
+        finally:
+            own = RandomStates.now()
+            outside.restore()
+        if batch is _END:
+            return
+        yield batch
+
+
 class LookaheadLoader:
     """The data rank's loader: it holds the next batch while the current one is trained.
 
@@ -36,6 +75,7 @@ class LookaheadLoader:
         announce: Called with whether another batch comes, before each; for loaders whose length
             the other ranks don't know.
         on_read: Called after each batch with the time at which its reading began.
+        trains: Whether the batches are trained; else reading leaves the random states alone.
 
     Attributes:
         current: Number of the batch in training, over all epochs.
@@ -47,13 +87,19 @@ class LookaheadLoader:
         loader: Iterable[Any],
         announce: Callable[[bool], None] | None = None,
         on_read: Callable[[float], None] | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
         self._loader = loader
+        self._trains = trains
         self._announce = announce
         self._on_read = on_read
-        self._state: Any = None
         self._read: dict[int, Any] = {}
+        self._before: dict[int, _Before] = {}
         self._num_read = 0
+        self._first = 0
+        self._start: RandomStates | None = None
+        self._resume: dict[str, Any] | None = None
         self.current = -1
         self.agree: Callable[[bool], bool] | None = None
 
@@ -69,6 +115,7 @@ class LookaheadLoader:
         """
         self.current += 1
         self._read.pop(self.current, None)
+        self._before.pop(self.current, None)
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -79,23 +126,56 @@ class LookaheadLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = iter(self._loader)
-        self._read = {}
+        self._read, self._before = {}, {}
         self.current = self._num_read - 1
-        following = self._read_from(iterator)
+        batches = self._batches()
+        following = next(batches, _END)
         while following is not _END:
             current = following
-            # A checkpoint of now must give back the batch that is only held, not trained yet.
-            self._state = self._inner_state()
-            following = self._read_from(iterator)
+            following = next(batches, _END)
             if self._announce is not None:
                 self._announce(True)
             yield current
         if self._announce is not None:
             self._announce(False)
 
+    def _batches(self) -> Iterator[Any]:
+        resume, self._resume = self._resume, None
+        if resume is None:
+            yield from self._epoch(RandomStates.now())
+            return
+        now = RandomStates.from_dict(resume["now"])
+        if not resume["held"]:  # the epoch had ended
+            now.restore()
+            yield from self._epoch(now)
+            return
+        start = RandomStates.from_dict(resume["start"])
+        start.restore()
+        iterator = self._begin(start)
+        self._first -= resume["num_batches"]
+        if not self.has_state:
+            for _ in range(resume["num_batches"]):
+                next(iterator, None)
+        for state in resume["held"]:
+            RandomStates.from_dict(state).restore()
+            batch = self._read_from(iterator)
+            if batch is not _END:
+                yield batch
+        now.restore()
+        yield from iter(lambda: self._read_from(iterator), _END)
+
+    def _epoch(self, start: RandomStates) -> Iterator[Any]:
+        iterator = self._begin(start)
+        yield from iter(lambda: self._read_from(iterator), _END)
+
+    def _begin(self, start: RandomStates) -> Iterator[Any]:
+        self._start = start
+        self._first = self._num_read
+        return iter(self._loader) if self._trains else isolated(self._loader)
+
     def _read_from(self, iterator: Iterator[Any]) -> Any:
         started = time.perf_counter()
+        before = _Before(RandomStates.now(), self._loader_state())
         batch = next(iterator, _END)
         if self.agree is not None and not self.agree(batch is not _END):
             batch = _END
@@ -103,16 +183,23 @@ class LookaheadLoader:
             self._on_read(started)
         if batch is not _END:
             self._read[self._num_read] = batch
+            self._before[self._num_read] = before
             self._num_read += 1
         return batch
 
-    def _inner_state(self) -> Any:
-        state_dict = getattr(self._loader, "state_dict", None)
-        return state_dict() if callable(state_dict) else None
+    @property
+    def has_state(self) -> bool:
+        """Whether the user's loader has a state of its own."""
+        return callable(getattr(self._loader, "state_dict", None))
+
+    def _loader_state(self) -> Any:
+        return self._loader.state_dict() if self.has_state else None  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the loader as it was before it read ahead."""
-        return self._state if self._state is not None else {}
+        """The state of the user's loader as it was before it read ahead; empty without one."""
+        before = self._before.get(self.current + 1)
+        state = before.loader if before is not None else self._loader_state()
+        return state or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hand a state to the user's loader, if it takes one."""
@@ -120,8 +207,40 @@ class LookaheadLoader:
         if callable(load) and state:
             load(state)
 
+    def progress(self, *, ended: bool) -> dict[str, Any]:
+        """What :meth:`resume` needs to go on with the batch after the current one.
 
-class UnsizedRemoteLoader:
+        Args:
+            ended: Whether the epoch is over, although a batch may be held.
+        """
+        held = [] if ended else [number for number in self._before if number > self.current]
+        return {
+            "num_batches": self.current + 1 - self._first,
+            "start": self._start.to_dict() if self._start is not None else None,
+            "loader": self.state_dict() if self.has_state else None,
+            "held": [self._before[number].random.to_dict() for number in sorted(held)],
+            "now": RandomStates.now().to_dict(),
+        }
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Begin the next iteration where a checkpoint was taken."""
+        self._resume = progress
+        # Lightning does it within an epoch only.
+        self.load_state_dict(progress["loader"] or {})
+
+
+class _Stateless:
+    """Resumes with the data rank; Lightning would warn of a loader that can't be resumed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+class UnsizedRemoteLoader(_Stateless):
     """The loader of the other ranks, for data of unknown length.
 
     Args:
@@ -136,7 +255,7 @@ class UnsizedRemoteLoader:
             yield REMOTE
 
 
-class RemoteLoader:
+class RemoteLoader(_Stateless):
     """The loader of the other ranks: as many batches as the data rank's."""
 
     def __init__(self, length: int) -> None:

@@ -130,6 +130,20 @@ class Shards:
             merged.update(shard)
         return {**own, "state": dict(sorted(merged.items()))}
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients that this rank has accumulated, by parameter name, in host memory."""
+        return {
+            name: parameter.grad.detach().cpu()
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None and not parameter.is_meta
+        }
+
+    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Set the gradients of this rank's parameters to what :meth:`gradients` gave."""
+        for name, parameter in self._module.named_parameters():
+            if name in gradients and not parameter.is_meta:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+
     def restore(self, rank: int, transport: Transport) -> None:
         """Bring the whole module back to the loss rank; the others keep what they own."""
         state = self.state_dict(rank, transport)

@@ -49,6 +49,15 @@ def backwards(pipeline: Pipeline) -> Iterator[Action]:
         yield Action(Op.BACKWARD, action.stage, action.unit)
 
 
+def teacher_only(pipeline: Pipeline) -> Schedule:
+    """The teacher of the next batch and nothing else: what a step before would have run."""
+    ranks: list[list[Action]] = [[] for _ in _ranks(pipeline)]
+    ranks[pipeline.data_rank].append(Action(Op.DATA, pipeline.data_rank, batch=1))
+    for action in teachers(pipeline, batch=1):
+        ranks[pipeline.rank_of(action)].append(action)
+    return Schedule(pipeline, tuple(map(tuple, ranks)))
+
+
 def loss(pipeline: Pipeline) -> Action:
     """The loss of the whole batch."""
     return Action(Op.LOSS, pipeline.loss_rank)

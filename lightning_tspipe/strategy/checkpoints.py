@@ -1,4 +1,8 @@
-"""Checkpoints: one ordinary Lightning file, whatever the stages are."""
+"""Checkpoints: one ordinary Lightning file, whatever the stages are.
+
+Beside what Lightning keeps, the file holds under ``lightning_tspipe`` what a pipeline needs to go
+on exactly where it stopped, within an epoch too. A Trainer with another strategy leaves it alone.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from lightning_tspipe.runtime.weights import Shards
+from lightning_tspipe.strategy import progress
 from lightning_tspipe.strategy.evaluating import EvaluationHooks
 from lightning_tspipe.strategy.training import plain_optimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+ENTRY = "lightning_tspipe"
+
 
 class CheckpointHooks(EvaluationHooks):
     """The part of the strategy that saves and loads."""
+
+    _left: dict[str, Any] | None
+    _left_shards: Shards | None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -24,6 +35,69 @@ class CheckpointHooks(EvaluationHooks):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._engine is None:
+        # After a fit the module is whole again; of the optimizers each rank still has its part.
+        shards = self._left_shards if self._engine is None else self._engine.shards
+        if shards is None:
             return super().optimizer_state(optimizer)
-        return self._engine.shards.optimizer_state(plain_optimizer(optimizer), self.transport)
+        return shards.optimizer_state(plain_optimizer(optimizer), self.transport)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        if "optimizer_states" in checkpoint:  # not with weights_only
+            found = self._left if self._engine is None else self._progress()
+            if self.is_loss_rank:
+                _add(checkpoint, self.replicas.gather(found), self._declared_delay)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._trainer.state.fn == "fit":
+            self._resumed = progress.of_replica(
+                checkpoint.get(ENTRY, []), self.replica, self.num_replicas
+            )
+        return checkpoint
+
+    @override
+    def on_train_end(self) -> None:
+        if self._engine is not None:
+            # What is saved after the fit must be something to go on from.
+            self._left = self._progress()
+            self._left_shards = self._engine.shards
+        super().on_train_end()
+
+    def _progress(self) -> dict[str, Any] | None:
+        assert self._engine is not None
+        loop = self._trainer.fit_loop
+        return progress.collect(
+            self._engine,
+            self._loader,
+            epoch_ended=loop.epoch_loop._num_ready_batches_reached(),  # noqa: SLF001
+            accumulating=loop._should_accumulate(),  # noqa: SLF001
+        )
+
+
+def _add(checkpoint: dict[str, Any], replicas: list[dict[str, Any] | None], declared: Any) -> None:
+    """Add where the pipelines are, and what other strategies need to go on from there.
+
+    Args:
+        checkpoint: Lightning's; changed in place.
+        replicas: What ``progress.collect`` gave for each; None if there is nothing to go on from.
+        declared: The ``DelayedTeacherUpdate`` callback, if there is one.
+    """
+    loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+    loops.pop("combined_loader", None)
+    first = replicas[0]
+    if first is None:
+        return
+    checkpoint[ENTRY] = replicas
+    if first["loader"]["loader"] is not None:
+        # Where Lightning keeps it, so that every strategy resumes a loader with a state.
+        loops["combined_loader"] = [first["loader"]["loader"]]
+    if first["teacher_ahead"] is not None and first["ema_in_step"] and declared is not None:
+        # The next EMA comes in the next step: until then the teacher is still the late one.
+        names = tuple(f"{name}." for name in declared.teacher)
+        weights = {k: v for k, v in checkpoint["state_dict"].items() if k.startswith(names)}
+        checkpoint["callbacks"][declared.state_key] = {"snapshot": weights}

@@ -37,6 +37,7 @@ class DataHooks(ProcessHooks):
     _loader: LookaheadLoader | None
     _prepared: tuple[int, Any]
     step_sync: StepSync | None
+    _resumed: dict[str, Any] | None
 
     @property
     def _module(self) -> LightningModule:
@@ -89,12 +90,15 @@ class DataHooks(ProcessHooks):
         self, dataloader: Any, announce: Callable[[bool], None] | None = None
     ) -> LookaheadLoader:
         on_read = partial(self.pipelined.recorder.paused, "load")
-        loader = LookaheadLoader(dataloader, announce, on_read)
+        trains = self._trainer.training
+        loader = LookaheadLoader(dataloader, announce, on_read, trains=trains)
         if _length(dataloader) is None and self.num_replicas > 1:
             loader.agree = self.replicas.all_say
-        if self._trainer.training:
+        if trains:
             self._loader = loader
             self._prepared = (-1, None)  # numbers start anew
+            if self._resumed is not None and self._resumed["loader"] is not None:
+                loader.resume(self._resumed["loader"])
         return loader
 
     @override
@@ -154,10 +158,16 @@ class DataHooks(ProcessHooks):
         trainer = self._trainer
         stepping = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
         step = trainer.global_step + int(stepping)
-        for callback in getattr(trainer, "callbacks", ()):
-            if hasattr(callback, "delay") and hasattr(callback, "start_step"):
-                return bool(callback.delay) and step >= callback.start_step
-        return True
+        declared = self._declared_delay
+        return declared is None or (bool(declared.delay) and step >= declared.start_step)
+
+    @property
+    def _declared_delay(self) -> Any:
+        """The callback in which the user says how late the teacher is; None without one."""
+        callbacks = getattr(self._trainer, "callbacks", ())
+        return next(
+            (c for c in callbacks if hasattr(c, "delay") and hasattr(c, "start_step")), None
+        )
 
     def _step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
         """A user's step as a function of the batch alone."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
+from lightning_tspipe.runtime.loading import isolated
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
@@ -107,7 +108,7 @@ class Pipelined:
             while transport.receive_object(strategy.num_ranks - 1) != _DONE:
                 yield None
             return
-        for batch in islice(loader, limit):
+        for batch in islice(isolated(loader), limit):
             self._tell("next")
             yield strategy.transfer(batch)
         self._tell(_DONE)

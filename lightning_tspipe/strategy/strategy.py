@@ -24,6 +24,7 @@ from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.failures import settle
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.checkpoints import CheckpointHooks
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
@@ -106,6 +107,9 @@ class PipelineHooks(CheckpointHooks):
         )  # fmt: skip
         self._engine: Engine | None = None
         self._evaluations: dict[Any, Evaluation] = {}
+        self._resumed: dict[str, Any] | None = None
+        self._left: dict[str, Any] | None = None
+        self._left_shards: Shards | None = None
         self._loader: LookaheadLoader | None = None
         self._prepared: tuple[int, Any] = (-1, None)
         self._announced = -1
@@ -142,6 +146,7 @@ class PipelineHooks(CheckpointHooks):
         if self.num_ranks > 1:
             self._share_what_steps_leave(trainer)
         if trainer.state.fn == "fit":
+            self._left = self._left_shards = None
             find_networks(self._module, self.options)
             refuse_callbacks(trainer)
             refuse_module(self._module)
@@ -185,14 +190,6 @@ class PipelineHooks(CheckpointHooks):
         self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
 
     @override
-    def on_train_end(self) -> None:
-        if self._engine is not None:
-            self._engine.drain()
-            self._engine.shards.restore(self.pipeline_rank, self.transport)
-            self._engine = None
-            self._evaluations = {}
-
-    @override
     def on_exception(self, exception: BaseException) -> None:
         if self.total_ranks > 1 and not isinstance(exception, KeyboardInterrupt):
             settle(exception, self.global_rank, getattr(self._launcher, "procs", ()))
@@ -208,6 +205,7 @@ class PipelineHooks(CheckpointHooks):
             # A process that ends takes what it sent with it, unless it has arrived.
             self.barrier("teardown")
         self._engine = None
+        self._resumed = None
         self._evaluations = {}
         self._is_whole = self._is_forward_only = False
         if self._peer_metrics is not None:

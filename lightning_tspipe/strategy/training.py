@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.data import DataHooks
+from lightning_tspipe.strategy.progress import late, restore
 from lightning_tspipe.strategy.setup import set_up
 from lightning_tspipe.strategy.support import TeacherWatch, refuse_result, refuse_stop
 from lightning_tspipe.strategy.worlds import world_of
@@ -66,10 +68,8 @@ class TrainingHooks(DataHooks):
 
     def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
-        first = on_cpu(batch) if self.is_data_rank else None
-        first = to_device(
-            self.transport.broadcast_object(first, self.num_ranks - 1), self.root_device
-        )
+        random = RandomStates.now()
+        first = self.share(batch)
         self._engine = set_up(
             self._module,
             self.options,
@@ -82,11 +82,28 @@ class TrainingHooks(DataHooks):
             self.replicas,
         )
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
+        random.restore()  # measuring must not change what the networks draw
+        self._go_on(self._engine, self._step("training_step", rest, batch_idx), batch, batch_idx)
         self._evaluations = {}
         self._watch = self._watch_teacher()
         self._watched_from = self._trainer.global_step
         self.pipelined.placed(self._engine)
         return self._engine
+
+    def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
+        """If the run is resumed, go on exactly where it was stopped."""
+        progress, self._resumed = self._resumed, None
+        is_late = self.options.schedule == "tspipe" and "teacher" in engine.captured.networks
+        if progress is not None:
+            restore(engine, progress, runs_ahead=is_late)
+        declared = self._declared_delay
+        # The late teacher of a checkpoint that another strategy made within an epoch.
+        weights = declared.take_restored() if declared is not None else {}
+        if weights and is_late and batch_idx > 0 and engine.ahead() is None:
+            with late(self._module, weights):
+                engine.run_ahead(step, batch)
+        if self._loader is not None:
+            self._announced = self._loader.current
 
     def _watch_teacher(self) -> TeacherWatch | None:
         engine = self._engine
@@ -167,6 +184,14 @@ class TrainingHooks(DataHooks):
         )
         self.pipelined.recorder.paused("clip", started)
         self._gradients_ready = time.perf_counter()
+
+    @override
+    def on_train_end(self) -> None:
+        if self._engine is not None:
+            self._engine.drain()
+            self._engine.shards.restore(self.pipeline_rank, self.transport)
+            self._engine = None
+            self._evaluations = {}
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:

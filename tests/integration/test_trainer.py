@@ -145,7 +145,7 @@ def test_a_checkpoint_is_that_of_one_device(optimizer: str, tmp_path: Path) -> N
         torch.load(tmp_path / name / "saved/last.ckpt", weights_only=False)
         for name in ("alone", "together")
     )
-    assert actual.keys() == expected.keys()
+    assert actual.keys() - expected.keys() == {"lightning_tspipe"}
     assert list(actual["state_dict"]) == list(expected["state_dict"])
     torch.testing.assert_close(actual["state_dict"], expected["state_dict"], **CLOSE)
     ours, theirs = actual["optimizer_states"][0], expected["optimizer_states"][0]

@@ -15,7 +15,7 @@ from pytorch_lightning import Callback as OtherCallback
 from torch import Tensor
 
 from lightning_tspipe import TSPipeStrategy
-from tests.exactness.modules import CASES, make_epochs
+from tests.exactness.modules import ALL_CASES, make_epochs
 from tests.exactness.setting import OPTIMIZERS, loss_of
 
 WORLDS = ("lightning.pytorch", "pytorch_lightning")
@@ -27,7 +27,7 @@ class Training:
     """What a Trainer gets.
 
     Attributes:
-        case: Name in the exactness tests' ``CASES``.
+        case: Name in the exactness tests' ``ALL_CASES``.
         strategy: Name of the strategy, ``instance`` for one made from ``options``.
         options: Arguments of ``TSPipeStrategy``.
         num_ranks: Devices.
@@ -123,7 +123,7 @@ class _Steps:
 
 def lightning_module(case: str, world: str, optimizer: str) -> Any:
     """A case of the exactness tests, as a module of one Lightning world."""
-    known = CASES[case]
+    known = ALL_CASES[case]
     base: type[LightningModule] = importlib.import_module(world).LightningModule
     made = type(known.make.__name__, (_Steps, known.make, base), {"optimizer_name": optimizer})
     torch.manual_seed(0)

@@ -1,0 +1,149 @@
+"""Where a pipeline stopped: what a checkpoint needs beside Lightning's own state.
+
+Collected from all ranks between two steps, and handed back before the first step of another run,
+which may have other stages. Everything in it is a plain value or a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.plan import ValueRef
+from lightning_tspipe.runtime.engine import Ahead, Engine
+from lightning_tspipe.runtime.random_states import RandomStates
+from lightning_tspipe.runtime.weights import LOSS_RANK
+
+if TYPE_CHECKING:
+    from lightning_tspipe.runtime.loading import LookaheadLoader
+
+
+def collect(
+    engine: Engine, loader: LookaheadLoader | None, *, epoch_ended: bool, accumulating: bool
+) -> dict[str, Any] | None:
+    """Where the pipeline is, on the loss rank; every rank calls it.
+
+    Args:
+        engine: The engine, between two steps.
+        loader: The training loader, on the data rank.
+        epoch_ended: Whether the batch that is held, if any, will not be trained.
+        accumulating: Whether the last backward was not followed by an update.
+    """
+    ahead = engine.ahead()
+    own: dict[str, Any] = {"random": RandomStates.now().to_dict()}
+    if ahead is not None:
+        own["statistics"] = ahead.statistics
+    if loader is not None:
+        own["loader"] = loader.progress(ended=epoch_ended)
+    if accumulating:
+        own["gradients"] = engine.shards.gradients()
+    gathered = engine.transport.gather_object(own, LOSS_RANK)
+    if gathered is None:
+        return None
+    packed = None
+    if ahead is not None:
+        packed = _pack(ahead, [rank["statistics"] for rank in gathered])
+    seed, step = engine.position
+    data = gathered[engine.placement.data_rank]
+    return {
+        "seed": seed,
+        "step": step,
+        "random": [rank["random"] for rank in gathered],
+        "loader": data.get("loader"),
+        "gradients": {k: v for rank in gathered for k, v in rank.get("gradients", {}).items()},
+        "teacher_ahead": packed,
+        "ema_in_step": engine.captured.plan.has_effects,
+    }
+
+
+def restore(engine: Engine, progress: dict[str, Any], *, runs_ahead: bool) -> None:
+    """Bring an engine that was just placed to where another one stopped; every rank calls it.
+
+    Args:
+        engine: The engine.
+        progress: What :func:`collect` gave, on every rank.
+        runs_ahead: Whether a teacher may be late in this run.
+    """
+    packed = progress["teacher_ahead"] if runs_ahead else None
+    ahead = _unpack(packed, engine.device) if packed is not None else None
+    engine.resume((progress["seed"], progress["step"]), ahead)
+    engine.shards.put_gradients(progress["gradients"])
+    random = progress["random"]
+    if len(random) == engine.transport.num_ranks and not engine.is_data_rank:
+        # On the data rank the loader does it, before it reads on.
+        RandomStates.from_dict(random[engine.rank]).restore()
+
+
+def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[str, Any] | None:
+    """Where a replica goes on.
+
+    Args:
+        replicas: What :func:`collect` gave for each replica of the run that was stopped.
+        index: The replica.
+        number: Replicas of this run; with another number than before, samples are dealt out anew,
+            and only the number of the step is known.
+    """
+    if not replicas:
+        return None
+    if len(replicas) == number:
+        return replicas[index]
+    nothing = {"loader": None, "random": [], "gradients": {}, "teacher_ahead": None}
+    return {**replicas[0], **nothing}
+
+
+@contextmanager
+def late(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """While inside, the tensors that this rank holds have other values.
+
+    Args:
+        module: The LightningModule.
+        weights: Values by dotted name. Buffers of modules in train mode keep their own: their
+            forwards update them.
+    """
+    swapped = []
+    for name, value in weights.items():
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        tensor = getattr(owner, key)
+        if not tensor.is_meta and not (key in owner._buffers and owner.training):  # noqa: SLF001
+            swapped.append((tensor, tensor.data))
+            tensor.data = value.to(tensor.device)
+    try:
+        yield
+    finally:
+        for tensor, data in swapped:
+            tensor.data = data
+
+
+def _pack(ahead: Ahead, statistics: list[dict[int, Any]]) -> dict[str, Any]:
+    return {
+        "batch_sizes": list(ahead.batch_sizes),
+        "outputs": [
+            [call, ref.position, ref.slot, tensor.detach().cpu().clone()]
+            for (call, ref), tensor in ahead.outputs.items()
+        ],
+        "statistics": {
+            call: {
+                name: [[count, mean.cpu(), variance.cpu()] for count, mean, variance in parts]
+                for rank in statistics
+                for name, parts in rank.get(call, {}).items()
+            }
+            for call in sorted({call for rank in statistics for call in rank})
+        },
+    }
+
+
+def _unpack(packed: dict[str, Any], device: torch.device) -> Ahead:
+    outputs = {(call, ValueRef(link, slot)): value for call, link, slot, value in packed["outputs"]}
+    statistics = {
+        call: {
+            name: [(count, mean.to(device), var.to(device)) for count, mean, var in parts]
+            for name, parts in layers.items()
+        }
+        for call, layers in packed["statistics"].items()
+    }
+    return Ahead(tuple(packed["batch_sizes"]), outputs, statistics)

@@ -1,0 +1,281 @@
+"""A run that was stopped anywhere and goes on is the run that was never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from pytorch_lightning import Callback as OtherCallback
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
+from tests.exactness.modules import images
+from tests.integration.jobs import run
+from tests.integration.trainings import (
+    Recorder,
+    Training,
+    lightning_module,
+    report,
+    strict,
+    trainer_of,
+)
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+SAMPLES = 14  # four batches: 4, 4, 4, 2
+EPOCHS = {"max_epochs": 2}
+
+
+def sample(index: int) -> dict[str, Any]:
+    """Two views, augmented by whatever torch draws at that moment."""
+    views = [images(1, index + 100 * view)[0] + 0.1 * torch.randn(3, 5, 5) for view in range(2)]
+    return {"views": views, "weight": float(index % 4), "name": str(index)}
+
+
+class Augmented(Dataset[Any]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return sample(index)
+
+
+class Stream(IterableDataset[Any]):
+    """No length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(SAMPLES).tolist()
+        return map(sample, order)
+
+
+class Stateful(DataLoader[Any]):
+    """Keeps its place, and its own order in each epoch."""
+
+    epoch = place = 0
+    begin = 0
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(self.epoch)
+        ).tolist()
+        batches = [order[i : i + 4] for i in range(0, SAMPLES, 4)]
+        begin, self.begin = self.begin, 0
+        for place, batch in enumerate(batches[begin:], begin):
+            self.place = place + 1
+            yield self.collate_fn([sample(index) for index in batch])
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.begin = state["epoch"], state["place"]
+
+
+class Fixed(Stateful):
+    """Keeps its place; the same batches in each epoch."""
+
+    def __iter__(self) -> Any:
+        begin, self.begin = self.begin, 0
+        for place in range(begin, 4):
+            self.place = place + 1
+            views = [images(4, 10 * place), images(4, 10 * place + 5)]
+            yield {"views": views, "weight": views[0].mean((1, 2, 3)), "name": [str(place)]}
+        self.place = 0
+
+
+def loader_of(kind: str) -> Any:
+    if kind == "stream":
+        return DataLoader(Stream(), batch_size=4)
+    if kind == "fixed":
+        return Fixed(Augmented(), batch_size=4)
+    if kind == "stateful":
+        return Stateful(Augmented(), batch_size=4)
+    if kind == "workers":
+        return DataLoader(
+            Augmented(), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="fork"
+        )  # as float64
+    return DataLoader(Augmented(), batch_size=4, shuffle=True)
+
+
+class SaveAll(Callback, OtherCallback):
+    """A checkpoint after every batch and every validation."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.num_batches += 1
+        trainer.save_checkpoint(f"batch-{self.num_batches}.ckpt")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(f"validation-{self.num_batches}.ckpt")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(f"epoch-{self.num_batches}.ckpt")
+
+
+class Seen(Callback, OtherCallback):
+    """The samples of each batch, on the rank that reads them."""
+
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        if isinstance(batch, dict):
+            self.names.append(batch["name"])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training that is stopped.
+
+    Attributes:
+        training: What is trained.
+        loader: Kind of loader.
+        validates: Whether there is a validation.
+    """
+
+    training: Training
+    loader: str = "shuffled"
+    validates: bool = False
+
+
+@dataclass
+class Went:
+    """What a run did."""
+
+    losses: list[Tensor]
+    weights: dict[str, Tensor]
+    optimizer: dict[Any, Any]
+    steps: int
+    names: list[list[str]] = field(default_factory=list)
+
+
+def go(it: Run, path: str | None = None, *, saves: bool = False) -> Went:
+    """Fit, from a checkpoint or from the beginning."""
+    strict()
+    torch.manual_seed(3)
+    training = it.training
+    module = lightning_module(training.case, training.world, training.optimizer)
+    if training.change is not None:
+        training.change(module)
+    recorder = Recorder()
+    seen = Seen()
+    trainer = trainer_of(training, module, recorder, seen, *[SaveAll()] * saves)
+    arguments: dict[str, Any] = {"ckpt_path": path} if path is not None else {}
+    if it.validates:
+        module.validation_step = lambda batch: module.log("v", module.student(batch).mean())
+        arguments["val_dataloaders"] = DataLoader(images(6, 9), batch_size=3)
+    trainer.fit(module, loader_of(it.loader), **arguments)
+    trainer.save_checkpoint("end.ckpt")
+    done = report(trainer, module, recorder)
+    end = torch.load("end.ckpt", weights_only=True) if trainer.is_global_zero else {}
+    states = end.get("optimizer_states", [{}])[0].get("state", {})
+    # Rank 0 has the whole module again, the others what the plan gave them.
+    weights = done.weights if trainer.is_global_zero else {}
+    return Went(done.losses, weights, states, done.global_step, seen.names)
+
+
+def stop_and_go(it: Run, names: list[str]) -> tuple[Went, dict[str, Went]]:
+    """The whole run, and what became of it from each of its checkpoints."""
+    whole = go(it, saves=True)
+    return whole, {name: go(it, f"{name}.ckpt") for name in names}
+
+
+def delayed() -> list[Any]:
+    return [DelayedTeacherUpdate()]
+
+
+def cosine_ema() -> list[Any]:
+    return [MomentumEMA((0.5, 1.0), student="student.0"), DelayedTeacherUpdate()]
+
+
+def without_ema(module: Any) -> None:
+    module.ema = "by the callback"
+
+
+def check(whole: Went, resumed: Went) -> None:
+    assert resumed.steps == whole.steps
+    losses = whole.losses[len(whole.losses) - len(resumed.losses) :]
+    torch.testing.assert_close(resumed.losses, losses, **CLOSE)
+    torch.testing.assert_close(resumed.weights, whole.weights, **CLOSE)
+    torch.testing.assert_close(resumed.optimizer, whole.optimizer, **CLOSE)
+    if whole.names and resumed.names:
+        assert resumed.names == whole.names[-len(resumed.names) :]
+
+
+ONE = {"num_microbatches": 1}
+BYOL = Training("Byol-batch-2-by hand", "instance", ONE, callbacks=delayed, trainer=EPOCHS)
+RUNS = {
+    "batchnorm": Run(BYOL),
+    "momentum callback, adam": Run(
+        replace(BYOL, optimizer="adamw", callbacks=cosine_ema, change=without_ema)
+    ),
+    "random step, two micro-batches": Run(
+        replace(BYOL, case="RandomStep", options={"num_microbatches": 2})
+    ),
+    "accumulation": Run(replace(BYOL, trainer={**EPOCHS, "accumulate_grad_batches": 3})),
+    "validation": Run(replace(BYOL, trainer={**EPOCHS, "val_check_interval": 2}), validates=True),
+    "stateful": Run(BYOL, "stateful"),
+    "stream": Run(BYOL, "stream"),
+    "workers": Run(BYOL, "workers"),
+    "gpipe": Run(replace(BYOL, options={"num_microbatches": 1, "schedule": "gpipe"})),
+}
+STOPS = ["batch-1", "batch-2", "batch-3", "epoch-4", "batch-6"]
+SLOW = {"batchnorm", "gpipe", "workers", "stateful", "stream"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNS]
+)
+def test_a_stopped_run_goes_on_exactly(name: str, tmp_path: Path) -> None:
+    it = RUNS[name]
+    stops = [*STOPS, "validation-2"] if it.validates else STOPS
+    ranks = run(stop_and_go, it, stops, folder=tmp_path)
+    for whole, resumed in ranks:
+        for stop, went in resumed.items():
+            assert len(went.losses) == 8 - int(stop.split("-")[1])
+            check(whole, went)
+    read = ranks[-1][0].names  # no batch that was held is lost, none comes twice
+    for epoch in (read[:4], read[4:]):
+        names = [name for batch in epoch for name in batch]
+        assert sorted(names) == sorted(map(str, range(SAMPLES)))
+
+
+@pytest.mark.parametrize("num_ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_going_on_with_other_stages(num_ranks: int, tmp_path: Path) -> None:
+    it = Run(replace(BYOL, case="Byol-group-2-by hand", optimizer="adamw"))
+    whole = run(go_and_save, it, folder=tmp_path)[0]
+    other = replace(it, training=replace(it.training, num_ranks=num_ranks))
+    for stop in ("batch-2", "epoch-4"):
+        path = str(tmp_path / f"{stop}.ckpt")
+        folder = tmp_path / stop
+        folder.mkdir()
+        check(whole, run(go, other, path, num_ranks=num_ranks, folder=folder)[0])
+
+
+@pytest.mark.parametrize("source", [1, 2])
+@pytest.mark.parametrize("stop", ["batch-2", pytest.param("epoch-4", marks=pytest.mark.slow)])
+def test_going_on_with_another_strategy(source: int, stop: str, tmp_path: Path) -> None:
+    names = {"student": ["student"], "teacher": ["teacher"]}
+    plain = replace(BYOL, strategy="auto", num_ranks=1, options={})
+    piped = replace(BYOL, options={**ONE, **names})
+    trainings = {1: Run(plain, "fixed"), 2: Run(piped, "fixed")}
+    whole = run(go_and_save, trainings[source], num_ranks=source, folder=tmp_path)[0]
+    target = 3 - source
+    folder = tmp_path / "resumed"
+    folder.mkdir()
+    path = str(tmp_path / f"{stop}.ckpt")
+    resumed = run(go, trainings[target], path, num_ranks=target, folder=folder)[0]
+    assert len(resumed.losses) == 8 - int(stop.split("-")[1])
+    check(whole, resumed)
+
+
+def go_and_save(it: Run) -> Went:
+    return go(it, saves=True)
