@@ -156,7 +156,8 @@ class _Layer:
             assert isinstance(running, Tensor)
             # Like torch's own update, invisible to autograd: a backward that is still to come saved
             # the running statistics but does not read them.
-            running.data.mul_(1.0 - momentum).add_(new, alpha=momentum)
+            # In the order of its arithmetic too, so that the last bit is the same.
+            running.data.mul_(1.0 - momentum).add_(new * momentum)
 
 
 # Of a micro-batch: count, mean and unbiased variance.
