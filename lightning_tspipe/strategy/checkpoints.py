@@ -93,9 +93,10 @@ def _add(checkpoint: dict[str, Any], replicas: list[dict[str, Any] | None], decl
     if first is None:
         return
     checkpoint[ENTRY] = replicas
-    if first["loader"]["loader"] is not None:
+    loader = (first["loader"] or {}).get("loader")
+    if loader is not None:
         # Where Lightning keeps it, so that every strategy resumes a loader with a state.
-        loops["combined_loader"] = [first["loader"]["loader"]]
+        loops["combined_loader"] = [loader]
     if first["teacher_ahead"] is not None and first["ema_in_step"] and declared is not None:
         # The next EMA comes in the next step: until then the teacher is still the late one.
         names = tuple(f"{name}." for name in declared.teacher)

@@ -91,7 +91,7 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
         return None
     if len(replicas) == number:
         return replicas[index]
-    nothing = {"loader": None, "random": [], "gradients": {}, "teacher_ahead": None}
+    nothing: dict[str, Any] = {"loader": None, "random": [], "gradients": {}, "teacher_ahead": None}
     return {**replicas[0], **nothing}
 
 

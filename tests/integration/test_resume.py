@@ -277,5 +277,19 @@ def test_going_on_with_another_strategy(source: int, stop: str, tmp_path: Path) 
     check(whole, resumed)
 
 
+@pytest.mark.slow
+def test_replicas_go_on_with_their_own_batches(tmp_path: Path) -> None:
+    options = {"num_stages": 2, "num_microbatches": 1}
+    training = replace(BYOL, case="Byol-group-2-by hand", options=options, num_ranks=4)
+    it = Run(replace(training, trainer={**EPOCHS, "accumulate_grad_batches": 2}))
+    stops = ["batch-1", "epoch-2", "batch-3"]
+    ranks = run(stop_and_go, it, stops, num_ranks=4, folder=tmp_path)
+    for whole, resumed in ranks:
+        for stop, went in resumed.items():
+            assert len(went.losses) == 4 - int(stop.split("-")[1])
+            check(whole, went)
+    assert ranks[1][0].names != ranks[3][0].names
+
+
 def go_and_save(it: Run) -> Went:
     return go(it, saves=True)
