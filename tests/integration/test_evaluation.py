@@ -156,6 +156,31 @@ def test_a_step_that_cannot_be_captured_runs_on_one_rank(tmp_path: Path) -> None
     assert "test_evaluation.py" in output  # where the step decides
 
 
+def predict_two_ways(training: Training) -> Any:
+    """The second loader's batches go on where the first one's stop."""
+    strict()
+    module, loader = build(training)
+
+    def predict_step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        found = features(module, batch)
+        return found if dataloader_idx == 0 else module.head(found)
+
+    module.predict_step = predict_step
+    trainer = trainer_of(training, module)
+    predicted = trainer.predict(module, [loader, loader])
+    whole = not any(parameter.is_meta for parameter in module.parameters())
+    return predicted, whole
+
+
+def test_loaders_whose_steps_differ(tmp_path: Path) -> None:
+    expected, results = both(predict_two_ways, MOCO, tmp_path)
+    for predicted, whole in results:
+        torch.testing.assert_close(predicted, expected[0], **CLOSE)
+        assert whole
+    output = (tmp_path / "together/output-0.txt").read_text()
+    assert "another way through the student than the step that the stages were cut for" in output
+
+
 def decide_late(module: Any) -> None:
     def step(batch: Any, batch_idx: int) -> None:
         if module.net(batch[0]).sum() > 0:
