@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -50,6 +51,9 @@ class Probe(Callback):
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        self.facts["connected in setup"] = dist.is_initialized()
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.facts["whole at the start"] = not any(p.is_meta for p in module.parameters())
@@ -106,6 +110,7 @@ def probe(training: Training) -> tuple[dict[str, Any], str, bool, list[str]]:
 def test_what_the_strategy_answers(tmp_path: Path) -> None:
     facts, paths, on_cpu, kept = zip(*run(probe, BYOL, folder=tmp_path), strict=True)
     for rank, fact in enumerate(facts):
+        assert fact["connected in setup"]
         assert fact["whole at the start"]
         assert fact["is the module"]
         assert fact["ranks"] == (rank, rank, 0)
@@ -240,6 +245,16 @@ def start_differently(module: Any) -> None:
             parameter.add_(torch.rand_like(parameter), alpha=0.01)
 
 
+def build_late(module: Any) -> None:
+    """The network is made in ``configure_model``, when all ranks have the same seed."""
+    net, module.net = module.net, None
+
+    def configure_model() -> None:
+        module.net = module.net or net
+
+    module.configure_model = configure_model
+
+
 def fit(training: Training) -> Trained:
     strict()
     module, loader = build(training)
@@ -252,9 +267,43 @@ def fit(training: Training) -> Trained:
 CLASSIFIER = replace(BYOL, case="Classifier-batch", callbacks=list)
 
 
-@pytest.mark.parametrize("change", [leave_some_unused, start_differently])
+@pytest.mark.parametrize("change", [leave_some_unused, start_differently, build_late])
 def test_modules_as_under_ddp(change: Any, tmp_path: Path) -> None:
     expected, results = both(fit, replace(CLASSIFIER, change=change), tmp_path)
     torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
     torch.testing.assert_close(results[0].weights, expected.weights, **CLOSE)
     assert results[0].meta == []
+
+
+def fit_then_take_the_best(training: Training) -> Any:
+    """The best checkpoint, not the last weights, when no module is given."""
+    strict()
+    module, loader = build(training)
+
+    def step(batch: Any, batch_idx: int) -> None:
+        module.log("score", module.net(batch[0]).square().mean())
+
+    module.validation_step = module.test_step = step
+    module.predict_step = lambda batch, batch_idx: module.net(batch[0])
+    best = ModelCheckpoint(dirpath="saved", monitor="score", mode="max")
+    trainer = trainer_of(training, module, best)
+    trainer.fit(module, loader, labelled(50))
+    last = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    tested = trainer.test(
+        dataloaders=labelled(50), ckpt_path="best", verbose=False, weights_only=False
+    )
+    predicted = trainer.predict(
+        module, labelled(50), ckpt_path=best.best_model_path, weights_only=False
+    )
+    return last["score"], tested[0]["score"], predicted
+
+
+def test_evaluating_the_best_checkpoint(tmp_path: Path) -> None:
+    arguments = {"enable_checkpointing": True, "max_epochs": 3}
+    expected, results = both(
+        fit_then_take_the_best, replace(CLASSIFIER, trainer=arguments, optimizer="adamw"), tmp_path
+    )
+    assert expected[0] != expected[1]
+    for last, tested, predicted in results:
+        assert (last, tested) == pytest.approx(expected[:2], rel=1e-9)
+        torch.testing.assert_close(predicted, expected[2], **CLOSE)

@@ -1,4 +1,4 @@
-"""Each line of the support table names a test that exists."""
+"""Each line of the support table names a test that exists; so does the list of conformance."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/guide/lightning.md"
+LIST = ROOT / "tests/conformance/README.md"
 TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<name>\w+)`")
 
 
@@ -44,8 +45,18 @@ def test_a_row_says_what_holds_and_names_its_test(row: str) -> None:
     cells = [cell.strip() for cell in row.strip("|").split(" | ")]
     assert len(cells) == 3, row
     assert all(cells), row
-    named = TEST.findall(cells[2])
-    assert named, row
+    assert_they_exist(cells[2])
+
+
+def assert_they_exist(text: str) -> None:
+    named = TEST.findall(text)
+    assert named, text
     for file, name in named:
         assert (ROOT / file).is_file(), file
         assert name in names_in(file), f"{file} has no {name}"
+
+
+def test_the_list_of_conformance_names_tests_that_exist() -> None:
+    text = LIST.read_text(encoding="utf-8")
+    assert_they_exist(text)
+    assert len(TEST.findall(text)) == text.count("::")
