@@ -101,6 +101,7 @@ def _measure(
             trainable=_is_trained(plan, name),
             wanted=network.wanted,
             max_seconds=_PROFILE_SECONDS,
+            lender=network if network.is_late else None,
         )
         profiles[name] = NetworkProfile(tuple(records))
     return profiles

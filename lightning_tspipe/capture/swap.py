@@ -66,6 +66,24 @@ def meta_like(tensor: Tensor) -> Tensor:
     return meta
 
 
+_BLOCK = 65_536
+
+
+def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same kind with values such that what runs through keeps its size."""
+    made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    if tensor.dim() > 1 and tensor.dtype.is_floating_point:
+        # A block of random numbers again and again: drawing billions takes longer than measuring.
+        block = torch.randn(min(_BLOCK, tensor.numel()), device=device) / tensor[0].numel() ** 0.5
+        flat = made.view(-1)
+        for start in range(0, len(flat), len(block)):
+            part = flat[start : start + len(block)]
+            part.copy_(block[: len(part)])
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
 @contextmanager
 def forwards_replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """While inside, calling one of the modules runs the given function instead of its forward."""

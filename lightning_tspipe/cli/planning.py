@@ -74,6 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are calculated from floating-point operations, nothing is measured",
     )
     parser.add_argument("--microbatches", type=int, help="per call, instead of the best number")
+    parser.add_argument(
+        "--activation-checkpointing",
+        action="store_true",
+        help="stages keep their inputs only and run again in the backward",
+    )
     parser.add_argument("--student", nargs="+", help="trained submodules, if not `student`")
     parser.add_argument("--teacher", nargs="+", help="forward-only submodules, if not `teacher`")
     parser.add_argument("--accelerator", default="auto", help="where to measure")
@@ -84,11 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure or read, plan, print, save."""
     cluster = _cluster(options)
-    profile = _profile(options)
-    if options.save_profile is not None:
-        options.save_profile.write_text(profile.to_json(), encoding="utf-8")
-    if options.batch is not None:
-        profile = profile.with_batch(options.batch)
+    profile = _changed(_profile(options), options)
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
     if len(names) > 1 and profile.teacher is None:
         names = tuple(name for name in names if name != "gpipe")
@@ -106,6 +107,17 @@ def run(options: argparse.Namespace) -> None:
     if options.save is not None:
         options.save.write_text(best.plan.to_json(), encoding="utf-8")
         print(f"\nsaved; {_use(options)}")  # noqa: T201
+
+
+def _changed(profile: StepProfile, options: argparse.Namespace) -> StepProfile:
+    """The profile, saved if that is wanted, for the step that is asked about."""
+    if options.save_profile is not None:
+        options.save_profile.write_text(profile.to_json(), encoding="utf-8")
+    if options.batch is not None:
+        profile = profile.with_batch(options.batch)
+    if options.activation_checkpointing:
+        profile = profile.recomputing(range(profile.student.num_atoms))
+    return profile
 
 
 def _use(options: argparse.Namespace) -> str:

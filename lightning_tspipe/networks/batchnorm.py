@@ -51,8 +51,18 @@ class DeferredStatistics:
         Args:
             call: What the statistics belong to; several may be collected at a time.
         """
+        with self._routed(self._collected.setdefault(call, {})):
+            yield
+
+    @contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Within: forwards in train mode leave the running statistics alone."""
+        with self._routed({}):
+            yield
+
+    @contextmanager
+    def _routed(self, observed: Observed) -> Iterator[None]:
         active = [layer for layer in self._layers if layer.is_tracking()]
-        observed = self._collected.setdefault(call, {})
         for layer in active:
             layer.attach(observed)
         try:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tel
     repeats: int = 3,
     max_seconds: float = math.inf,
     progress: Callable[[int, int], None] | None = None,
+    lender: Lender | None = None,
 ) -> list[AtomProfile]:
     """Measure every atom of a chain, in the present modes; the network's state stays as it is.
 
@@ -50,6 +51,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tel
         repeats: Rounds per size after the warm-up.
         max_seconds: No round starts after this time, except the first one of each size.
         progress: Called with the number of rounds done and planned.
+        lender: For a network without values, which it gets atom by atom.
 
     Returns:
         One record per atom. Memory that two atoms keep for their backward counts for the first.
@@ -57,7 +59,7 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tel
     Raises:
         PartitionError: The network can run none of the sizes.
     """
-    walk = _Walk(atoms, inputs, trainable=trainable)
+    walk = _Walk(atoms, inputs, lender, trainable=trainable)
     deadline = time.perf_counter() + max_seconds
     rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
     with _state_kept(atoms, inputs.device), torch.set_grad_enabled(trainable):
@@ -67,6 +69,16 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tel
             if progress is not None:
                 progress(done, len(rounds))
         return walk.profiles(wanted)
+
+
+class Lender(Protocol):
+    """Whoever has a network that is too large to be whole."""
+
+    def with_values(self, atom: Atom) -> AbstractContextManager[None]:
+        """While inside, an atom has values."""
+
+    def on_meta(self) -> AbstractContextManager[None]:
+        """While inside, the network is on the meta device."""
 
 
 @dataclass(slots=True)
@@ -82,9 +94,12 @@ class _Times:
 class _Walk:
     """Runs the chain atom by atom and remembers times and bytes."""
 
-    def __init__(self, atoms: Sequence[Atom], inputs: Tensor, *, trainable: bool) -> None:
+    def __init__(
+        self, atoms: Sequence[Atom], inputs: Tensor, lender: Lender | None, *, trainable: bool
+    ) -> None:
         self._atoms = atoms
         self._inputs = inputs
+        self._lender = lender
         self._trainable = trainable
         self._times = [_Times() for _ in atoms]
         self._sizes: set[int] = set()  # that the network can run
@@ -96,12 +111,17 @@ class _Walk:
         received: Tensors = (self._inputs[:size].clone(),)
         try:
             for atom, times in zip(self._atoms, self._times, strict=True):
-                received = _cut_off(self._measure_atom(atom, times, received, size, repeat))
+                with self._lent(atom):
+                    passed = self._measure_atom(atom, times, received, size, repeat)
+                received = _cut_off(passed)
                 if not received:
                     break
         except ValueError:  # a BatchNorm that needs more samples
             return
         self._sizes.add(size)
+
+    def _lent(self, atom: Atom) -> AbstractContextManager[None]:
+        return nullcontext() if self._lender is None else self._lender.with_values(atom)
 
     def _measure_atom(
         self, atom: Atom, times: _Times, received: Tensors, size: int, repeat: int
@@ -139,6 +159,11 @@ class _Walk:
                 "modes; use larger batches"
             )
         sample = self._inputs[: min(self._sizes)].clone()
+        if self._lender is None:
+            weights = weigh_atoms(self._atoms, sample, wanted)
+        else:
+            with self._lender.on_meta():
+                weights = weigh_atoms(self._atoms, sample.to("meta"), wanted)
         return [
             replace(
                 record,
@@ -147,9 +172,7 @@ class _Walk:
                 input_backward=self._runnable(times.input_backward),
                 weight_backward=self._runnable(times.weight_backward),
             )
-            for record, times in zip(
-                weigh_atoms(self._atoms, sample, wanted), self._times, strict=True
-            )
+            for record, times in zip(weights, self._times, strict=True)
         ]
 
     def _runnable(self, times: Seconds) -> Seconds:

@@ -210,6 +210,11 @@ class Layout:
         activations = self._per_rank(self.workload.activation_sums)
         held = [a + b for a, b in zip(self.state_bytes, activations, strict=True)]
         samples = sum(self.workload.samples())
+        again = [0.0] * self.workload.num_ranks
+        for start, stop, rank in self.student_parts:
+            need = self.workload.again_bytes(start, stop, self.num_microbatches)
+            again[rank] = max(again[rank], need)
+        held = [a + b for a, b in zip(held, again, strict=True)]
         # What a stage received stays until its backward.
         for start, _, rank in self.student_parts[1:]:
             held[rank] += self.workload.student.atoms[start - 1].output_bytes_per_sample * samples

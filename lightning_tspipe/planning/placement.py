@@ -17,6 +17,8 @@ class Placement:
         teacher_ranks: The rank of each teacher stage.
         num_microbatches: Micro-batches per call.
         split: Student stages whose backward runs in two halves.
+        recomputed: Atoms of the student that run again in the backward, so that only what they
+            got is kept.
     """
 
     num_ranks: int
@@ -26,6 +28,7 @@ class Placement:
     teacher_ranks: tuple[int, ...] = ()
     num_microbatches: int = 1
     split: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
 
     @property
     def data_rank(self) -> int:

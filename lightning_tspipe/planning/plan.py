@@ -46,6 +46,7 @@ class Plan:
         speeds: By rank: how many times as fast as the device that was measured; () if all are
             equal.
         memory: What the memory is needed for; None in a plan of an older version.
+        recomputed: Atoms of the student that run again in the backward.
     """
 
     schedule: str
@@ -64,6 +65,7 @@ class Plan:
     num_replicas: int = 1
     speeds: tuple[float, ...] = ()
     memory: MemoryUse | None = None
+    recomputed: tuple[int, ...] = ()
 
     @property
     def placement(self) -> Placement:
@@ -77,6 +79,7 @@ class Plan:
             teacher_ranks=() if teacher is None else teacher.ranks,
             num_microbatches=self.num_microbatches,
             split=self.split,
+            recomputed=frozenset(self.recomputed),
         )
 
     def simulate(self, num_steps: int = 5) -> Timeline:
@@ -143,6 +146,7 @@ class Plan:
         for name in ("student_cuts", "teacher_cuts", "memory_bytes", "state_bytes"):
             data[name] = tuple(data[name])
         data["speeds"] = tuple(data.get("speeds", ()))
+        data["recomputed"] = tuple(data.get("recomputed", ()))
         if data.get("memory") is not None:
             data["memory"] = MemoryUse(**{k: tuple(v) for k, v in data["memory"].items()})
         return cls(**data)
@@ -189,6 +193,8 @@ class Plan:
 
     def _title(self) -> str:
         halves = f", backward in halves on stages {sorted(self.split)}" if self.split else ""
+        if self.recomputed:
+            halves += f", activations of {len(self.recomputed)} atoms computed again"
         replicas = ""
         if self.num_replicas > 1:
             replicas = f" in {self.num_replicas} replicas of {self.pipeline.num_ranks} ranks"

@@ -338,6 +338,7 @@ class _Planner:
             num_replicas=workload.num_replicas,
             speeds=() if len(set(speeds)) == 1 else speeds,
             memory=layout.memory_use,
+            recomputed=tuple(sorted(workload.student.recomputed)),
         )
 
     def _reason(self, layout: Layout, seconds: float, num_equal: int) -> str:

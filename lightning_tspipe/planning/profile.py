@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -31,6 +31,7 @@ class AtomProfile:
         trainable_bytes: The parameters that get a gradient.
         result_bytes_per_sample: What the loss gets from here: a tap, or the network's output.
         joined: Whether the next atom must be in the same stage (they share a parameter).
+        recomputed: Whether it runs again in the backward, so that only what it got is kept.
     """
 
     name: str
@@ -44,6 +45,7 @@ class AtomProfile:
     trainable_bytes: int = 0
     result_bytes_per_sample: int = 0
     joined: bool = False
+    recomputed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -91,12 +93,46 @@ class NetworkProfile:
         Returns:
             One number more than there are atoms: atoms i to j - 1 take ``sums[j] - sums[i]``.
         """
-        times = (seconds_at(getattr(atom, kind), size) for atom in self.atoms)
-        return tuple(accumulate(times, initial=0.0))
+        return tuple(accumulate((_seconds(atom, kind, size) for atom in self.atoms), initial=0.0))
+
+    @property
+    def recomputed(self) -> frozenset[int]:
+        """The atoms that run again in the backward."""
+        return frozenset(place for place, atom in enumerate(self.atoms) if atom.recomputed)
+
+    def recomputing(self, atoms: Collection[int]) -> NetworkProfile:
+        """The same network, of which some atoms run again in the backward."""
+        return NetworkProfile(
+            tuple(replace(a, recomputed=place in atoms) for place, a in enumerate(self.atoms))
+        )
+
+    def kept_sums(self) -> tuple[int, ...]:
+        """Running sums over the atoms, from 0: bytes per sample kept from forward to backward.
+
+        Of neighbours that run again, what the first one got; at the beginning of a stage it has
+        been received, and counts there.
+        """
+        kept = [0 if atom.recomputed else atom.activation_bytes_per_sample for atom in self.atoms]
+        for place in self.recomputed:
+            if place and not self.atoms[place - 1].recomputed:
+                kept[place] = self.atoms[place - 1].output_bytes_per_sample
+        return tuple(accumulate(kept, initial=0))
+
+    def again_sums(self) -> tuple[int, ...]:
+        """Running sums over the atoms, from 0: bytes per sample that running again needs."""
+        needs = (atom.activation_bytes_per_sample * atom.recomputed for atom in self.atoms)
+        return tuple(accumulate(needs, initial=0))
 
     def byte_sums(self, kind: str) -> tuple[int, ...]:
         """Running sums over the atoms, from 0, of an attribute that counts bytes."""
         return tuple(accumulate((getattr(atom, kind) for atom in self.atoms), initial=0))
+
+
+def _seconds(atom: AtomProfile, kind: str, size: int) -> float:
+    seconds = seconds_at(getattr(atom, kind), size)
+    if atom.recomputed and kind in ("backward", "input_backward"):
+        seconds += seconds_at(atom.forward, size)
+    return seconds
 
 
 def seconds_at(times: Seconds, size: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,10 @@ class StepProfile:
         held = sum(atom.parameter_bytes for network in networks for atom in network.atoms)
         trained = sum(atom.trainable_bytes for atom in self.student.atoms)
         return held + int(trained * (1 + self.optimizer_bytes_per_parameter_byte))
+
+    def recomputing(self, atoms: Collection[int]) -> StepProfile:
+        """The same step, with atoms of the student that run again in the backward."""
+        return replace(self, student=self.student.recomputing(atoms))
 
     def plan(self, num_ranks: int, **wishes: Any) -> Plan:  # noqa: ANN401 - as in `plan`
         """The fastest plan over ``num_ranks`` ranks; see :func:`~.planner.plan` for the wishes.

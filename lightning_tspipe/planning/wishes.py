@@ -59,6 +59,8 @@ class Wishes:
     def splits(self, workload: Workload, num_stages: int) -> tuple[frozenset[int], ...]:
         """Sets of stages to split. Nobody waits for stage 0, so it stays whole."""
         later = frozenset(range(1, num_stages))
+        if workload.student.recomputed:
+            return (frozenset(),)  # each half would run the stage again
         if self.split != "auto":
             return (later if self.split else frozenset(),)
         if self.schedule != "tspipe" or not workload.student.can_split:

@@ -28,9 +28,12 @@ from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
+from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
 from lightning_tspipe.runtime.header import StepHeader
+from lightning_tspipe.runtime.late import LateWeights
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
@@ -81,6 +84,7 @@ class Engine:
         seed: Seed of the steps' random streams, the same on all ranks.
         forward_context: The precision plugin's forward context.
         replicas: The other pipelines that train the same networks on other batches.
+        compiler: Compiles what stages run.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -92,6 +96,7 @@ class Engine:
         seed: int = 0,
         forward_context: Callable[[], AbstractContextManager[None]] = nullcontext,
         replicas: Replicas | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.module = module
         self.transport = transport
@@ -101,6 +106,8 @@ class Engine:
         self.context = forward_context
         self._replicas = replicas or Replicas()
         self._reduction: GradientReduction | None = None
+        self.compiler = compiler
+        self.late: LateWeights | None = None
         self._seed = seed
         self._index = 0
         self._programs: dict[tuple[bool, bool], Program] = {}
@@ -147,7 +154,12 @@ class Engine:
         return Captured(plan, networks)
 
     def place(
-        self, captured: Captured, placement: Placement, schedule: str, costs: CostTable | None
+        self,
+        captured: Captured,
+        placement: Placement,
+        schedule: str,
+        costs: CostTable | None,
+        late: LateWeights | None = None,
     ) -> None:
         """Cut the networks, keep this rank's stages, and build the schedules.
 
@@ -156,6 +168,7 @@ class Engine:
             placement: Who gets what.
             schedule: ``tspipe``, ``gpipe`` or ``sequential``.
             costs: Costs of the stages, for the order of actions; None for equal ones.
+            late: Where the values come from, of a module that has none; it stays spread.
 
         Raises:
             PartitionError: The cuts separate a tied parameter.
@@ -174,6 +187,10 @@ class Engine:
         self._schedule = schedule
         self._costs = costs or CostTable.uniform(self.pipeline)
         self.shards = Shards(self.module, networks, self.cuts, self.ranks)
+        self.late = late
+        if late is not None:
+            late.fill(partial(self.shards.holds, rank=self.rank))
+            self.shards.stays_spread = True
         self.shards.place(self.rank, self.device)
         if self._replicas.number > 1:
             trained = self.shards.by_stage(self.rank)
@@ -185,7 +202,32 @@ class Engine:
             )
             for name, network in networks.items()
         }
-        self.executor = Executor(self.transport, networks, statistics, self.context, self.device)
+        self.executor = Executor(
+            self.transport,
+            networks,
+            statistics,
+            self.context,
+            self.device,
+            self._executions(networks, statistics),
+        )
+
+    def _executions(
+        self,
+        networks: dict[NetworkName, ChainNetwork],
+        statistics: dict[NetworkName, DeferredStatistics],
+    ) -> dict[NetworkName, Execution]:
+        """How the networks' atoms run, where not simply as they are."""
+        again = {"student": self.placement.recomputed}
+        return {
+            name: Execution(
+                network.compiled_chain(self.compiler),
+                {block: self.module.get_submodule(block) for block in network.block_names},
+                statistics[name],
+                again.get(name, ()),
+            )
+            for name, network in networks.items()
+            if self.compiler is not None or again.get(name)
+        }
 
     def _pipeline(
         self,

@@ -8,7 +8,7 @@ and ``gradients``. What another rank made is there because its receipt was waite
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +23,7 @@ from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
+from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport import Receipt, Transport
@@ -72,20 +73,23 @@ class Executor:
         statistics: Deferred BatchNorm statistics of each network.
         forward_context: The precision plugin's forward context.
         device: Where this rank computes.
+        executions: How the atoms of networks run, if not as they are.
 
     Attributes:
         recorder: Notes when what ran.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
         self,
         transport: Transport,
         networks: dict[NetworkName, ChainNetwork],
         statistics: dict[NetworkName, DeferredStatistics],
         forward_context: Callable[[], AbstractContextManager[None]],
         device: torch.device,
+        executions: Mapping[NetworkName, Execution] | None = None,
     ) -> None:
         self._device = device
+        self._executions = executions or {}
         self._transport = transport
         self._rank = transport.rank
         self._networks = networks
@@ -352,7 +356,10 @@ class Executor:
         call = (batch := step.index + action.batch, action.stage, unit.call)
         plain = unit.is_only and not action.batch and order.is_next(unit.call)
         with self._context(), nullcontext() if plain else statistics.accumulate(call):
-            values, found = self._networks[name].run(inputs, first, last, grad=grad)
+            execution = self._executions.get(name)
+            values, found = self._networks[name].run(
+                inputs, first, last, grad=grad, run=execution.run if execution is not None else None
+            )
         if last == unit.end:
             values = ()
         for complete in order.ran(unit.call):

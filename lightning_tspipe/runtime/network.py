@@ -31,7 +31,8 @@ from lightning_tspipe.networks.atoms import (
     function_atom,
     join_atoms,
 )
-from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.codegen import RangeFunction, Tensors
+from lightning_tspipe.runtime.execution import Ran
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class ChainNetwork:
     Attributes:
         atoms: Its atoms; parameter names are those of the LightningModule.
         ends: For each link of the chain, one after its last atom.
+        chain: Runs them.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class ChainNetwork:
             place = places[starts[ref.position] + output.atom]
             self._refs[ref] = OutputRef(place.atom, place.slot + output.slot)
         self._values = {(o.atom, o.slot): ref for ref, o in self._refs.items()}
-        self._chain = AtomChain(self.atoms, wanted=frozenset(self._refs.values()))
+        self.chain = AtomChain(self.atoms, wanted=frozenset(self._refs.values()))
         self._modules = [
             m
             for link in self._links
@@ -149,7 +151,13 @@ class ChainNetwork:
         return tuple(ref for ref, out in self._refs.items() if start <= out.atom < stop)
 
     def run(
-        self, received: Tensors, start: int, stop: int, *, grad: bool
+        self,
+        received: Tensors,
+        start: int,
+        stop: int,
+        *,
+        grad: bool,
+        run: Callable[[Tensors, int, int], Ran] | None = None,
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
         """Run some atoms.
 
@@ -159,12 +167,13 @@ class ChainNetwork:
             stop: One after the last.
             grad: Whether the call takes part in the backward; links that the step ran under
                 ``no_grad`` never do.
+            run: Runs a range, if not :attr:`chain`.
         """
         outputs: dict[ValueRef, Tensor] = {}
         values = received
         for first, last, link_grad in self._stretches(start, stop):
             with torch.set_grad_enabled(grad and link_grad):
-                values, found = self._chain.run(values, first, last)
+                values, found = (run or self.chain.run)(values, first, last)
             for atom, slot, tensor in found:
                 outputs[self._values[atom, slot]] = tensor
         return values, outputs
@@ -234,6 +243,31 @@ class ChainNetwork:
         """While inside, parameters and buffers have shapes only."""
         with swap.TensorSwap(self._modules, swap.meta_like)():
             yield
+
+    def compiled_chain(
+        self, compiler: Callable[[RangeFunction], RangeFunction] | None
+    ) -> AtomChain:
+        """The same atoms, run by functions that a compiler makes."""
+        if compiler is None:
+            return self.chain
+        return AtomChain(self.atoms, self.chain.wanted, compiler)
+
+    @contextmanager
+    def with_values(self, atom: Atom) -> Iterator[None]:
+        """While inside, parameters and buffers of one atom that have no values have some."""
+        reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
+
+        def make(tensor: Tensor) -> Tensor:
+            wanted = tensor.is_meta and id(tensor) in reads
+            return swap.arbitrary_like(tensor, self._device) if wanted else tensor
+
+        with swap.TensorSwap(self._modules, make)():
+            yield
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a part of it has no values."""
+        return any(t.is_meta for m in self._modules for t in (*m.parameters(), *m.buffers()))
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.

@@ -7,7 +7,8 @@ identity, name and shape. So optimizers and EMA loops run unmodified and touch o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,9 @@ class Shards:
         networks: The pipelined networks.
         cuts: Their cuts.
         ranks: The rank of each of their stages.
+
+    Attributes:
+        stays_spread: Whether no rank may hold the whole module, after the training neither.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Shards:
         self._module = module
         self._networks = networks
         self._cuts = cuts
+        self.stays_spread = False
         # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
         self._owners: dict[str, int] = {}
         self._inside: set[str] = set()
@@ -78,16 +83,20 @@ class Shards:
                 found[stages.get(name, REST)].append(parameter)
         return dict(found)
 
+    def holds(self, name: str, rank: int) -> bool:
+        """Whether a rank holds a parameter or buffer; what is not pipelined, all of them do."""
+        return self.owner(name) == rank or not self.is_pipelined(name)
+
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
         for name, parameter in self._module.named_parameters():
-            here = self.owner(name) == rank or not self.is_pipelined(name)
+            here = self.holds(name, rank)
             _move(parameter, device if here else torch.device("meta"))
         for prefix, module in self._module.named_modules():
             for key, buffer in module._buffers.items():  # noqa: SLF001 - no public way
                 name = f"{prefix}.{key}" if prefix else key
                 if buffer is not None:
-                    here = self.owner(name) == rank or not self.is_pipelined(name)
+                    here = self.holds(name, rank)
                     target = device if here else torch.device("meta")
                     module._buffers[key] = buffer.to(target)  # noqa: SLF001
 
@@ -109,6 +118,11 @@ class Shards:
         for shard in gathered:
             merged.update(shard)
         return {key: merged.get(key, value) for key, value in state.items()}
+
+    def own_state_dict(self, rank: int) -> dict[str, Any]:
+        """The part of the state dict that a rank holds; what all hold is the loss rank's."""
+        state = self._module.state_dict()
+        return {name: _cpu(value) for name, value in state.items() if self.owner(name) == rank}
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, transport: Transport
@@ -145,19 +159,57 @@ class Shards:
                 parameter.grad = gradients[name].to(parameter.device, copy=True)
 
     def restore(self, rank: int, transport: Transport) -> None:
-        """Bring the whole module back to the loss rank; the others keep what they own."""
-        state = self.state_dict(rank, transport)
-        if rank != LOSS_RANK:
+        """Bring the whole module back to the loss rank; the others keep what they own.
+
+        A module that stays spread stays as it is.
+        """
+        if self.stays_spread:
             return
-        for name, parameter in self._module.named_parameters():
-            if parameter.is_meta:
-                replacement = nn.Parameter(state[name], requires_grad=parameter.requires_grad)
-                torch.utils.swap_tensors(parameter, replacement)
-        for prefix, module in self._module.named_modules():
-            for key, buffer in module._buffers.items():  # noqa: SLF001 - no public way
-                name = f"{prefix}.{key}" if prefix else key
-                if buffer is not None and buffer.is_meta and name in state:
-                    module._buffers[key] = state[name]  # noqa: SLF001
+        own = {
+            name: _cpu(tensor)
+            for name, tensor in named_tensors(self._module)
+            if self.owner(name) == rank and rank != LOSS_RANK
+        }
+        gathered = transport.gather_object(own, LOSS_RANK)
+        if gathered is None:
+            return
+        found = {name: value for shard in gathered for name, value in shard.items()}
+        for name, tensor in named_tensors(self._module):
+            if tensor.is_meta:
+                put(self._module, tensor, found[name])
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, those that state dicts leave out too, each once."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
+    """Give a parameter or buffer on the meta device its value; a parameter keeps its identity.
+
+    Returns:
+        A function that takes the value back.
+    """
+    if isinstance(old, nn.Parameter):
+        made = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
+        made.__dict__.update(old.__dict__)
+        torch.utils.swap_tensors(old, made)
+        return partial(torch.utils.swap_tensors, old, made)
+    value = value.to(old.dtype)
+    places = [
+        (child, key)
+        for child in module.modules()
+        for key, buffer in child._buffers.items()  # noqa: SLF001 - a buffer may have two places
+        if buffer is old
+    ]
+
+    def exchange(buffer: Tensor) -> None:
+        for child, key in places:
+            child._buffers[key] = buffer  # noqa: SLF001
+
+    exchange(value)
+    return partial(exchange, old)
 
 
 def _cpu(value: Any) -> Any:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy import progress
-from lightning_tspipe.strategy.evaluating import EvaluationHooks
+from lightning_tspipe.strategy.sharded import ShardedHooks
 from lightning_tspipe.strategy.training import plain_optimizer
 
 if TYPE_CHECKING:
@@ -21,23 +20,22 @@ if TYPE_CHECKING:
 ENTRY = "lightning_tspipe"
 
 
-class CheckpointHooks(EvaluationHooks):
+class CheckpointHooks(ShardedHooks):
     """The part of the strategy that saves and loads."""
 
     _left: dict[str, Any] | None
-    _left_shards: Shards | None
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._engine is None:
-            return self._module.state_dict()
+        if self.saves_shards or self._engine is None:
+            return super().lightning_module_state_dict()
         return self._engine.shards.state_dict(self.pipeline_rank, self.transport)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         # After a fit the module is whole again; of the optimizers each rank still has its part.
         shards = self._left_shards if self._engine is None else self._engine.shards
-        if shards is None:
+        if self.saves_shards or shards is None:
             return super().optimizer_state(optimizer)
         return shards.optimizer_state(plain_optimizer(optimizer), self.transport)
 
@@ -48,7 +46,9 @@ class CheckpointHooks(EvaluationHooks):
         if "optimizer_states" in checkpoint:  # not with weights_only
             found = self._left if self._engine is None else self._progress()
             if self.is_loss_rank:
-                _add(checkpoint, self.replicas.gather(found), self._declared_delay)
+                # Of shards no rank has the teacher that a callback would go on from.
+                declared = None if self.saves_shards else self._declared_delay
+                _add(checkpoint, self.replicas.gather(found), declared)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

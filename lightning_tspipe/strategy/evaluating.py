@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from typing_extensions import override
 
 from lightning_tspipe.errors import CaptureError, ConfigurationError, PartitionError
 from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.late import is_late
+from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.forwards import set_up_forwards
-from lightning_tspipe.strategy.setup import share_weights
+from lightning_tspipe.strategy.origin import Origin, share_weights
+from lightning_tspipe.strategy.setup import find_networks
 from lightning_tspipe.strategy.training import TrainingHooks
 from lightning_tspipe.strategy.worlds import world_of
+
+if TYPE_CHECKING:
+    from lightning_tspipe.runtime.engine import Engine
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -30,6 +36,7 @@ class EvaluationHooks(TrainingHooks):
 
     _is_whole: bool
     _is_forward_only: bool
+    _spread: Engine | None
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,14 +88,16 @@ class EvaluationHooks(TrainingHooks):
 
     def _evaluation_of(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Evaluation | None:
         """A step as the pipeline runs it; None if the loss rank is to run it alone."""
-        outside = self._trainer.training and self._engine is None
-        if outside or self._is_whole or (self.num_ranks == 1 and self._engine is None):
+        outside = (self._trainer.training or self.num_ranks == 1) and self._placed is None
+        if outside or self._is_whole:
             return None
         if key not in self._evaluations:
             try:
                 self._begin_evaluation(step, self.share(batch), key)
             except (CaptureError, ConfigurationError, PartitionError) as error:
-                if self._trainer.state.fn == "fit":
+                # Of a module without values no rank can hold the whole.
+                is_spread = self.transport.broadcast_object(is_late(self._module), LOSS_RANK)
+                if self._trainer.state.fn == "fit" or is_spread:
                     raise
                 self._end_forwards()
                 self._is_whole = True
@@ -101,7 +110,7 @@ class EvaluationHooks(TrainingHooks):
     def _begin_evaluation(self, step: Callable[[Any], Any], first: Any, key: Any) -> None:
         # Tensors that are made in inference mode could not be trained afterwards.
         with torch.inference_mode(mode=False), torch.no_grad():
-            if self._engine is None:
+            if self._placed is None:
                 self._engine = set_up_forwards(
                     self._module,
                     self.options,
@@ -111,9 +120,16 @@ class EvaluationHooks(TrainingHooks):
                     step,
                     first,
                     self.replicas,
+                    self._origin(),
                 )
                 self._is_forward_only = True
-            self._evaluations[key] = Evaluation(self._engine, step, first)
+            assert self._placed is not None
+            self._evaluations[key] = Evaluation(self._placed, step, first)
+
+    @property
+    def _placed(self) -> Engine | None:
+        """The engine that has the stages; of a training that is over, if they stay spread."""
+        return self._engine or self._spread
 
     def _end_forwards(self) -> None:
         """After an evaluation without a training: every rank holds the whole module again."""
@@ -121,14 +137,23 @@ class EvaluationHooks(TrainingHooks):
         if self._engine is None or not self._is_forward_only:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
-            self._engine.shards.restore(self.pipeline_rank, self.transport)
-            share_weights(self._module, self.transport)
+            if self._engine.late is not None:
+                self._engine.late.drop()
+            else:
+                self._engine.shards.restore(self.pipeline_rank, self.transport)
+                networks = find_networks(self._module, self.options)
+                share_weights(self._module, networks, self.transport, Replicas(), Origin())
         self._engine = None
         self._evaluations = {}
         self._is_forward_only = False
 
     def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any) -> Any:
         """Without a pipeline, the loss rank holds all networks."""
+        if is_late(self._module) and self.is_loss_rank:
+            raise ConfigurationError(
+                "the module was built on the meta device and has no weights before the first "
+                "training batch, so that nothing can be evaluated in a training before it"
+            )
         data_rank = self.num_ranks - 1
         if self.is_data_rank and not self.is_loss_rank:
             self.transport.send_object(on_cpu(batch), LOSS_RANK)

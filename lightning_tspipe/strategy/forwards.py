@@ -20,13 +20,8 @@ from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Captured, Engine
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
-from lightning_tspipe.strategy.setup import (
-    HOST_LINK,
-    SetupOptions,
-    find_networks,
-    parse_bytes,
-    share_weights,
-)
+from lightning_tspipe.strategy.origin import Origin, share_weights
+from lightning_tspipe.strategy.setup import HOST_LINK, SetupOptions, find_networks, parse_bytes
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -40,6 +35,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     step: Step,
     batch: Any,
     replicas: Replicas,
+    origin: Origin,
 ) -> Engine:
     """Make this rank ready to evaluate; all ranks of its pipeline have the same first batch.
 
@@ -50,7 +46,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     """
     networks = find_networks(module, options)
     engine = Engine(module, networks, transport, device, 0, context)
-    share_weights(module, transport, replicas)
+    late = share_weights(module, networks, transport, replicas, origin)
     captured = engine.capture(step, batch, training=False)
     planner = transport.num_ranks - 1
     decided: Placement | PartitionError | None = None
@@ -59,7 +55,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     decided = transport.broadcast_object(decided, planner)
     if isinstance(decided, PartitionError):
         raise decided
-    engine.place(captured, decided, "gpipe", None)
+    engine.place(captured, decided, "gpipe", None, late)
     return engine
 
 

@@ -6,7 +6,8 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from torch import nn
 
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -25,6 +27,8 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.strategy.origin import Origin, share_weights
+from lightning_tspipe.strategy.support import refuse_compiled
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -48,6 +52,8 @@ class SetupOptions:
     memory_limit: int | str | None = None
     state_limit: int | float | str | None = None
     plan: Plan | None = None
+    activation_checkpointing: Literal["auto"] | bool | Sequence[str] = False
+    compile: bool | Mapping[str, Any] = False
 
     def __post_init__(self) -> None:
         if self.schedule not in {"tspipe", "gpipe", "sequential"}:
@@ -63,6 +69,51 @@ class SetupOptions:
                 f"partition={self.partition!r}: 'auto', or the number of atoms of each stage"
             )
         parse_bytes(self.memory_limit)
+        self._check_execution()
+
+    def _check_execution(self) -> None:
+        again = self.activation_checkpointing
+        if isinstance(again, str) and again != "auto":
+            raise ConfigurationError(
+                f"activation_checkpointing={again!r}: 'auto', True, or a list of patterns"
+            )
+        if self.split_backward is True and (again is True or not isinstance(again, bool | str)):
+            raise ConfigurationError(
+                "split_backward=True with activation_checkpointing: each half would run the stage "
+                "again. Leave one of them out"
+            )
+        if self.split_backward is True and self.compile is not False:
+            raise ConfigurationError(
+                "split_backward=True with compile: the backward of a compiled stage is one piece. "
+                "Leave one of them out"
+            )
+
+    @property
+    def compiler(self) -> Compiler | None:
+        """What compiles the stages."""
+        if self.compile is False:
+            return None
+        return Compiler({} if self.compile is True else self.compile)
+
+    def recomputed(self, atom_names: Sequence[str]) -> frozenset[int]:
+        """The atoms of the student that run again in the backward, as far as the user says so.
+
+        Raises:
+            ConfigurationError: A pattern is that of no atom.
+        """
+        again = self.activation_checkpointing
+        if again == "auto" or isinstance(again, bool):
+            return frozenset(range(len(atom_names)) if again is True else ())
+        found: set[int] = set()
+        for pattern in again:
+            matches = {i for i, name in enumerate(atom_names) if fnmatchcase(name, pattern)}
+            if not matches:
+                raise ConfigurationError(
+                    f"activation_checkpointing: {pattern!r} is the name of no atom; there are "
+                    f"{', '.join(atom_names)}"
+                )
+            found |= matches
+        return frozenset(found)
 
     @property
     def microbatch_counts(self) -> tuple[int, ...]:
@@ -101,6 +152,7 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
             "the order in which training_step calls them: TSPipeStrategy(student=[...], "
             f"teacher=[...]) (its submodules: {children})"
         )
+    refuse_compiled(module, (*student, *teacher))
     seen: dict[int, str] = {}
     for name in (*student, *teacher):
         for path, child in module.get_submodule(name).named_modules():
@@ -149,6 +201,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     replicas: Replicas,
+    origin: Origin,
 ) -> Engine:
     """Make this rank ready to train; all ranks of its pipeline have the same first batch.
 
@@ -158,14 +211,37 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     """
     networks = find_networks(module, options)
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
-    engine = Engine(module, networks, transport, device, seed, context, replicas)
-    share_weights(module, transport, replicas)
+    engine = Engine(module, networks, transport, device, seed, context, replicas, options.compiler)
+    late = share_weights(module, networks, transport, replicas, origin)
     captured = engine.capture(step, batch)
-    if options.plan is not None:
+    placement, costs = _agree(captured, options, transport, device, optimizers, replicas, origin)
+    engine.place(captured, placement, options.schedule, costs, late)
+    if late is not None:
+        late.done()
+    engine.shards.stays_spread |= origin.placement is not None
+    for optimizer in optimizers:
+        engine.shards.forget_optimizer_state(optimizer)
+    return engine
+
+
+def _agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
+    captured: Captured,
+    options: SetupOptions,
+    transport: Transport,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+    replicas: Replicas,
+    origin: Origin,
+) -> tuple[Placement, CostTable | None]:
+    """Who gets what, on all ranks."""
+    costs = None
+    if origin.placement is not None:
+        placement = origin.placement
+    elif options.plan is not None:
         _check_plan(options.plan, captured, transport.num_ranks, replicas.number)
         placement, costs = options.plan.placement, options.plan.costs
     elif transport.num_ranks == 1:
-        placement, costs = _single(captured, options), None
+        placement = _single(captured, options)
     else:
         decided = None
         if replicas.is_first:
@@ -177,44 +253,19 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         placement, costs, summary = replicas.broadcast(decided)
         if transport.rank == LOSS_RANK and replicas.is_first:
             log.info("%s", summary)
-    engine.place(captured, placement, options.schedule, costs)
-    for optimizer in optimizers:
-        engine.shards.forget_optimizer_state(optimizer)
-    return engine
+    return _executed_as_wished(placement, captured, options), costs
 
 
-def share_weights(
-    module: nn.Module, transport: Transport, replicas: Replicas | None = None
-) -> None:
-    """Every rank gets the weights of the loss rank, whatever its own random numbers were.
-
-    Args:
-        module: The module.
-        transport: How to reach the other ranks of the pipeline.
-        replicas: The other pipelines, if they are to have the first one's weights.
-    """
-    replicas = replicas or Replicas()
-    if transport.num_ranks == 1 and replicas.number == 1:
-        return
-    mine = transport.rank == LOSS_RANK and replicas.is_first
-    state = {k: v.detach().cpu() for k, v in module.state_dict().items()} if mine else None
-    if transport.rank == LOSS_RANK:
-        state = replicas.broadcast(state)
-    state = transport.broadcast_object(state, LOSS_RANK)
-    if mine:
-        return
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_meta:
-            filled = torch.empty_like(tensor, device="cpu").copy_(state[name])
-            if isinstance(tensor, nn.Parameter):
-                replacement = nn.Parameter(filled, requires_grad=tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, replacement)
-            else:
-                path, _, key = name.rpartition(".")
-                module.get_submodule(path)._buffers[key] = filled  # noqa: SLF001
-        else:
-            with torch.no_grad():
-                tensor.copy_(state[name])
+def _executed_as_wished(
+    placement: Placement, captured: Captured, options: SetupOptions
+) -> Placement:
+    """The placement with the atoms that run again; what runs again or is compiled is not split."""
+    again = options.recomputed([atom.name for atom in captured.networks["student"].atoms])
+    if again:
+        placement = replace(placement, recomputed=again)
+    if again or options.compile:
+        placement = replace(placement, split=frozenset())
+    return placement
 
 
 def load_plan(plan: Plan | str | Path | None) -> Plan | None:
@@ -303,17 +354,29 @@ def _decide(
     if isinstance(partition, Mapping):
         return _by_hand(partition, captured, options, num_ranks, paired=paired)
     profile = profile_step(captured, device, optimizers, options.microbatch_counts)
-    decided = profile.plan(
-        num_ranks,
-        memory_limit=_memory_limit(options, device),
-        state_limit=_state_limit(options, profile),
-        schedule=options.schedule,
-        num_microbatches=options.num_microbatches,
-        partition="auto" if isinstance(partition, str) else list(partition),
-        split=options.split_backward,
-        link=HOST_LINK,
-        action_overhead=_ACTION_SECONDS,
-    )
+    profile = profile.recomputing(options.recomputed([atom.name for atom in profile.student.atoms]))
+
+    def best(profile: StepProfile) -> Plan:
+        return profile.plan(
+            num_ranks,
+            memory_limit=_memory_limit(options, device),
+            state_limit=_state_limit(options, profile),
+            schedule=options.schedule,
+            num_microbatches=options.num_microbatches,
+            partition="auto" if isinstance(partition, str) else list(partition),
+            split=False if options.compile else options.split_backward,
+            link=HOST_LINK,
+            action_overhead=_ACTION_SECONDS,
+        )
+
+    try:
+        decided = best(profile)
+    except PartitionError:
+        if options.activation_checkpointing != "auto":
+            raise
+        decided = best(profile.recomputing(range(profile.student.num_atoms)))
+        note = "nothing fits otherwise: activation_checkpointing='auto' was switched on"
+        return decided.placement, decided.costs, f"{decided}\n{note}"
     return decided.placement, decided.costs, str(decided)
 
 

@@ -18,11 +18,13 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.failures import settle
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
+from lightning_tspipe.runtime.late import Source, is_late
 from lightning_tspipe.runtime.loading import LookaheadLoader
 from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.checkpoints import CheckpointHooks
@@ -62,6 +64,9 @@ class PipelineHooks(CheckpointHooks):
         memory_limit: int | str | None = None,
         state_limit: float | str | None = None,
         plan: Plan | str | Path | None = None,
+        activation_checkpointing: Literal["auto"] | bool | Sequence[str] = False,
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as in torch and Lightning
+        save_distributed_checkpoint: Literal["auto"] | bool = "auto",
         ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -90,6 +95,14 @@ class PipelineHooks(CheckpointHooks):
                 fraction such as ``0.6`` is one of what all ranks hold together.
             plan: A plan, or the file that ``tspipe plan --save`` wrote: instead of measuring. It
                 decides ``schedule``, ``num_microbatches``, ``partition`` and ``split_backward``.
+            activation_checkpointing: Whether the student's stages keep their inputs only and run
+                again in the backward; a list of patterns (``"backbone.layer[12]*"``) names the
+                atoms that do. ``"auto"``: if nothing fits the memory otherwise.
+            compile: Whether stages are compiled by ``torch.compile``; a mapping gives its
+                arguments.
+            save_distributed_checkpoint: Whether a checkpoint is a folder to which every rank
+                writes what it holds. ``"auto"``: for a module that was built on the meta device
+                (``configure_model``), of which there is no whole.
             ranks_per_device: Processes that share a device; on a GPU their tensors then travel
                 through pinned host memory.
             timeout: How long to wait for a rank that says nothing.
@@ -104,8 +117,14 @@ class PipelineHooks(CheckpointHooks):
         self.options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
+            activation_checkpointing, compile,
         )  # fmt: skip
         self._engine: Engine | None = None
+        self._construction = Construction()
+        self._source: Source | None = None
+        self._restores_optimizers = False
+        self._spread: Engine | None = None
+        self._save_distributed = save_distributed_checkpoint
         self._evaluations: dict[Any, Evaluation] = {}
         self._resumed: dict[str, Any] | None = None
         self._left: dict[str, Any] | None = None
@@ -134,7 +153,9 @@ class PipelineHooks(CheckpointHooks):
         self.accelerator.setup(trainer)
         if self.root_device.type == "cpu":
             keep_freed_memory()
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.convert_module(self.model)
+        if self.num_ranks == 1:
+            self.fill_whole()
         world = world_of(self)
         if self.num_replicas == 1:
             # One rank logs for all: there is nothing to reduce.
@@ -206,13 +227,14 @@ class PipelineHooks(CheckpointHooks):
             self.barrier("teardown")
         self._engine = None
         self._resumed = None
+        self._restores_optimizers = False
         self._evaluations = {}
         self._is_whole = self._is_forward_only = False
         if self._peer_metrics is not None:
             self._peer_metrics.release()
             self._peer_metrics = None
         self.cluster_environment.teardown()
-        if module is not None and not any(p.is_meta for p in module.parameters()):
+        if module is not None and not is_late(module):
             module.cpu()
         world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.precision_plugin.teardown()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
 
@@ -106,6 +106,22 @@ def refuse_stop(trainer: Any, before: bool) -> None:
             "would go on. Set it in a hook, which all ranks run, by something that all ranks know "
             "(such as batch_idx), or use EarlyStopping"
         )
+
+
+def refuse_compiled(module: nn.Module, names: Iterable[str]) -> None:
+    """Refuse networks that are compiled as a whole, or in parts of their own.
+
+    Raises:
+        ConfigurationError: One is.
+    """
+    for name in names:
+        for path, child in module.get_submodule(name).named_modules():
+            if hasattr(child, "_orig_mod") or child._compiled_call_impl is not None:  # noqa: SLF001
+                raise ConfigurationError(
+                    f"{f'{name}.{path}'.rstrip('.')!r} is compiled already, so that it can't be "
+                    "cut into stages. Remove torch.compile there and have the stages compiled: "
+                    "TSPipeStrategy(compile=True)"
+                )
 
 
 def refuse_optimizers(optimizers: Iterable[Any]) -> None:

@@ -18,6 +18,7 @@ from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.data import DataHooks
+from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.progress import late, restore
 from lightning_tspipe.strategy.setup import set_up
 from lightning_tspipe.strategy.support import TeacherWatch, refuse_result, refuse_stop
@@ -66,6 +67,10 @@ class TrainingHooks(DataHooks):
             return result
         return torch.zeros((), device=self.root_device, requires_grad=True)
 
+    def _origin(self) -> Origin:
+        """Where the values of the module come from."""
+        return Origin()
+
     def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
         random = RandomStates.now()
@@ -80,6 +85,7 @@ class TrainingHooks(DataHooks):
             first,
             [plain_optimizer(optimizer) for optimizer in self.optimizers],
             self.replicas,
+            self._origin(),
         )
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.engine import Captured, Engine
 from lightning_tspipe.runtime.transport import (
@@ -68,7 +69,8 @@ def train_on_gloo(settings: list[Setting]) -> list[Record]:
 def train_rank(setting: Setting, module: Trained, transport: Transport) -> Record:
     """One rank's part of a training; only what this rank holds is recorded."""
     networks = Networks(module.student_names, module.teacher_names)
-    engine = Engine(module, networks, transport, torch.device("cpu"))
+    compiler = Compiler({"backend": setting.backend}) if setting.backend else None
+    engine = Engine(module, networks, transport, torch.device("cpu"), compiler=compiler)
     epochs = setting.epochs(module)
     captured = engine.capture(partial(_step, module, 0), epochs[0][0])
     engine.place(captured, make_placement(setting, module, captured), setting.schedule, None)
@@ -140,8 +142,15 @@ def make_placement(setting: Setting, module: Trained, captured: Captured) -> Pla
     split = frozenset(range(setting.num_stages)) if setting.split else frozenset()
     return Placement(
         setting.num_ranks, cuts, ranks, teacher_cuts, teacher_ranks,
-        setting.num_microbatches, split,
+        setting.num_microbatches, split, atoms_again(setting, cuts[-1]),
     )  # fmt: skip
+
+
+def atoms_again(setting: Setting, num_atoms: int) -> frozenset[int]:
+    """All atoms, or two of three, so that stages begin with either kind."""
+    if not setting.again:
+        return frozenset()
+    return frozenset(atom for atom in range(num_atoms) if setting.again == "all" or atom % 3)
 
 
 def even_cuts(num_atoms: int, num_stages: int) -> tuple[int, ...]:

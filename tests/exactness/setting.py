@@ -35,6 +35,8 @@ class Setting:
         schedule: ``tspipe``, ``gpipe`` or ``sequential``.
         split: Whether the backwards run in two halves.
         accumulate: Batches per optimizer step.
+        again: Which atoms of the student run again in the backward: "", "all" or "some".
+        backend: Of ``torch.compile``; "" leaves it out.
     """
 
     case: str
@@ -46,13 +48,15 @@ class Setting:
     schedule: str = "tspipe"
     split: bool = False
     accumulate: int = 1
+    again: str = ""
+    backend: str = ""
 
     def __str__(self) -> str:
         sizes = "|".join(",".join(map(str, epoch)) for epoch in self.sizes)
         parts = [self.case, self.optimizer, self.schedule, f"{self.num_stages}on{self.num_ranks}",
                  f"u{self.num_microbatches}", sizes]  # fmt: skip
         parts += ["split"] * self.split + [f"accumulate{self.accumulate}"] * (self.accumulate > 1)
-        return " ".join(parts)
+        return " ".join([*parts, *filter(None, (self.again, self.backend))])
 
     def build(self) -> Trained:
         """The module, always with the same weights."""

@@ -1,0 +1,264 @@
+"""Models that no host can hold: built without values, saved and loaded in shards.
+
+A checkpoint of shards is a folder in the layout of Lightning's ``FSDPStrategy``: what
+``torch.distributed.checkpoint`` writes (``model``, ``optimizer_0``, ...), and ``meta.pt`` with the
+rest. ``python -m lightning.pytorch.utilities.consolidate_checkpoint FOLDER`` makes one file of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from typing_extensions import override
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.construction import Construction
+from lightning_tspipe.runtime.late import LateWeights, Source, is_late
+from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
+from lightning_tspipe.strategy.evaluating import EvaluationHooks
+from lightning_tspipe.strategy.origin import Origin
+from lightning_tspipe.strategy.shards import (
+    FileSource,
+    FolderSource,
+    alone,
+    is_sharded,
+    newest,
+    optimizer_names,
+    own_optimizer_state,
+    take_place_of,
+)
+from lightning_tspipe.strategy.training import plain_optimizer
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lightning_tspipe.runtime.engine import Engine
+
+META_FILE = "meta.pt"
+
+
+class ShardedHooks(EvaluationHooks):
+    """The part of the strategy for modules that are never whole."""
+
+    _save_distributed: bool | Literal["auto"]
+    _construction: Construction
+    _source: Source | None
+    _restores_optimizers: bool
+    _left_shards: Shards | None
+
+    # Building
+
+    @contextlib.contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        if not empty_init and not self._is_configuring():
+            with super().tensor_init_context(empty_init):
+                yield
+            return
+        try:
+            with (
+                warnings.catch_warnings(),
+                self.precision_plugin.tensor_init_context(),
+                self._construction.record(),
+            ):
+                # Copying into a tensor without values is noted, and done later.
+                warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+                yield
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"the module is built without values (on the meta device), and its constructor "
+                f"needs some: {error}. Build that part in __init__ of the LightningModule"
+            ) from error
+
+    def _is_configuring(self) -> bool:
+        """Whether Lightning is about to call ``configure_model``."""
+        module = self.lightning_module
+        running = module is not None and module._trainer is not None  # noqa: SLF001
+        return running and self._trainer.state.status == "running"
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Give the module the precision of the Trainer."""
+        converting = self._construction.record() if is_late(module) else contextlib.nullcontext()
+        with converting:
+            self.model = self.precision_plugin.convert_module(module)
+
+    def fill_whole(self) -> None:
+        """Give the only rank all values."""
+        if is_late(self._module):
+            late = LateWeights(self._module, self._construction, self._source)
+            late.agree(self.transport, self.replicas)
+            late.fill(lambda _: True)
+            late.fill_attributes()
+            late.done()
+
+    @override
+    def _origin(self) -> Origin:
+        placement = self._spread.placement if self._spread is not None else None
+        return Origin(self._construction, self._source, placement)
+
+    @override
+    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
+        engine = super()._begin(batch, rest, batch_idx)
+        if self._source is not None and self._restores_optimizers:
+            for index, optimizer in enumerate(self.optimizers):
+                self._restore(plain_optimizer(optimizer), index, self._source)
+        self._source = None
+        self._restores_optimizers = False
+        if engine.shards.stays_spread:
+            self._spread = engine
+        return engine
+
+    def _restore(self, optimizer: Optimizer, index: int, source: Source) -> None:
+        """Load what an optimizer keeps for the parameters that are here."""
+        names = optimizer_names(self._module, optimizer)
+        here = [p for group in optimizer.param_groups for p in group["params"]]
+        wanted = {name for name, p in zip(names, here, strict=True) if not p.is_meta}
+        found = source.optimizer_state(index, names, wanted)
+        state = {place: found[name] for place, name in enumerate(names) if name in found}
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    # Saving
+
+    @property
+    def _saves(self) -> bool:
+        """Whether this rank's pipeline is the one that is saved."""
+        return self.replicas.is_first
+
+    @property
+    def saves_shards(self) -> bool:
+        """Whether a checkpoint is a folder to which each rank writes what it holds."""
+        if self._save_distributed == "auto":
+            return self._placed is not None and self._placed.shards.stays_spread
+        return self._save_distributed
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        engine = self._placed
+        if engine is not None:
+            if self.saves_shards:
+                return engine.shards.own_state_dict(self.pipeline_rank) if self._saves else {}
+            return engine.shards.state_dict(self.pipeline_rank, self.transport)
+        if self.is_loss_rank and is_late(self._module):
+            raise ConfigurationError(
+                "the module was built on the meta device and has no weights yet: they come with "
+                "the first training batch. Save after it"
+            )
+        return self._module.state_dict() if self.is_global_zero or not self.saves_shards else {}
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        engine = self._placed
+        plain = plain_optimizer(optimizer)
+        if not self.saves_shards:
+            if engine is None:
+                return plain.state_dict()
+            return engine.shards.optimizer_state(plain, self.transport)
+
+        shards = self._left_shards if engine is None else engine.shards
+
+        def is_mine(name: str) -> bool:
+            owner = LOSS_RANK if shards is None else shards.owner(name)
+            return self._saves and owner == self.pipeline_rank
+
+        return own_optimizer_state(self._module, plain, is_mine)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        path = Path(self.broadcast(filepath))
+        if not self.saves_shards:
+            if self.is_global_zero and is_sharded(path):
+                shutil.rmtree(path)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ConfigurationError("a checkpoint of shards takes no storage_options")
+        part = path.with_name(f".{path.name}.part")
+        if self.is_global_zero:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self.barrier()
+        states = {"model": checkpoint.pop("state_dict")}
+        for index, state in enumerate(checkpoint.pop("optimizer_states", ())):
+            states[f"optimizer_{index}"] = state
+        with alone():
+            save(states, storage_writer=FileSystemWriter(part), no_dist=self.total_ranks == 1)
+        if self.is_global_zero:
+            torch.save(checkpoint, part / META_FILE)
+            take_place_of(part, path)
+        self.barrier()
+
+    # Loading
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        path = newest(Path(checkpoint_path))
+        if is_sharded(path):
+            source = FolderSource(path)
+            checkpoint = torch.load(
+                path / META_FILE, map_location="cpu", weights_only=weights_only is not False
+            )
+            checkpoint["state_dict"] = {}
+            if source.num_optimizers:
+                checkpoint["optimizer_states"] = []
+            self._source = source
+            return checkpoint
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._source = None
+        if self._spread is not None or is_late(self._module):
+            self._source = FileSource(checkpoint)
+        return checkpoint
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        source = self._source
+        if source is None:
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        own = self._module.state_dict()
+        _check_names({k: tuple(v.shape) for k, v in own.items()}, source, strict=strict)
+        here = {name: tensor for name, tensor in own.items() if not tensor.is_meta}
+        with torch.no_grad():
+            for name in here.keys() & set(source.shapes):
+                here[name].copy_(source.tensors([name])[name])
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._source is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        self._restores_optimizers = True
+        # What they keep for each parameter is loaded when it is known who has which.
+        for index, optimizer in enumerate(map(plain_optimizer, self.optimizers)):
+            state = optimizer.state_dict()
+            groups = self._source.optimizer_groups(index, state["param_groups"])
+            optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+def _check_names(own: dict[str, tuple[int, ...]], source: Source, *, strict: bool) -> None:
+    missing = sorted(own.keys() - set(source.shapes))
+    unexpected = sorted(set(source.shapes) - own.keys())
+    if strict and (missing or unexpected):
+        raise ConfigurationError(
+            f"the checkpoint is one of another module: it lacks {missing[:5]} ({len(missing)} "
+            f"names), and it has {unexpected[:5]} ({len(unexpected)} names), which the module "
+            "lacks. Set strict_loading = False in the module to load what agrees"
+        )
+    for name, shape in source.shapes.items():
+        if name in own and own[name] != shape:
+            raise ConfigurationError(
+                f"{name!r} has shape {shape} in the checkpoint and {own[name]} in the module"
+            )

@@ -1,0 +1,89 @@
+"""Modules that are built in ``configure_model``, and trainings of them."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from tests.exactness.modules import CASES, make_epochs
+from tests.integration.trainings import (
+    Epochs,
+    Recorder,
+    Trained,
+    Training,
+    _Steps,
+    lightning_module,
+    report,
+    strict,
+    trainer_of,
+)
+
+_TABLES = ("_modules", "_parameters", "_buffers")
+
+
+def late_module(case: str, world: str, optimizer: str) -> Any:
+    """A case of the exactness tests whose networks are built in ``configure_model``."""
+    known = CASES[case]
+    base: type[LightningModule] = importlib.import_module(world).LightningModule
+
+    def start(self: Any) -> None:
+        base.__init__(self)
+
+    def configure_model(self: Any) -> None:
+        if list(self.children()):
+            return
+        whole = known.make(**known.kwargs)
+        for key, value in vars(whole).items():
+            if key in _TABLES:
+                getattr(self, key).update(value)
+            elif key not in vars(self):
+                vars(self)[key] = value
+
+    members = {
+        "__init__": start,
+        "configure_model": configure_model,
+        "optimizer_name": optimizer,
+    }
+    torch.manual_seed(0)
+    return type(f"Late{known.make.__name__}", (_Steps, known.make, base), members)()
+
+
+def train_late(training: Training, ckpt_path: str | None = None) -> Trained:
+    """Fit a module that is built in ``configure_model``."""
+    return _train(training, ckpt_path, late_module)
+
+
+def train_whole(training: Training, ckpt_path: str | None = None) -> Trained:
+    """Fit a module that is built in its constructor."""
+    return _train(training, ckpt_path, lightning_module)
+
+
+def _train(training: Training, ckpt_path: str | None, make: Any) -> Trained:
+    """Fit; from a checkpoint of the end of an epoch on, with the batches of the last one."""
+    strict()
+    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+    warnings.filterwarnings("ignore", message="The dirpath has changed")
+    known = CASES[training.case].build()
+    loader = Epochs(make_epochs(known, training.sizes))
+    module = make(training.case, training.world, training.optimizer)
+    recorder = Recorder()
+    trainer = trainer_of(training, module, recorder)
+    if ckpt_path is not None:
+        for _ in training.sizes[:-1]:
+            list(loader)
+    trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
+    return report(trainer, module, recorder)
+
+
+def peak_memory() -> int:
+    """The most bytes that this process has had in memory."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None
+    return 1024 * int(match[1])

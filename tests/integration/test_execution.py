@@ -1,0 +1,121 @@
+"""Activation checkpointing and compilation, as options of the strategy."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_tspipe import TSPipeStrategy
+from lightning_tspipe.cli.modules import measure
+from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.strategy.setup import SetupOptions, find_networks
+from tests.integration.jobs import run_job
+from tests.integration.test_exact import assert_same, reference
+from tests.integration.trainings import Trained, Training, build, train
+
+BATCH = Training("Byol-batch-2-by hand", "instance", {"num_microbatches": 2}, optimizer="adamw")
+
+
+def train_and_tell(training: Training) -> Trained:
+    """Train, and print what the strategy says."""
+    logging.getLogger("lightning_tspipe").addHandler(logging.StreamHandler())
+    return train(training)
+
+
+def check(training: Training, folder: Path) -> str:
+    """Train as the reference does; what was printed."""
+    job = run_job(train_and_tell, training, num_ranks=training.num_ranks, folder=folder)
+    assert not any(job.errors), job.output
+    assert_same(reference(training, num_microbatches=2), job.ranks[0].value)
+    return job.output
+
+
+def with_options(**options: Any) -> Training:
+    return replace(BATCH, options={**BATCH.options, **options})
+
+
+def test_some_activations_are_computed_again(tmp_path: Path) -> None:
+    check(with_options(activation_checkpointing=["student.0.[0-4]*", "student.2*"]), tmp_path)
+
+
+def least_limit(profile: StepProfile) -> int:
+    """The smallest memory limit that a plan fits."""
+    low, high = 0, max(profile.plan(2, num_microbatches=2).memory_bytes)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            profile.plan(2, num_microbatches=2, memory_limit=middle)
+            high = middle
+        except PartitionError:
+            low = middle
+    return high
+
+
+def test_activations_are_computed_again_if_nothing_fits_otherwise(tmp_path: Path) -> None:
+    module, loader = build(BATCH)
+    profile = measure(module, loader, accelerator="cpu", student=["student"], teacher=["teacher"])
+    again = least_limit(profile.recomputing(range(profile.student.num_atoms)))
+    plain = least_limit(profile)
+    assert again < plain
+    limited = with_options(activation_checkpointing="auto", memory_limit=(again + plain) // 2)
+    output = check(limited, tmp_path)
+    assert "activation_checkpointing='auto' was switched on" in output
+    assert "atoms computed again" in output
+
+
+def test_stages_are_compiled(tmp_path: Path) -> None:
+    options = {"compile": {"backend": "aot_eager"}, "activation_checkpointing": True}
+    output = check(with_options(**options), tmp_path)
+    assert "torch.compile failed" not in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["Tap-batch-False", "Byol-layer-2-lightly"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_more_stages_are_compiled(backend: str, case: str, tmp_path: Path) -> None:
+    training = replace(with_options(compile={"backend": backend}), case=case)
+    assert "torch.compile failed" not in check(training, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"activation_checkpointing": "always"}, "'auto', True, or a list of patterns"),
+        ({"activation_checkpointing": True, "split_backward": True}, "Leave one of them out"),
+        ({"activation_checkpointing": ["a"], "split_backward": True}, "Leave one of them out"),
+        ({"compile": True, "split_backward": True}, "Leave one of them out"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigurationError, match=remedy):
+        TSPipeStrategy(**options)
+
+
+def test_a_pattern_of_no_atom() -> None:
+    options = SetupOptions(activation_checkpointing=["student.0*", "nowhere*"])
+    with pytest.raises(ConfigurationError, match=r"'nowhere\*' is the name of no atom; there are"):
+        options.recomputed(["student.0.Conv2d", "student.1.Linear"])
+
+
+class Compiled(nn.Module):
+    def __init__(self, *, whole: bool) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        if whole:
+            self.student = torch.compile(self.student)  # type: ignore[assignment]
+        else:
+            self.student[1].compile()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_networks_that_are_compiled_already_are_refused(whole: bool) -> None:
+    with pytest.raises(ConfigurationError, match=r"TSPipeStrategy\(compile=True\)"):
+        find_networks(Compiled(whole=whole), SetupOptions())

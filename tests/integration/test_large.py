@@ -1,0 +1,226 @@
+"""Models that no host can hold: built without values, checkpointed in shards."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA, TSPipeStrategy
+from tests.exactness.modules import CASES, make_epochs
+from tests.integration.jobs import run
+from tests.integration.late import late_module, peak_memory, train_late, train_whole
+from tests.integration.test_exact import CLOSE, assert_same, reference
+from tests.integration.test_trainer import add_validation, validation_batches
+from tests.integration.trainings import SIZES, Epochs, Trained, Training, strict, trainer_of
+
+LATE = Training("Byol-batch-2-by hand", "instance", {"num_microbatches": 1}, optimizer="adamw")
+THREE_EPOCHS = (*SIZES, (4, 4, 3, 1))
+
+
+def together(ranks: list[Trained]) -> Trained:
+    """What the ranks hold, as one; each tensor must be there exactly once."""
+    names = {name for rank in ranks for name in (*rank.weights, *rank.meta)}
+    weights = {name: value for rank in ranks for name, value in rank.weights.items()}
+    assert weights.keys() == names
+    assert sum(len(rank.weights) for rank in ranks) == len(names)
+    assert len(ranks) == 1 or all(rank.meta for rank in ranks)
+    return replace(ranks[0], weights=weights)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_module_that_nobody_holds_whole_trains_as_on_one_device(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    training = replace(LATE, num_ranks=num_ranks)
+    ranks = run(train_late, training, num_ranks=num_ranks, folder=tmp_path)
+    assert_same(reference(training), together(ranks))
+
+
+class Tower(LightningModule):
+    """A student and its teacher, each of many equal layers."""
+
+    num_layers, width = 20, 1600
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student: nn.Module | None = None
+        self.growth = 0.0
+        self.before = 0
+
+    def configure_model(self) -> None:
+        if self.student is None:
+            self.before = peak_memory()
+            layers = (nn.Linear(self.width, self.width) for _ in range(self.num_layers))
+            self.student = nn.Sequential(*layers)
+            self.teacher = copy.deepcopy(self.student)
+
+    def training_step(self, batch: Tensor, _index: int) -> Tensor:
+        assert self.student is not None
+        student = self.student(batch)
+        with torch.no_grad():
+            teacher = self.teacher(batch)
+        return (student - teacher.roll(1, 0)).square().mean()
+
+    def on_before_zero_grad(self, _optimizer: Any) -> None:
+        if not self.growth:
+            whole = sum(p.numel() * p.element_size() for p in self.parameters())
+            self.growth = (peak_memory() - self.before) / whole
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def grow() -> float:
+    strict()
+    torch.set_default_dtype(torch.float32)
+    module = Tower()
+    trainer = Trainer(
+        accelerator="cpu", devices=2, strategy=TSPipeStrategy(), max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[MomentumEMA()],
+    )  # fmt: skip
+    trainer.fit(module, Epochs([[torch.randn(2, module.width)] * 2]))
+    return module.growth
+
+
+def test_no_process_ever_holds_the_whole_module(tmp_path: Path) -> None:
+    growth = run(grow, num_ranks=2, folder=tmp_path)
+    assert max(growth) < 0.65, growth
+    assert sum(growth) > 0.9, growth
+
+
+def save_epochs() -> list[Any]:
+    return [
+        DelayedTeacherUpdate(),
+        ModelCheckpoint(dirpath="saved", filename="{epoch}", save_top_k=-1, every_n_epochs=1),
+    ]
+
+
+SAVING = replace(
+    LATE, callbacks=save_epochs, sizes=THREE_EPOCHS, trainer={"enable_checkpointing": True}
+)
+
+
+def one_device(training: Training) -> Training:
+    return replace(training, strategy="auto", num_ranks=1, options={})
+
+
+def with_shards(training: Training, num_ranks: int = 2) -> Training:
+    options = {**training.options, "save_distributed_checkpoint": True}
+    return replace(training, options=options, num_ranks=num_ranks)
+
+
+def assert_goes_on(expected: Any, actual: Trained) -> None:
+    """The third epoch is that of a run that never stopped."""
+    torch.testing.assert_close(actual.losses, expected.losses[8:], **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+
+
+def consolidated(folder: Path) -> str:
+    """One file, made by Lightning's own tool."""
+    command = [sys.executable, "-m", "lightning.pytorch.utilities.consolidate_checkpoint"]
+    subprocess.run([*command, folder], check=True, capture_output=True, timeout=100)  # noqa: S603 - ours
+    return f"{folder}.consolidated"
+
+
+def test_shards_are_resumed_by_any_number_of_ranks_and_without_a_pipeline(tmp_path: Path) -> None:
+    first, *others = (tmp_path / name for name in ("first", "three", "plain"))
+    for folder in (first, *others):
+        folder.mkdir()
+    expected = reference(SAVING)
+    ranks = run(train_late, SAVING, num_ranks=2, folder=first)
+    assert_same(expected, together(ranks))
+    saved = first / "saved" / "epoch=1.ckpt"
+    assert sorted(path.name for path in saved.parent.iterdir()) == [
+        f"epoch={n}.ckpt" for n in range(3)
+    ]
+    assert {path.suffix for path in saved.iterdir()} == {"", ".distcp", ".pt"}
+    three = replace(LATE, num_ranks=3, sizes=THREE_EPOCHS)
+    ranks = run(train_late, three, str(saved), num_ranks=3, folder=others[0])
+    assert_goes_on(expected, together(ranks))
+    path = consolidated(saved)
+    plain = replace(one_device(LATE), callbacks=delayed, sizes=THREE_EPOCHS)
+    assert_goes_on(expected, run(train_whole, plain, path, num_ranks=1, folder=others[1])[0])
+
+
+def delayed() -> list[Any]:
+    return [DelayedTeacherUpdate()]
+
+
+def fit_and_validate(training: Training, ckpt_path: str, make: Any) -> tuple[Any, ...]:
+    """Validation before the first step, in a fit, after it; and of a checkpoint, alone."""
+    strict()
+    torch.manual_seed(0)
+    known = CASES[training.case].build()
+    results: list[Any] = []
+    for epochs in (0, 2, 0):
+        module = make(training.case, training.world, training.optimizer)
+        add_validation(module)
+        trainer = trainer_of(training, module)
+        if epochs:
+            trainer.fit(module, Epochs(make_epochs(known, training.sizes)), validation_batches())
+            results.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+            trainer.save_checkpoint(ckpt_path)
+        path = ckpt_path if len(results) > 1 and not epochs else None
+        results += trainer.validate(module, validation_batches(), path, False, weights_only=False)
+    return tuple(results)
+
+
+def test_evaluation_of_a_module_that_nobody_holds_whole(tmp_path: Path) -> None:
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    alone.mkdir()
+    together.mkdir()
+    training = Training(
+        "Classifier-batch", "instance", {"num_microbatches": 1}, trainer={"num_sanity_val_steps": 2}
+    )
+    args = "saved.ckpt", late_module
+    expected = run(fit_and_validate, one_device(training), *args, num_ranks=1, folder=alone)[0]
+    ranks = run(fit_and_validate, training, *args, num_ranks=2, folder=together)
+    for fitted in (rank[1] for rank in ranks):
+        assert fitted == pytest.approx(expected[1], rel=1e-9)
+    assert len(expected) == len(ranks[0]) == 4
+    for mine, theirs in zip(ranks[0], expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+    assert expected[2] == expected[3] != expected[0]
+    assert (together / "saved.ckpt").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", [train_late, train_whole])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_whole_modules_are_saved_in_shards_too(train: Any, num_ranks: int, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    expected = reference(SAVING)
+    saving = with_shards(SAVING, 3 - num_ranks)
+    run(train_whole, saving, num_ranks=3 - num_ranks, folder=first)
+    resumed = replace(LATE, num_ranks=num_ranks, sizes=THREE_EPOCHS)
+    path = str(first / "saved" / "epoch=1.ckpt")
+    ranks = run(train, resumed, path, num_ranks=num_ranks, folder=second)
+    weights = {name: value for rank in ranks for name, value in rank.weights.items()}
+    assert_goes_on(expected, replace(ranks[0], weights=weights))
+
+
+@pytest.mark.parametrize("num_ranks", [2])
+def test_one_file_is_loaded_into_a_module_that_nobody_holds_whole(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    run(train_whole, one_device(SAVING), num_ranks=1, folder=first)
+    resumed = replace(LATE, num_ranks=num_ranks, sizes=THREE_EPOCHS)
+    path = str(first / "saved" / "epoch=1.ckpt")
+    ranks = run(train_late, resumed, path, num_ranks=num_ranks, folder=second)
+    assert_goes_on(reference(SAVING), together(ranks))
