@@ -95,11 +95,12 @@ class EvaluationHooks(TrainingHooks):
             try:
                 self._begin_evaluation(step, self.share(batch), key)
             except (CaptureError, ConfigurationError, PartitionError) as error:
-                # Of a module without values no rank can hold the whole.
-                is_spread = self.transport.broadcast_object(is_late(self._module), LOSS_RANK)
-                if self._trainer.state.fn == "fit" or is_spread:
+                if self._trainer.state.fn == "fit":
                     raise
                 self._end_forwards()
+                # Of a module without values no rank can hold the whole.
+                if self.transport.broadcast_object(is_late(self._module), LOSS_RANK):
+                    raise
                 self._is_whole = True
                 if self.is_loss_rank:
                     self._module.to(self.root_device)
