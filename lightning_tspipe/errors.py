@@ -25,3 +25,7 @@ class ScheduleError(TSPipeError, ValueError):
 
 class TransportError(TSPipeError):
     """A peer that died, stalled, or sent something other than was planned."""
+
+
+class CheckpointError(TSPipeError):
+    """A checkpoint that can't be read."""

@@ -81,6 +81,17 @@ class Action:
         unit = "" if self.unit is None else str(self.unit)
         return f"{self.stage}{self.op.value}{unit}" + (f"+{self.batch}" if self.batch else "")
 
+    @property
+    def in_words(self) -> str:
+        """The action as people say it, for messages.
+
+        >>> Action.parse("2T0+1").in_words, Action.parse("0L").in_words
+        ('TEACHER stage 2 unit 0', 'LOSS rank 0')
+        """
+        name = self.op.name.replace("_", " ")
+        where = f"rank {self.stage}" if self.unit is None else f"stage {self.stage}"
+        return f"{name} {where}" + ("" if self.unit is None else f" unit {self.unit}")
+
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read what ``str(action)`` prints.

@@ -37,6 +37,7 @@ from lightning_tspipe.runtime.late import LateWeights
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
+from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
@@ -85,6 +86,9 @@ class Engine:
         forward_context: The precision plugin's forward context.
         replicas: The other pipelines that train the same networks on other batches.
         compiler: Compiles what stages run.
+
+    Attributes:
+        stop: Whether the ranks were asked to stop.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -108,6 +112,7 @@ class Engine:
         self._reduction: GradientReduction | None = None
         self.compiler = compiler
         self.late: LateWeights | None = None
+        self.stop = Stop()
         self._seed = seed
         self._index = 0
         self._programs: dict[tuple[bool, bool], Program] = {}
@@ -288,6 +293,7 @@ class Engine:
         """
         recorder = self.executor.recorder
         header, inputs = self._exchange(step, batch, ahead, continues=continues)
+        self.stop.hear(header.stop)
         if not header.continues:
             self.drain()
         elif self._resumed is not None:
@@ -346,6 +352,7 @@ class Engine:
         header = StepHeader.of(
             batch, inputs[0], inputs.get(1),
             continues=was_ahead if continues is None else was_ahead and continues,
+            stop=self.stop.next_word(training=True),
         )  # fmt: skip
         header.send(self.transport)
         self.executor.recorder.ran(self._index, Action(Op.DATA, self.rank), started)

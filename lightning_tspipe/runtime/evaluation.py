@@ -97,10 +97,11 @@ class Evaluation:
         inputs: dict[int, tuple[Tensor, ...]] = {}
         if engine.is_data_rank:
             inputs[0] = self._runner.inputs(step, batch, self._index, effects=False)
-            header = StepHeader.of(batch, inputs[0])
+            header = StepHeader.of(batch, inputs[0], stop=engine.stop.next_word(training=False))
             header.send(engine.transport)
         else:
             header = StepHeader.receive(engine.transport, engine.placement.data_rank)
+        engine.stop.hear(header.stop)
         context = StepContext(self._index, self._program, {0: self._units(header.inputs)}, inputs)
         executor.post_receives(context)
         if engine.is_data_rank:

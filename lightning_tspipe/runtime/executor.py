@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import NetworkName, ValueRef
+from lightning_tspipe.errors import TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message, Program
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
@@ -24,6 +25,7 @@ from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.execution import Execution
+from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport import Receipt, Transport
@@ -190,16 +192,23 @@ class Executor:
             receipt = self._receipts.pop((batch, _base(need.producer), _base(action)), None)
             if receipt is None:
                 continue
-            tensors = self._wait(receipt)
+            tensors = self._wait(receipt, batch, need.producer, action)
             if need.payload in {"input", "activation"}:
                 self._received[batch, _base(action)] = tuple(tensors)
             else:
                 kind = "loss" if need.producer.op is Op.LOSS else "next"
                 self._gradients[step.index, _as_backward(action), kind] = list(tensors)
 
-    def _wait(self, receipt: Receipt) -> list[Tensor]:
+    def _wait(
+        self, receipt: Receipt, batch: int, producer: Action, consumer: Action
+    ) -> list[Tensor]:
         started = time.perf_counter()
-        tensors = receipt.wait()
+        try:
+            tensors = receipt.wait()
+        except TransportError as error:
+            raise TransportError(
+                f"{consumer.in_words} needs {producer.in_words} of batch {batch}: {error}"
+            ) from error
         self.recorder.paused("receive", started)
         return tensors
 
@@ -210,8 +219,9 @@ class Executor:
             receipt = self._receipts.pop(key, None)
             if receipt is not None:
                 refs = step.units[0].outputs_of(need.producer)
+                received = self._wait(receipt, step.index, need.producer, loss)
                 self._outputs[step.index, _base(need.producer)] = dict(
-                    zip(refs, self._wait(receipt), strict=True)
+                    zip(refs, received, strict=True)
                 )
 
     def output(self, step: StepContext, call: int, ref: ValueRef) -> Tensor:
@@ -230,7 +240,7 @@ class Executor:
         pending = [key for key in self._receipts if key[0] == batch and key[2].op is Op.LOSS]
         for key in pending:
             producer = key[1]
-            received = self._wait(self._receipts.pop(key))
+            received = self._wait(self._receipts.pop(key), *key)
             refs = units.outputs_of(producer)
             self._outputs[batch, producer] = dict(zip(refs, received, strict=True))
         return {(call, ref): self._whole(batch, units, call, ref) for call, ref in values}
@@ -298,7 +308,8 @@ class Executor:
             del self._orders[done]
         self._saved.clear()
         started = time.perf_counter()
-        self._transport.finish_step()
+        with waiting(f"the end of batch {step.index}"):
+            self._transport.finish_step()
         self.recorder.paused("send", started)
 
     def drop_lookahead(self) -> None:

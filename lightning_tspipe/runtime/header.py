@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.transport import Receipt, Transport
 
 
@@ -24,6 +25,7 @@ class StepHeader:
         inputs: Specs of the call inputs.
         ahead: Those of the next batch, if its teacher runs ahead.
         continues: Whether the teacher of this batch ran ahead in the step before.
+        stop: What all ranks do after this step, see ``stopping``; empty: go on.
     """
 
     structure: pytree.TreeSpec
@@ -31,6 +33,7 @@ class StepHeader:
     inputs: tuple[TensorSpec, ...]
     ahead: tuple[TensorSpec, ...] | None = None
     continues: bool = False
+    stop: str = ""
 
     @classmethod
     def of(
@@ -40,6 +43,7 @@ class StepHeader:
         ahead: Sequence[Tensor] | None = None,
         *,
         continues: bool = False,
+        stop: str = "",
     ) -> StepHeader:
         """Describe a batch and the call inputs that were made of it."""
         leaves, structure = pytree.tree_flatten(batch)
@@ -49,6 +53,7 @@ class StepHeader:
             tuple(map(TensorSpec.of, inputs)),
             tuple(map(TensorSpec.of, ahead)) if ahead is not None else None,
             continues,
+            stop,
         )
 
     def send(self, transport: Transport) -> None:
@@ -60,7 +65,8 @@ class StepHeader:
     @classmethod
     def receive(cls, transport: Transport, data_rank: int) -> StepHeader:
         """Hear from the data rank."""
-        header = transport.receive_object(data_rank)
+        with waiting("the start of a step"):
+            header = transport.receive_object(data_rank)
         assert isinstance(header, StepHeader), f"expected the header of a step, got {header!r}"
         return header
 
@@ -90,6 +96,8 @@ class StepHeader:
             for x in self.leaves
         ]
         if receipt is not None:
-            for index, tensor in zip(fields, receipt.wait(), strict=True):
+            with waiting("the loss needs the batch"):
+                received = receipt.wait()
+            for index, tensor in zip(fields, received, strict=True):
                 leaves[index] = tensor
         return pytree.tree_unflatten(leaves, self.structure)

@@ -178,8 +178,8 @@ class SharedMemoryTransport(Transport):
         self._give_back(source)
         return pickle.loads(payload)  # noqa: S301 - a rank of this job wrote it
 
+    @override
     def close(self) -> None:
-        """Let go of the connections; messages that wait are lost."""
         for peer in self._peers.values():
             peer.socket.close()
 

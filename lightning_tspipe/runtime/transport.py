@@ -73,6 +73,9 @@ class Transport(ABC):
     def receive_object(self, source: int) -> Any:
         """Wait for the next object of a rank."""
 
+    def close(self) -> None:  # noqa: B027 - most need nothing
+        """This rank fails: let the others know at once; messages under way are lost."""
+
     def recycle(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - most need nothing
         """The tensors of a receipt are not needed any more."""
 

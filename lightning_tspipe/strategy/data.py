@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.loading import (
     LookaheadLoader,
     Remote,
@@ -82,7 +83,8 @@ class DataHooks(ProcessHooks):
 
     def _hear(self) -> bool:
         started = time.perf_counter()
-        more: bool = self.transport.receive_object(self.num_ranks - 1)
+        with waiting("whether there is another batch"):
+            more: bool = self.transport.receive_object(self.num_ranks - 1)
         self.pipelined.recorder.paused("load", started)
         return more
 

@@ -123,6 +123,7 @@ class EvaluationHooks(TrainingHooks):
                     self.replicas,
                     self._origin(),
                 )
+                self._engine.stop = self._stop
                 self._is_forward_only = True
             assert self._placed is not None
             self._evaluations[key] = Evaluation(self._placed, step, first)

@@ -5,7 +5,6 @@ Global ranks count pipeline by pipeline: rank = replica * num_ranks + pipeline_r
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +18,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL
 from lightning_tspipe.runtime.nccl import NcclTransport
+from lightning_tspipe.runtime.rendezvous import local_store, stay_on_this_machine
 from lightning_tspipe.runtime.replicas import (
     Replicas,
     default_group,
@@ -33,6 +33,7 @@ from lightning_tspipe.runtime.transport import (
     Transport,
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.strategy.launching import worker_launcher
 from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
@@ -181,9 +182,7 @@ class ProcessHooks(_Base):
         assert self.cluster_environment is not None
         launchers = world_of(self).launchers
         if self._start_method != "popen":
-            self._launcher = launchers.multiprocessing._MultiProcessingLauncher(  # noqa: SLF001
-                self, start_method=self._start_method
-            )
+            self._launcher = worker_launcher(self, self._start_method)
         elif not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
             self._launcher = launchers.subprocess_script._SubprocessScriptLauncher(  # noqa: SLF001
                 self.cluster_environment, self.num_processes, self.num_nodes
@@ -213,11 +212,13 @@ class ProcessHooks(_Base):
         if self.total_ranks == 1:
             self._transport = LocalTransport(LocalNetwork(1), 0)
             return
-        if self.num_nodes == 1:
-            # Nothing outside of this machine needs to reach the job.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = None
+        if self.num_nodes == 1 and not dist.is_initialized():
+            stay_on_this_machine()
+            port = environment.main_port
+            store = local_store(port, self.global_rank, self.total_ranks, self._timeout)
         world_of(self).init_dist_connection(
-            environment, self.process_group_backend, timeout=self._timeout
+            environment, self.process_group_backend, timeout=self._timeout, store=store
         )
         self._connect()
 
@@ -257,7 +258,11 @@ class ProcessHooks(_Base):
     @override
     def barrier(self, name: str | None = None) -> None:
         if self._is_connected:
-            dist.barrier()
+            if dist.get_backend() == dist.Backend.GLOO:
+                # One that tells which rank did not come.
+                dist.monitored_barrier(timeout=self._timeout, wait_all_ranks=True)
+            else:
+                dist.barrier()
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -22,12 +22,13 @@ from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
-from lightning_tspipe.runtime.failures import settle
+from lightning_tspipe.runtime.failures import Failures
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.late import Source, is_late
 from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import Shards
-from lightning_tspipe.strategy.checkpoints import CheckpointHooks
+from lightning_tspipe.strategy.ends import EndHooks
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class PipelineHooks(CheckpointHooks):
+class PipelineHooks(EndHooks):
     """What the strategy does in Lightning's hooks, in either Lightning world."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
@@ -139,6 +140,11 @@ class PipelineHooks(CheckpointHooks):
         self._is_whole = self._is_forward_only = False
         self._peer_metrics: PeerMetrics | None = None
         self.step_sync: StepSync | None = None
+        self._failures: Failures | None = None
+        self._stop = Stop()
+        self._ends_together = self._requeues = self._has_told = False
+        self._muted: list[Any] = []
+        self.have_workers_failed = False
         self.pipelined = Pipelined(self)
 
     @property
@@ -173,6 +179,7 @@ class PipelineHooks(CheckpointHooks):
             refuse_module(self._module)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
+        self.prepare_ends(trainer)
         self.setup_precision_plugin()
         if self.num_ranks > 1:
             refuse_precision(self.precision_plugin)
@@ -211,20 +218,17 @@ class PipelineHooks(CheckpointHooks):
         self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
 
     @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.total_ranks > 1 and not isinstance(exception, KeyboardInterrupt):
-            settle(exception, self.global_rank, getattr(self._launcher, "procs", ()))
-
-    @override
     def teardown(self) -> None:
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         module = self.lightning_module
         if module is not None:
             vars(module).pop("_on_before_batch_transfer", None)
-        if module is not None and not module.trainer.interrupted:
+        if module is not None and not self.is_failing:
             # A process that ends takes what it sent with it, unless it has arrived.
             self.barrier("teardown")
+        if self._failures is not None:
+            self._failures.end_watch()
         self._engine = None
         self._resumed = None
         self._restores_optimizers = False

@@ -16,6 +16,7 @@ from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.random_states import RandomStates
+from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.data import DataHooks
 from lightning_tspipe.strategy.origin import Origin
@@ -37,6 +38,7 @@ class TrainingHooks(DataHooks):
     _watched_from: int
     _gradients_ready: float
     _reduces: bool
+    _stop: Stop
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,6 +89,7 @@ class TrainingHooks(DataHooks):
             self.replicas,
             self._origin(),
         )
+        self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw
         self._go_on(self._engine, self._step("training_step", rest, batch_idx), batch, batch_idx)

@@ -60,6 +60,30 @@ class World:
         return "lightning.fabric" if self.name == "lightning.pytorch" else "lightning_fabric"
 
     @property
+    def worker_launcher(self) -> type:
+        """The launcher that starts functions."""
+        found: type = self.launchers.multiprocessing._MultiProcessingLauncher  # noqa: SLF001
+        return found
+
+    @cached_property
+    def torch_checkpoint_io(self) -> type:
+        """How Lightning writes checkpoints."""
+        found: type = importlib.import_module(
+            f"{self._fabric}.plugins.io.torch_io"
+        ).TorchCheckpointIO
+        return found
+
+    def callback(self, **hooks: Any) -> Any:
+        """A callback of this world with the given hooks; they get no ``self``."""
+        members = {k: staticmethod(v) if callable(v) else v for k, v in hooks.items()}
+        return type("PipelineCallback", (self.callbacks.Callback,), members)()
+
+    def interrupt(self, trainer: Any, exception: BaseException) -> None:
+        """Tell callbacks, strategy and loggers that an exception ends the run."""
+        self._module("trainer.call")._interrupt(trainer, exception)  # noqa: SLF001
+        trainer._signal_connector.teardown()  # noqa: SLF001
+
+    @property
     def rank_zero_only(self) -> Any:
         """The decorator that holds this process's rank."""
         return self._module("utilities.rank_zero").rank_zero_only

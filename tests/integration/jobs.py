@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+Launcher = Literal["script", "torchrun", "slurm"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,7 +76,7 @@ def run_job(
     *args: Any,
     num_ranks: int = 2,
     folder: Path,
-    elastic: bool = False,
+    launcher: Launcher = "script",
     seconds: float = 90.0,
 ) -> Job:
     """Run a function on every rank of a job and wait for the end of all.
@@ -85,7 +86,7 @@ def run_job(
         args: Picklable.
         num_ranks: Processes.
         folder: Where they run.
-        elastic: Whether the environment is torchrun's, not Lightning's own.
+        launcher: Whose environment the ranks get; ``script``: Lightning's own.
         seconds: After that long all are killed.
     """
     port = _free_port()
@@ -93,8 +94,9 @@ def run_job(
     started = time.monotonic()
     for rank in range(num_ranks):
         reader, writer = _CONTEXT.Pipe(duplex=False)
-        environment = _environment(rank, num_ranks, port, elastic=elastic)
-        process = _CONTEXT.Process(target=_main, args=(writer, function, args, environment, folder))
+        environment = _environment(rank, num_ranks, port, launcher)
+        where = folder, rank
+        process = _CONTEXT.Process(target=_main, args=(writer, function, args, environment, where))
         process.start()
         writer.close()
         processes.append(process)
@@ -154,9 +156,9 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     environment: dict[str, str],
-    folder: Path,
+    where: tuple[Path, int],
 ) -> None:
-    rank = int(environment.get("LOCAL_RANK", 0))
+    folder, rank = where
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -165,12 +167,16 @@ def _main(
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     value, error = None, ""
+    code: Any = None
     try:
         value = function(*args)
     except BaseException as caught:  # noqa: BLE001 - whatever leaves a script ends it
         error = f"{type(caught).__name__}: {caught}"
         # As at the end of a script; multiprocessing would not ask the hook.
-        sys.excepthook(type(caught), caught, caught.__traceback__)
+        if isinstance(caught, SystemExit):
+            code = caught.code
+        else:
+            sys.excepthook(type(caught), caught, caught.__traceback__)
     try:
         writer.send_bytes(pickle.dumps((value, error)))
     except Exception:  # noqa: BLE001 - a value that can't be pickled
@@ -178,17 +184,25 @@ def _main(
         error = error or "unpicklable"
     sys.stdout.flush()
     sys.stderr.flush()
-    sys.exit(1 if error else 0)
+    sys.exit(code or int(bool(error)))
 
 
-def _environment(rank: int, num_ranks: int, port: int, *, elastic: bool) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, port: int, launcher: Launcher) -> dict[str, str]:
     if num_ranks == 1:
         return {}
+    if launcher == "slurm":
+        number = str(num_ranks)
+        return {
+            "SLURM_NTASKS": number, "SLURM_NTASKS_PER_NODE": number, "SLURM_NNODES": "1",
+            "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
+            "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "no-such-host",
+            "MASTER_PORT": str(port),
+        }  # fmt: skip
     environment = {
         "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
     }  # fmt: skip
-    if elastic:
+    if launcher == "torchrun":
         environment |= {
             "TORCHELASTIC_RUN_ID": "test", "RANK": str(rank), "GROUP_RANK": "0",
             "LOCAL_WORLD_SIZE": str(num_ranks),

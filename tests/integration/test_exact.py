@@ -193,7 +193,7 @@ def test_a_loader_without_a_length(num_ranks: int, tmp_path: Path) -> None:
 
 def test_torchruns_environment(tmp_path: Path) -> None:
     training = Training()
-    results = run(train, training, num_ranks=2, folder=tmp_path, elastic=True)
+    results = run(train, training, num_ranks=2, folder=tmp_path, launcher="torchrun")
     assert_same(reference(training), results[0])
 
 

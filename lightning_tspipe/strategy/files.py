@@ -1,0 +1,115 @@
+"""Checkpoint files: written whole or not at all, and a clear word about one that is not whole."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_tspipe.errors import CheckpointError
+from lightning_tspipe.runtime.failures import first_line
+from lightning_tspipe.strategy.worlds import installed_worlds, world_of
+
+_PART = ".part"
+_MANY = 3
+
+
+def write_whole(checkpoint: Any, path: Path) -> None:
+    """Write a checkpoint beside its place, and put it there when it is complete.
+
+    Lightning's own way writes into the folder for temporary files, which may be on another disk;
+    then the move is a copy, and a process that is killed in it leaves half a file.
+
+    Args:
+        checkpoint: What ``torch.save`` takes.
+        path: A file of this machine.
+
+    Raises:
+        OSError: It could not be written; what was there before still is.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + _PART)
+    try:
+        with part.open("wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        reason = _system_error(error)
+        if reason is None:
+            raise
+        text = f"{reason.strerror}, so the checkpoint was not saved; earlier ones are untouched"
+        raise OSError(reason.errno, text, str(path)) from None
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The failure of the system behind an exception; torch hides it behind one of its own."""
+    found: BaseException | None = error
+    while found is not None and not (isinstance(found, OSError) and found.errno):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+@contextmanager
+def explain_damage(path: Any) -> Iterator[None]:
+    """Say what is wrong with a checkpoint that can't be read since it is not whole.
+
+    torch.save writes its table of contents last.
+
+    Raises:
+        CheckpointError: That is so.
+    """
+    try:
+        yield
+    except Exception as error:  # torch reads on, into whatever comes of it
+        file = Path(path)
+        if isinstance(error, PermissionError) or not file.is_file() or zipfile.is_zipfile(file):
+            raise
+        raise CheckpointError(
+            f"{str(file)!r} is no complete checkpoint (it has {file.stat().st_size:,} bytes; "
+            f"{first_line(error)}): it was cut off when it was written or copied. "
+            f"Give ckpt_path another one{_others(file)}"
+        ) from None
+
+
+def _others(file: Path) -> str:
+    """The newest checkpoints beside one."""
+    found = [other for other in file.parent.glob(f"*{file.suffix}") if other.name != file.name]
+    found.sort(key=lambda other: other.stat().st_mtime, reverse=True)
+    names = ", ".join(repr(other.name) for other in found[:_MANY])
+    return f"; beside it lie {names}" if names else ""
+
+
+def _io_class(name: str, base: type) -> type:
+    def save_checkpoint(
+        self: Any, checkpoint: Any, path: Any, storage_options: Any | None = None
+    ) -> None:
+        if storage_options is None and "://" not in str(path):
+            write_whole(checkpoint, Path(path))
+        else:
+            base.save_checkpoint(self, checkpoint, path, storage_options)  # type: ignore[attr-defined]
+
+    return type(name, (base,), {"save_checkpoint": save_checkpoint, "__module__": __name__})
+
+
+# Under their names, since they travel to workers.
+_NAMES = {world.name: f"WholeFiles{number}" for number, world in enumerate(installed_worlds())}
+globals().update(
+    {
+        _NAMES[world.name]: _io_class(_NAMES[world.name], world.torch_checkpoint_io)
+        for world in installed_worlds()
+    }
+)
+
+
+def whole_files(strategy: Any) -> Any:
+    """How a strategy writes checkpoints unless the user says otherwise."""
+    return globals()[_NAMES[world_of(strategy).name]]()

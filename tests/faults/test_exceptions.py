@@ -1,0 +1,59 @@
+"""An exception on one rank is told once, and ends all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.breaking import (
+    BYOL,
+    SAVED,
+    TEXT,
+    Broken,
+    Fault,
+    loads,
+    num_tracebacks,
+    over,
+    run_broken,
+    saving,
+)
+from tests.integration.jobs import Job
+
+
+def told_once(job: Job, rank: int) -> None:
+    assert job.ranks[rank].error.startswith("ValueError"), job.output
+    assert num_tracebacks(job) == 1, job.output
+    # In the last line of the traceback, and nowhere else but in the source line above it.
+    assert job.ranks[rank].output.count(f"ValueError: {TEXT}") == 1, job.output
+    for number, outcome in enumerate(job.ranks):
+        assert ("stops too" in outcome.output) == (number != rank), job.output
+
+
+CASES = [("step", 0), ("train", 1), ("worker", -1)]
+MORE = [("setup", 1), ("plan", 0), ("train", 0), ("dataset", -1), ("validate", 0), ("save", 1),
+        ("end", 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "rank"),
+    [
+        *((2, *case) for case in CASES),
+        *(pytest.param(2, *case, marks=pytest.mark.slow) for case in MORE),
+        *(pytest.param(3, *case, marks=pytest.mark.slow) for case in [*CASES, ("plan", 1)]),
+    ],
+)
+def test_it_is_told_once(num_ranks: int, where: str, rank: int, tmp_path: Path) -> None:
+    fault = Fault("raise", where, rank % num_ranks)
+    told_once(run_broken(Broken(over(BYOL, num_ranks), fault, saving), tmp_path), rank % num_ranks)
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_nothing_is_saved_of_a_failure(rank: int, tmp_path: Path) -> None:
+    """Two callbacks ask for it; the ranks that hold the other stages may be gone."""
+    job = run_broken(Broken(BYOL, Fault("raise", "train", rank), saving), tmp_path)
+    told_once(job, rank)
+    assert "no checkpoint of this failure" in job.ranks[0].output
+    saved = tmp_path / SAVED
+    assert {path.name for path in saved.iterdir()} == {"same.ckpt", "last.ckpt"}
+    assert loads(saved / "last.ckpt") == loads(saved / "same.ckpt") == 4

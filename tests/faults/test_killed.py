@@ -1,0 +1,46 @@
+"""A rank that is killed takes the job with it, in whatever phase."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.breaking import (
+    BYOL,
+    SAVED,
+    Broken,
+    Fault,
+    loads,
+    num_tracebacks,
+    over,
+    run_broken,
+    saving,
+)
+
+CASES = [(2, "train", 0), (2, "validate", 1), (2, "write", 0), (2, "end", 1)]
+MORE = [
+    *((2, where, rank) for where in ("setup", "plan", "save") for rank in (0, 1)),
+    (2, "train", 1), (2, "validate", 0), (2, "end", 0), (2, "worker", 1),
+    *((3, "train", rank) for rank in range(3)), (3, "plan", 1), (3, "end", 1), (3, "save", 2),
+    (4, "train", 3), (4, "save", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "rank"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
+)
+def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Path) -> None:
+    job = run_broken(Broken(over(BYOL, num_ranks), Fault("kill", where, rank), saving), tmp_path)
+    if where == "worker":  # its rank says so
+        assert num_tracebacks(job) == 1, job.output
+        assert "killed by signal" in job.ranks[rank].output
+    else:
+        assert job.ranks[rank].exit_code == -signal.SIGKILL
+        assert "Traceback" not in job.output, job.output
+        assert "stops too" in job.output
+    if where not in {"setup", "plan"}:
+        # "write": killed in the third file, which would have replaced this one.
+        assert loads(tmp_path / SAVED / "same.ckpt") >= 4

@@ -1,0 +1,44 @@
+"""A rank that stalls is named, with what was waited for, and ended."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.faults.breaking import BYOL, SECONDS, Broken, Fault, run_broken, saving
+
+LIMIT = 4
+STALLS = replace(
+    BYOL, options={"num_microbatches": 1, "timeout": timedelta(seconds=LIMIT)}, num_ranks=2
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "rank", "what"),
+    [
+        # The last stage is on rank 0, which needs what the first one makes.
+        (2, "step", 1, r"rank 0 stops too: .*rank 0 could not receive from rank 1"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (2, "step", 0, r"rank 1 stops too: BACKWARD stage 0 unit \d needs .* from rank 0"),
+                (3, "step", 1, r"rank 0 stops too: .* needs FORWARD stage 1 unit .* from rank 1"),
+                (2, "validate", 1, r"the start of a step: rank 0 could not receive from rank 1"),
+                (2, "save", 1, r"barrier 'Trainer.save_checkpoint' .*1"),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_it_is_named(num_ranks: int, where: str, rank: int, what: str, tmp_path: Path) -> None:
+    broken = Broken(replace(STALLS, num_ranks=num_ranks), Fault("stall", where, rank), saving)
+    job = run_broken(broken, tmp_path, within=LIMIT + SECONDS)
+    assert re.search(what, job.output), job.output
+    assert f"within {LIMIT} s" in job.output or "monitoredBarrier" in job.output
+    assert "Traceback" not in job.output, job.output
+    stalled = job.ranks[rank].output
+    assert f"rank {rank} is ended: another rank has failed" in stalled, job.output
+    assert "in strike" in stalled  # where it was
