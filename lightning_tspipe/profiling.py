@@ -37,7 +37,7 @@ def profile_step(
 
     Args:
         captured: The step.
-        device: Where the networks are.
+        device: Where they would run; networks that are elsewhere come atom by atom.
         optimizers: Of the module.
         microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
         flops_per_second: Of a device that is not here: then nothing is measured, but calculated.
@@ -67,7 +67,7 @@ def profile_forwards(captured: Captured, device: torch.device) -> dict[NetworkNa
 
     Args:
         captured: The step, captured without gradients.
-        device: Where the networks are.
+        device: Where they would run; networks that are elsewhere come atom by atom.
     """
     return _measure(captured.plan, captured.networks, (1,), device)
 
@@ -101,7 +101,7 @@ def _measure(
             trainable=_is_trained(plan, name),
             wanted=network.wanted,
             max_seconds=_PROFILE_SECONDS,
-            lender=network if network.is_late else None,
+            lender=network if network.is_elsewhere else None,
         )
         profiles[name] = NetworkProfile(tuple(records))
     return profiles

@@ -84,6 +84,14 @@ def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the same kind and values on a device."""
+    made = tensor.detach().to(device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
 @contextmanager
 def forwards_replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """While inside, calling one of the modules runs the given function instead of its forward."""

@@ -254,20 +254,24 @@ class ChainNetwork:
 
     @contextmanager
     def with_values(self, atom: Atom) -> Iterator[None]:
-        """While inside, parameters and buffers of one atom that have no values have some."""
+        """While inside, the parameters and buffers of one atom are on the device, with values."""
         reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
 
         def make(tensor: Tensor) -> Tensor:
-            wanted = tensor.is_meta and id(tensor) in reads
-            return swap.arbitrary_like(tensor, self._device) if wanted else tensor
+            if id(tensor) not in reads or tensor.device == self._device:
+                return tensor
+            if tensor.is_meta:
+                return swap.arbitrary_like(tensor, self._device)
+            return swap.moved(tensor, self._device)
 
         with swap.TensorSwap(self._modules, make)():
             yield
 
     @property
-    def is_late(self) -> bool:
-        """Whether a part of it has no values."""
-        return any(t.is_meta for m in self._modules for t in (*m.parameters(), *m.buffers()))
+    def is_elsewhere(self) -> bool:
+        """Whether a part of it is not on the device: without values, or in host memory still."""
+        tensors = (t for m in self._modules for t in (*m.parameters(), *m.buffers()))
+        return any(tensor.device != self._device for tensor in tensors)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.

@@ -93,6 +93,8 @@ class Shards:
             here = self.holds(name, rank)
             _move(parameter, device if here else torch.device("meta"))
         for prefix, module in self._module.named_modules():
+            if hasattr(module, "metric_state"):  # torchmetrics keeps states beside the buffers
+                module.to(device)
             for key, buffer in module._buffers.items():  # noqa: SLF001 - no public way
                 name = f"{prefix}.{key}" if prefix else key
                 if buffer is not None:
