@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,10 @@ class Compiler:
             if self._failed:
                 return function(received)
             try:
-                return compiled(received)
+                with warnings.catch_warnings():
+                    # It looks at the gradients of what it is given.
+                    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+                    return compiled(received)
             except torch._dynamo.exc.TorchDynamoException as error:  # noqa: SLF001 - loaded when needed
                 self._failed = True
                 log.warning(

@@ -72,8 +72,8 @@ class Construction:
     """Notes of how modules were built on the meta device.
 
     Attributes:
-        random_states: torch's random state at the beginning of each recording. Ranks that exchange
-            them come to the same values.
+        random_states: torch's random state at the beginning of each recording, and wherever a seed
+            was set. Ranks that exchange them come to the same values.
 
     Example:
         >>> construction = Construction()
@@ -94,10 +94,14 @@ class Construction:
     @contextmanager
     def record(self) -> Iterator[None]:
         """While inside, tensors are made on the meta device, and what happens to them is noted."""
-        self._notes.append(_Note(torch.set_rng_state, start=len(self.random_states)))
-        self.random_states.append(torch.get_rng_state())
+        self._start()
         with _META, _Functions(self), _Recorder(self):
             yield
+
+    def _start(self) -> None:
+        """From here on, random numbers are those of the present state."""
+        self._notes.append(_Note(torch.set_rng_state, start=len(self.random_states)))
+        self.random_states.append(torch.get_rng_state())
 
     def knows(self, tensor: Tensor) -> bool:
         """Whether it was noted how a tensor gets its values."""
@@ -177,6 +181,8 @@ class Construction:
         self._known |= writes
         arguments = pytree.tree_map(self._place_of_meta, (args, kwargs))
         is_random = torch.Tag.nondeterministic_seeded in function.tags
+        if is_random and not torch.equal(torch.get_rng_state(), self.random_states[-1]):
+            self._start()  # the constructor set a seed
         self._notes.append(_Note(function, arguments, reads, writes, made, is_random))
 
     def note_initializer(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,12 +18,25 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA, TSPipeStrategy
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.strategy import sharded
+from lightning_tspipe.strategy.shards import is_sharded, newest, take_place_of
 from tests.exactness.modules import CASES, make_epochs
-from tests.integration.jobs import run
+from tests.integration.jobs import run, run_job
 from tests.integration.late import late_module, peak_memory, train_late, train_whole
 from tests.integration.test_exact import CLOSE, assert_same, reference
 from tests.integration.test_trainer import add_validation, validation_batches
-from tests.integration.trainings import SIZES, Epochs, Trained, Training, strict, trainer_of
+from tests.integration.trainings import (
+    SIZES,
+    Epochs,
+    Recorder,
+    Trained,
+    Training,
+    lightning_module,
+    report,
+    strict,
+    trainer_of,
+)
 
 LATE = Training("Byol-batch-2-by hand", "instance", {"num_microbatches": 1}, optimizer="adamw")
 THREE_EPOCHS = (*SIZES, (4, 4, 3, 1))
@@ -224,3 +239,121 @@ def test_one_file_is_loaded_into_a_module_that_nobody_holds_whole(
     path = str(first / "saved" / "epoch=1.ckpt")
     ranks = run(train_late, resumed, path, num_ranks=num_ranks, folder=second)
     assert_goes_on(reference(SAVING), together(ranks))
+
+
+def fit_twice(training: Training, make: Any) -> Trained:
+    strict()
+    loader = Epochs(make_epochs(CASES[training.case].build(), training.sizes))
+    module = make(training.case, training.world, training.optimizer)
+    recorder = Recorder()
+    trainer = trainer_of(training, module, recorder)
+    trainer.fit(module, loader)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module, loader)
+    return report(trainer, module, recorder)
+
+
+def test_a_spread_module_is_trained_again(tmp_path: Path) -> None:
+    expected, ranks = (
+        run(fit_twice, LATE, make, num_ranks=2, folder=tmp_path)
+        for make in (lightning_module, late_module)
+    )
+    torch.testing.assert_close(ranks[0].losses, expected[0].losses, **CLOSE)
+    torch.testing.assert_close(together(ranks).weights, expected[0].weights, **CLOSE)
+
+
+def train_initialised(training: Training) -> Trained:
+    strict()
+    trainer = trainer_of(training, CASES[training.case].build(), recorder := Recorder())
+    with trainer.init_module(empty_init=True):
+        module = lightning_module(training.case, training.world, training.optimizer)
+    assert all(p.is_meta for p in module.parameters())
+    trainer.fit(module, Epochs(make_epochs(module, training.sizes)))
+    return report(trainer, module, recorder)
+
+
+def test_a_module_that_is_built_before_the_fit(tmp_path: Path) -> None:
+    ranks = run(train_initialised, LATE, num_ranks=2, folder=tmp_path)
+    assert_same(reference(LATE), together(ranks))
+
+
+def train_without_values(training: Training) -> None:
+    with torch.device("meta"):
+        module = lightning_module(training.case, training.world, training.optimizer)
+    trainer_of(training, module).fit(module, Epochs(make_epochs(module, training.sizes)))
+
+
+def test_a_module_without_any_values_is_refused(tmp_path: Path) -> None:
+    job = run_job(train_without_values, LATE, num_ranks=2, folder=tmp_path)
+    assert all(rank.exit_code == 1 for rank in job.ranks), job.output
+    assert any("Build the module in configure_model" in error for error in job.errors), job.errors
+
+
+def train_and_die(training: Training) -> None:
+    """Rank 0 is killed in the middle of its second checkpoint."""
+    ends: list[Path] = []
+
+    def end(part: Path, path: Path) -> None:
+        ends.append(part)
+        if len(ends) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        take_place_of(part, path)
+
+    vars(sharded)["take_place_of"] = end
+    train_late(training)
+
+
+def save_over_and_over() -> list[Any]:
+    return [DelayedTeacherUpdate(), ModelCheckpoint("saved", "last", enable_version_counter=False)]
+
+
+def test_a_run_that_is_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    saving = replace(SAVING, callbacks=save_over_and_over)
+    job = run_job(train_and_die, saving, num_ranks=2, folder=first)
+    assert all(rank.exit_code != 0 for rank in job.ranks)
+    resumed = replace(LATE, num_ranks=1, sizes=SIZES)
+    path = str(first / "saved" / "last.ckpt")
+    result = run(train_late, resumed, path, num_ranks=1, folder=second)[0]
+    torch.testing.assert_close(result.losses, reference(SAVING).losses[4:8], **CLOSE)
+
+
+def test_a_replacement_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, part = tmp_path / "a.ckpt", tmp_path / ".a.ckpt.part"
+    path.write_text("old")
+    part.mkdir()
+    rename = Path.rename
+
+    def stop(self: Path, target: Path) -> Path:
+        if self == part:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", stop)
+    with pytest.raises(KeyboardInterrupt):
+        take_place_of(part, path)
+    assert newest(path).read_text() == "old"
+    monkeypatch.undo()
+    take_place_of(part, path)
+    assert newest(path) == path
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
+    with pytest.raises(ConfigurationError, match="not a whole checkpoint"):
+        is_sharded(path)
+
+
+@pytest.mark.slow
+def test_replicas_of_a_spread_module(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    options = {**LATE.options, "num_stages": 2}
+    saving = replace(SAVING, options=options, num_ranks=4)  # both replicas read the same batches
+    ranks = run(train_late, saving, num_ranks=4, folder=first)
+    expected = reference(SAVING)
+    assert_same(expected, together(ranks[:2]))
+    torch.testing.assert_close(together(ranks[2:]).weights, expected.weights, **CLOSE)
+    path = str(first / "saved" / "epoch=1.ckpt")
+    resumed = replace(LATE, num_ranks=2, sizes=THREE_EPOCHS)
+    assert_goes_on(expected, together(run(train_late, resumed, path, num_ranks=2, folder=second)))

@@ -23,6 +23,7 @@ class Custom(nn.Module):
         self.second = nn.Linear(5, 5)
         nn.init.trunc_normal_(self.second.weight, std=0.02)
         nn.init.sparse_(self.second.weight[:3], 0.5)
+        torch.manual_seed(6)
         self.third = nn.Conv2d(4, 4, 3)
         nn.init.dirac_(self.third.weight)
         self.token = nn.Parameter(torch.randn(1, 4) * 0.02)
@@ -53,7 +54,12 @@ def pretrained() -> nn.Linear:
     return module
 
 
-MAKERS = (Custom, transformer, student_and_teacher)
+def seeded() -> nn.Module:
+    torch.manual_seed(7)
+    return nn.ModuleList([nn.Linear(2, 3), nn.Dropout(), nn.Linear(3, 2)])
+
+
+MAKERS = (seeded, Custom, transformer, student_and_teacher)
 
 
 def tensors(module: nn.Module) -> dict[str, Tensor]:
