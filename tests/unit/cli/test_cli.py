@@ -81,6 +81,16 @@ def test_plan_compares_the_schedules_and_saves_the_best(
     assert plan == step_profile().plan(4, link=(1.5e-4, 5e10))
 
 
+def test_plan_with_stages_that_run_again(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = tmp_path / "plan.json"
+    options = ("--activation-checkpointing", "--save", saved)
+    assert run("plan", profile, "--devices", 2, *options) == 0
+    assert "activations of 8 atoms computed again" in capsys.readouterr().out
+    assert Plan.from_json(saved.read_text()).placement.recomputed == frozenset(range(8))
+
+
 def test_a_faster_device_makes_links_matter_more(
     profile: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
