@@ -135,7 +135,8 @@ class EndHooks(CheckpointHooks):
     ) -> None:
         if self.is_failing:
             self._tell_unsaved()
-        else:
+            return
+        with waiting("saving a checkpoint"):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

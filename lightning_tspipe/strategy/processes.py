@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
+_START = timedelta(minutes=2)
+"""How long ranks may at least differ in their starts, such as in imports."""
+
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -216,7 +219,8 @@ class ProcessHooks(_Base):
         if self.num_nodes == 1 and not dist.is_initialized():
             stay_on_this_machine()
             port = environment.main_port
-            store = local_store(port, self.global_rank, self.total_ranks, self._timeout)
+            patience = max(self._timeout, _START)
+            store = local_store(port, self.global_rank, self.total_ranks, patience)
         world_of(self).init_dist_connection(
             environment, self.process_group_backend, timeout=self._timeout, store=store
         )
