@@ -32,6 +32,7 @@ class DelayedTeacherUpdate(Callback):
     is exactly one update late, as in the pipeline. The first batch of an epoch, where a pipeline
     has nothing to run ahead of, uses the newest teacher. Parameters are delayed, and the buffers of
     teacher modules in eval mode (they are read only); buffers of modules in train mode stay live.
+    Of a batch with several backwards (optimization by hand), the last one counts.
 
     Under a pipelining strategy the callback is a declaration that the strategy reads: ``delay=1``
     lets the teacher run ahead, ``delay=0`` asks for the newest teacher at the price of bubbles.
@@ -44,7 +45,7 @@ class DelayedTeacherUpdate(Callback):
 
     Raises:
         ConfigurationError: Another delay; a teacher that is missing or that would be trained;
-            manual optimization, several closures per step or a sharding strategy.
+            several closures per step or a sharding strategy.
     """
 
     def __init__(self, delay: int = 1, start_step: int = 0, teacher: Names = "teacher") -> None:
@@ -65,7 +66,7 @@ class DelayedTeacherUpdate(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.delay == 0 or pipelined_of(trainer) is not None:
             return
-        _check_support(trainer, pl_module)
+        _check_support(trainer)
         self._weights = WeightsSnapshot(submodules(pl_module, self.teacher, "teacher"))
         self._weights.install()
 
@@ -94,8 +95,10 @@ class DelayedTeacherUpdate(Callback):
     ) -> None:
         if self._weights is None:
             return
-        self._weights.close()
         self._num_backwards += 1
+        if not pl_module.automatic_optimization:
+            return  # more forwards and backwards of this batch may follow
+        self._weights.close()
         if self._num_backwards > 1:
             raise ConfigurationError(
                 "the optimizer runs training_step several times per batch (LBFGS, SAM): 'one "
@@ -104,8 +107,12 @@ class DelayedTeacherUpdate(Callback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._weights is not None:
+        if self._weights is None:
+            return
+        if pl_module.automatic_optimization:
             self._weights.take()
+        else:
+            self._weights.set_aside()
 
     @override
     def on_train_batch_end(
@@ -119,7 +126,8 @@ class DelayedTeacherUpdate(Callback):
         if self._weights is None:
             return
         self._weights.close()
-        if self._num_backwards == 0:  # training_step returned None: no backward to wait for
+        settled = self._weights.settle()
+        if self._num_backwards == 0 and not settled:  # no backward to wait for
             self._weights.take()
         if trainer.is_last_batch:  # the next epoch starts anew: nothing to keep or to save
             self._weights.drop()
@@ -160,12 +168,7 @@ class DelayedTeacherUpdate(Callback):
         self._restored = dict(state_dict.get("snapshot", {}))
 
 
-def _check_support(trainer: Trainer, pl_module: LightningModule) -> None:
-    if not pl_module.automatic_optimization:
-        raise ConfigurationError(
-            "DelayedTeacherUpdate needs Lightning's automatic optimization; set "
-            "automatic_optimization = True, or remove the callback"
-        )
+def _check_support(trainer: Trainer) -> None:
     bases = {base.__name__ for base in type(trainer.strategy).__mro__}
     if bases & _SHARDING:
         raise ConfigurationError(

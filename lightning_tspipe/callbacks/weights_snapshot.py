@@ -26,6 +26,7 @@ class _Slot:
         self.key = key
         self.is_buffer = is_buffer
         self.earlier = torch.empty_like(self.tensor)
+        self.coming: Tensor | None = None
         self._live: Tensor | None = None
 
     @property
@@ -83,6 +84,7 @@ class WeightsSnapshot:
         self._is_open = False
         self._reads_earlier = False
         self._is_taken = False
+        self._is_set_aside = False
 
     def _add(self, path: str, owner: nn.Module, seen: dict[int, _Slot]) -> None:
         # All of a forward-only network's parameters count, whatever they do in the student.
@@ -112,6 +114,25 @@ class WeightsSnapshot:
         slots = self._slots.values()
         torch._foreach_copy_([slot.earlier for slot in slots], [slot.tensor for slot in slots])
         self._is_taken = True
+
+    @torch.no_grad()
+    def set_aside(self) -> None:
+        """Copy the present weights: what :meth:`settle` makes the earlier version, and not yet."""
+        for slot in self._slots.values():
+            if slot.coming is None:
+                slot.coming = torch.empty_like(slot.earlier)
+            slot.coming.copy_(slot.tensor)
+        self._is_set_aside = True
+
+    def settle(self) -> bool:
+        """The weights that were set aside are the earlier version now; False if none were."""
+        if not self._is_set_aside:
+            return False
+        for slot in self._slots.values():
+            assert slot.coming is not None
+            slot.earlier, slot.coming = slot.coming, slot.earlier
+        self._is_set_aside, self._is_taken = False, True
+        return True
 
     def drop(self) -> None:
         """Forget the earlier version (its memory is kept)."""

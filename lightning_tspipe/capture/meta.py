@@ -20,11 +20,18 @@ class MetaWins(TorchFunctionMode):
     without data, where views are meta tensors, such operations would fail. What is written in place
     is left alone: parameters of this rank must really change, those of others are meta tensors.
 
+    Attributes:
+        is_on: Whether it does anything; off for a while where real parameters are worked on.
+
     Example:
         >>> with MetaWins():
         ...     (torch.ones(2, device="meta").to("cpu") + torch.ones(2)).device
         device(type='meta')
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on = True
 
     def __torch_function__(
         self,
@@ -34,6 +41,8 @@ class MetaWins(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if not self.is_on:
+            return func(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             if func in MOVES:

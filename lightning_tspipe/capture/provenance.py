@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_tspipe.capture.functions import HARMLESS, MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.location import current_line
 
+_GRADIENT = "torch.Tensor.grad.__get__"
+
 
 @dataclass(eq=False)
 class Value:
@@ -122,6 +124,7 @@ class ProvenanceMode(TorchFunctionMode):
     Attributes:
         reads: (value whose numbers were looked at, number of blocks called before, user's line).
         writes: (value written in place, number of blocks called before, user's line).
+        gradient_reads: The user's lines that looked at the gradient of a parameter.
         draws: To be entered as well, so that random numbers are noticed.
         draws_on_device: Whether random numbers were drawn on a device that the step named: it may
             have asked a tensor of the batch for it.
@@ -134,6 +137,7 @@ class ProvenanceMode(TorchFunctionMode):
         self._num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str]] = []
+        self.gradient_reads: list[str] = []
         self.draws_on_device = False
         self.draws = DrawCounter()
 
@@ -179,6 +183,8 @@ class ProvenanceMode(TorchFunctionMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
         name = name_of(func)
+        if name == _GRADIENT and any(parent.is_parameter for parent in parents):
+            self.gradient_reads.append(current_line())
         if name in HARMLESS:
             return func(*args, **kwargs)
         if not parents:

@@ -54,6 +54,7 @@ class StepRunner:
         self._rest = [m for m in module.modules() if id(m) not in inside_ids]
         self._hide_pipelined = swap.TensorSwap(inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+        self._replaying: tuple[_Replay, ExitStack, MetaWins | None] | None = None
 
     def forget_tensors(self) -> None:
         """Parameters moved: make new stand-ins."""
@@ -136,19 +137,47 @@ class StepRunner:
             CaptureError: The step went another way than when it was traced.
         """
         player = _Replay(self._plan, outputs)
-        with (
-            swap.random_stream(seed),
-            self._hide_pipelined(),
-            swap.forwards_replaced(self._stubs(player)),
-            self._meta_mode(),
-        ):
-            result = step(batch)
+        mode = self._meta_mode()
+        with ExitStack() as inside:
+            self._enter_replay(player, inside, seed)
+            self._replaying = player, inside, mode if isinstance(mode, MetaWins) else None
+            try:
+                with mode:
+                    result = step(batch)
+            finally:
+                self._replaying = None
         if player.count != len(self._plan.interceptions):
             raise CaptureError(
                 f"the step made {player.count} calls of pipelined blocks, but "
                 f"{len(self._plan.interceptions)} when it was traced"
             )
         return result
+
+    def _enter_replay(self, player: _Replay, inside: ExitStack, seed: int | None) -> None:
+        inside.enter_context(swap.random_stream(seed))
+        inside.enter_context(self._hide_pipelined())
+        inside.enter_context(swap.forwards_replaced(self._stubs(player)))
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While inside, a replay that is under way is not: the networks are real and at hand."""
+        replaying, self._replaying = self._replaying, None
+        if replaying is None:
+            yield
+            return
+        player, inside, mode = replaying
+        state = swap.random_state()
+        inside.close()
+        if mode is not None:
+            mode.is_on = False
+        try:
+            yield
+        finally:
+            if mode is not None:
+                mode.is_on = True
+            self._enter_replay(player, inside, None)
+            swap.set_random_state(state)
+            self._replaying = replaying
 
     def _meta_mode(self) -> AbstractContextManager[Any]:
         return MetaWins() if self._plan.mixes else nullcontext()

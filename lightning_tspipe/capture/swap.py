@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 _CONTAINERS = (list, dict, set)
+_MISSING = object()
+
+RandomState = tuple[Any, Tensor, Tensor | None]
 
 
 class TensorSwap:
@@ -109,6 +112,27 @@ def forwards_replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator
 
 
 @contextmanager
+def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While inside, objects have other attributes.
+
+    Args:
+        replacements: (object, name, value); none twice.
+    """
+    replacements = list(replacements)
+    previous = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(replacements, previous, strict=True):
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+@contextmanager
 def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Iterator[None]:
     """Undo what happens to the attributes of modules, and to the values of their tensors.
 
@@ -174,17 +198,28 @@ def random_stream(seed: int | None) -> Iterator[None]:
     Args:
         seed: Seed of the stream; None keeps the ambient values but still restores them.
     """
-    python_state, torch_state = random.getstate(), torch.random.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    ambient = random_state()
     if seed is not None:
         random.seed(seed)
         torch.default_generator.manual_seed(seed)
-        if cuda_state is not None:
+        if ambient[2] is not None:
             torch.cuda.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(python_state)
-        torch.random.set_rng_state(torch_state)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state)
+        set_random_state(ambient)
+
+
+def random_state() -> RandomState:
+    """The state of all random generators: of Python, of torch, and of torch on the GPU."""
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    return random.getstate(), torch.random.get_rng_state(), cuda_state
+
+
+def set_random_state(state: RandomState) -> None:
+    """Put the random generators back to where they were."""
+    python_state, torch_state, cuda_state = state
+    random.setstate(python_state)
+    torch.random.set_rng_state(torch_state)
+    if cuda_state is not None:
+        torch.cuda.set_rng_state(cuda_state)

@@ -112,10 +112,11 @@ class Tracer:
         self._writes_seen: list[int] = []
         self._generator = torch.Generator().manual_seed(seed)
         leaves = pytree.tree_leaves(batch)
+        originals = [p for block in self._blocks.values() for p in block.parameters()]
         with self._replacements(), swap.random_stream(seed):
             fields = [self._mode.track(leaf, _BatchLeaf(i)) if isinstance(leaf, Tensor) else None
                       for i, leaf in enumerate(leaves)]  # fmt: skip
-            parameters = self._track_parameters()
+            parameters = self._track_parameters(originals)
             try:
                 with self._mode, self._mode.draws:
                     result = step(batch)
@@ -286,7 +287,9 @@ class Tracer:
             answer = torch.zeros(fake.shape, dtype=fake.dtype, device=self._device)
         return answer.requires_grad_(fake.requires_grad)
 
-    def _track_parameters(self) -> list[Value]:
+    def _track_parameters(self, originals: list[nn.Parameter]) -> list[Value]:
+        for parameter in originals:  # which optimizers hold
+            self._mode.track(parameter, _Parameter("?"), is_parameter=True)
         return [
             self._mode.track(parameter, _Parameter(f"{name}.{path}"), is_parameter=True)
             for name, block in self._blocks.items()
@@ -364,6 +367,12 @@ class Tracer:
         return chains
 
     def _check_reads(self, parameters: list[Value]) -> None:
+        for line in self._mode.gradient_reads:
+            raise CaptureError(
+                f"the step looks at the gradient of a pipelined parameter, at {line}: it may be on "
+                "another rank. Clip with self.clip_gradients(optimizer, ...), clear with "
+                "optimizer.zero_grad(), look in the hook on_before_optimizer_step"
+            )
         last = len(self._interceptions)
         for value, when, line in self._mode.reads:
             if when < last and any(isinstance(v.source, _BlockOutput) for v in value.sources()):

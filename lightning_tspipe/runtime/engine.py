@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
@@ -89,6 +90,7 @@ class Engine:
 
     Attributes:
         stop: Whether the ranks were asked to stop.
+        batch_size: Samples of the current step's largest call.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -122,12 +124,13 @@ class Engine:
         self._resumed: Ahead | None = None
         self._leaves: dict[tuple[int, ValueRef], Tensor] = {}
         self._rest_actions: Sequence[Action] = ()
+        self._replay_started: float | None = None
+        self.batch_size = 1
 
     @property
-    def batch_size(self) -> int:
-        """Samples of the current step's largest call."""
-        assert self._step is not None
-        return max(spec.shape[0] for spec in self._step.units[0].inputs)
+    def outputs(self) -> list[Tensor]:
+        """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
+        return list(self._leaves.values())
 
     @property
     def is_loss_rank(self) -> bool:
@@ -277,7 +280,13 @@ class Engine:
         return self._programs[key]
 
     def forward(
-        self, step: Step, batch: Any, ahead: BatchAndStep | None, *, continues: bool | None = None
+        self,
+        step: Step,
+        batch: Any,
+        ahead: BatchAndStep | None,
+        *,
+        continues: bool | None = None,
+        replay: Step | None = None,
     ) -> Any:
         """The part of a step up to the loss.
 
@@ -287,6 +296,8 @@ class Engine:
             ahead: On the data rank, the next batch and its step, if its teacher is to run ahead.
             continues: On the data rank, whether this is the batch that was ahead in the step
                 before; if not, what ran ahead is dropped. None: whatever was ahead is this batch.
+            replay: What runs on the loss rank in place of ``step``, with the real outputs; it may
+                call :meth:`backward` itself, within :meth:`suspended`.
 
         Returns:
             On the loss rank what the step returns, elsewhere None.
@@ -302,6 +313,7 @@ class Engine:
             self._resumed = None
         context = self._open_step(header, inputs)
         self._step = context
+        self.batch_size = max(spec.shape[0] for spec in header.inputs)
         executor = self.executor
         executor.post_receives(context)
         if not self.is_data_rank:
@@ -328,10 +340,22 @@ class Engine:
             whole = header.batch(plan.batch_fields, fields)
             recorder.paused("receive", started)
         self._leaves = {}
-        started = time.perf_counter()
-        result = self._runner.replay(step, whole, self._seed + self._index, self._output)
-        recorder.ran(self._index, actions[stop], started)
+        self._replay_started = time.perf_counter()
+        seed = self._seed + self._index
+        result = self._runner.replay(replay or step, whole, seed, self._output)
+        self._note_replay()
         return result
+
+    def _note_replay(self) -> None:
+        """The loss is there."""
+        if self._replay_started is not None:
+            loss = Action(Op.LOSS, self.rank)
+            self.executor.recorder.ran(self._index, loss, self._replay_started)
+            self._replay_started = None
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """While inside, a replay that calls this is as good as over: the networks are at hand."""
+        return self._runner.suspended()
 
     def _exchange(
         self, step: Step, batch: Any, ahead: BatchAndStep | None, *, continues: bool | None
@@ -391,7 +415,13 @@ class Engine:
         return self._known_units[inputs]
 
     def _output(self, call: int, ref: ValueRef) -> Tensor:
-        assert self._step is not None
+        if self._step is None:
+            raise CaptureError(
+                f"the step calls a pipelined network at {current_line()}, after an optimizer made "
+                "use of the gradients of the calls before: a batch goes through the pipeline once, "
+                "there and back. Make all calls before the first optimizer.step, or update one "
+                "network per batch, as in `if batch_idx % 2 == 0: opt_a.step()`"
+            )
         tensor = self.executor.output(self._step, call, ref)
         units = self._step.units[0].units[self.captured.plan.calls[call].network]
         spec = next(u.shapes.outputs[ref] for u in units if u.call == call and u.shapes is not None)
@@ -409,6 +439,7 @@ class Engine:
         """
         context = self._step
         assert context is not None
+        self._note_replay()
         if self.is_loss_rank:
             assert run_backward is not None
             started = time.perf_counter()
@@ -512,8 +543,9 @@ class Engine:
         ]
 
     def note_optimizer(self, started: float) -> None:
-        """The optimizer step of this rank ended."""
-        self.executor.recorder.ran(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
+        """The optimizer step of this rank ended; one beside the losses belongs to their time."""
+        if self._step is None:
+            self.executor.recorder.ran(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
 
     def drain(self) -> None:
         """Forget what ran ahead: the next batch is not the one that was announced."""

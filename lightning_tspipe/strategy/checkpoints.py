@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_tspipe.strategy import progress
+from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.sharded import ShardedHooks
-from lightning_tspipe.strategy.training import plain_optimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -75,7 +75,7 @@ class CheckpointHooks(ShardedHooks):
             self._engine,
             self._loader,
             epoch_ended=loop.epoch_loop._num_ready_batches_reached(),  # noqa: SLF001
-            accumulating=loop._should_accumulate(),  # noqa: SLF001
+            accumulating=loop._should_accumulate() or bool(self._manual.commands.waiting),  # noqa: SLF001
         )
 
 

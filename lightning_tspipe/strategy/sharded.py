@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,11 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
+from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.late import LateWeights, Source, is_late
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
 from lightning_tspipe.strategy.evaluating import EvaluationHooks
+from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.shards import (
     FileSource,
@@ -35,7 +37,6 @@ from lightning_tspipe.strategy.shards import (
     own_optimizer_state,
     take_place_of,
 )
-from lightning_tspipe.strategy.training import plain_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,8 +109,8 @@ class ShardedHooks(EvaluationHooks):
         return Origin(self._construction, self._source, placement)
 
     @override
-    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
-        engine = super()._begin(batch, rest, batch_idx)
+    def _begin(self, batch: Any, step: Step, batch_idx: int) -> Engine:
+        engine = super()._begin(batch, step, batch_idx)
         if self._source is not None and self._restores_optimizers:
             for index, optimizer in enumerate(self.optimizers):
                 self._restore(plain_optimizer(optimizer), index, self._source)

@@ -26,19 +26,22 @@ from lightning_tspipe.runtime.failures import Failures
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.late import Source, is_late
 from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.scaling import shared_scaler
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.ends import EndHooks
+from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
 from lightning_tspipe.strategy.support import (
     TeacherWatch,
     refuse_callbacks,
+    refuse_delay,
+    refuse_fused,
     refuse_loaders,
     refuse_module,
     refuse_optimizers,
-    refuse_precision,
     refuse_trainer,
 )
 from lightning_tspipe.strategy.worlds import strategy_classes, world_of
@@ -145,6 +148,7 @@ class PipelineHooks(EndHooks):
         self._ends_together = self._requeues = self._has_told = False
         self._muted: list[Any] = []
         self.have_workers_failed = False
+        self._manual = ManualOptimization(self)
         self.pipelined = Pipelined(self)
 
     @property
@@ -177,13 +181,21 @@ class PipelineHooks(EndHooks):
             find_networks(self._module, self.options)
             refuse_callbacks(trainer)
             refuse_module(self._module)
+            refuse_delay(trainer, self._module)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
         self.prepare_ends(trainer)
         self.setup_precision_plugin()
         if self.num_ranks > 1:
-            refuse_precision(self.precision_plugin)
+            self._share_scaler()
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+            self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
+
+    def _share_scaler(self) -> None:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            refuse_fused(self.optimizers)
+            self.precision_plugin.scaler = shared_scaler(scaler, self.root_device)  # type: ignore[attr-defined]
 
     def _share_what_steps_leave(self, trainer: Trainer) -> None:
         world = world_of(self)

@@ -47,16 +47,9 @@ def refuse_module(module: Any) -> None:
     """Refuse ways of training that the pipeline can't see into.
 
     Raises:
-        ConfigurationError: Manual optimization, or a step that reads the loader itself.
+        ConfigurationError: A step that reads the loader itself.
     """
     name = type(module).__name__
-    if not module.automatic_optimization:
-        raise ConfigurationError(
-            f"{name} optimizes by hand (automatic_optimization = False), but forward, backward and "
-            "update of a pipeline belong to different ranks and times. Return the loss from "
-            "training_step and remove the line; learning rates, clipping and accumulation are "
-            "arguments of the Trainer or of configure_optimizers"
-        )
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise ConfigurationError(
             f"{name}.training_step takes dataloader_iter, but one rank reads the batches for all. "
@@ -138,17 +131,36 @@ def refuse_optimizers(optimizers: Iterable[Any]) -> None:
             )
 
 
-def refuse_precision(plugin: Any) -> None:
-    """Refuse loss scaling, about which the ranks would disagree.
+def refuse_delay(trainer: Any, module: Any) -> None:
+    """Refuse a delay that begins at an optimizer step whose number is known too late.
 
     Raises:
-        ConfigurationError: There is a gradient scaler.
+        ConfigurationError: Optimization by hand, and ``DelayedTeacherUpdate(start_step=...)``.
     """
-    if getattr(plugin, "scaler", None) is not None:
-        raise ConfigurationError(
-            "precision='16-mixed' skips steps by what one rank sees of the gradients. Use "
-            "precision='bf16-mixed', which needs no scaling"
-        )
+    if module.automatic_optimization:
+        return
+    for callback in trainer.callbacks:
+        if getattr(callback, "delay", 0) and getattr(callback, "start_step", 0) > 0:
+            raise ConfigurationError(
+                f"{type(callback).__name__}(start_step={callback.start_step}) counts optimizer "
+                "steps, and how many of them a batch has is seen too late where the module "
+                "optimizes by hand (automatic_optimization = False). Leave start_step out"
+            )
+
+
+def refuse_fused(optimizers: Iterable[Any]) -> None:
+    """Refuse optimizers that skip a step by themselves, by what one rank sees of the gradients.
+
+    Raises:
+        ConfigurationError: There is one, and gradients are scaled.
+    """
+    for optimizer in optimizers:
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ConfigurationError(
+                f"a fused {type(optimizer).__name__} decides on each rank whether a step of "
+                "precision='16-mixed' is skipped. Use fused=False, or precision='bf16-mixed', "
+                "which skips none"
+            )
 
 
 def refuse_loaders(trainer: Any) -> None:

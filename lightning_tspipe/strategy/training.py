@@ -19,6 +19,8 @@ from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.data import DataHooks
+from lightning_tspipe.strategy.manual import ManualOptimization
+from lightning_tspipe.strategy.optimizers import parameters_of, plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.progress import late, restore
 from lightning_tspipe.strategy.setup import set_up
@@ -39,6 +41,7 @@ class TrainingHooks(DataHooks):
     _gradients_ready: float
     _reduces: bool
     _stop: Stop
+    _manual: ManualOptimization
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,22 +53,29 @@ class TrainingHooks(DataHooks):
                 # After the first update; the hooks of all others do the same.
                 self._watch.check()
                 self._watch = None
-            engine = self._engine or self._begin(batch, rest, batch_idx)
+            step = self._training_step(rest, batch_idx)
+            engine = self._engine or self._begin(batch, step, batch_idx)
             following = self._next_batch(batch_idx) if self.is_data_rank else None
             ahead = None
             if following is not None:
-                ahead = (following, self._step("training_step", rest, batch_idx + 1))
+                ahead = (following, self._training_step(rest, batch_idx + 1))
             number = self._loader.current if self._loader is not None else -1
+            automatic = self._module.automatic_optimization
+            replay = None if automatic else self._step("training_step", rest, batch_idx)
             result = engine.forward(
-                self._step("training_step", rest, batch_idx), batch, ahead,
-                continues=self._announced == number,
+                step, batch, ahead, continues=self._announced == number,
+                replay=None if replay is None else self._manual.live(replay),
             )  # fmt: skip
             self._announced = number + 1 if ahead is not None else -2
             self.pipelined.batch_size = engine.batch_size
+            if not automatic:
+                self._manual.finish()
+                self.pipelined.step_done()
         if self.num_ranks > 1:
             refuse_stop(self._trainer, before=was_stopped)
         if self.is_loss_rank:
-            refuse_result(result)
+            if automatic:
+                refuse_result(result)
             return result
         return torch.zeros((), device=self.root_device, requires_grad=True)
 
@@ -73,7 +83,12 @@ class TrainingHooks(DataHooks):
         """Where the values of the module come from."""
         return Origin()
 
-    def _begin(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Engine:
+    def _training_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
+        """The user's step, as the trace and the prologue run it."""
+        step = self._step("training_step", rest, batch_idx)
+        return step if self._module.automatic_optimization else self._manual.silent(step)
+
+    def _begin(self, batch: Any, step: Step, batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
         random = RandomStates.now()
         first = self.share(batch)
@@ -83,7 +98,7 @@ class TrainingHooks(DataHooks):
             self.transport,
             self.root_device,
             self.precision_plugin.forward_context,
-            self._step("training_step", rest, batch_idx),
+            step,
             first,
             [plain_optimizer(optimizer) for optimizer in self.optimizers],
             self.replicas,
@@ -92,10 +107,11 @@ class TrainingHooks(DataHooks):
         self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw
-        self._go_on(self._engine, self._step("training_step", rest, batch_idx), batch, batch_idx)
+        self._go_on(self._engine, step, batch, batch_idx)
         self._evaluations = {}
         self._watch = self._watch_teacher()
         self._watched_from = self._trainer.global_step
+        self._manual.commands.attach()
         self.pipelined.placed(self._engine)
         return self._engine
 
@@ -128,6 +144,8 @@ class TrainingHooks(DataHooks):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        if not self._module.automatic_optimization:
+            return self._manual.backward(closure_loss, *args, **kwargs)
         engine = self._engine
         assert engine is not None
         plugin, module = self.precision_plugin, self._module
@@ -168,22 +186,27 @@ class TrainingHooks(DataHooks):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
+        started = time.perf_counter()
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        automatic = self._module.automatic_optimization
         if self._engine is not None:
-            self._engine.note_optimizer(self._gradients_ready)
-        self.pipelined.step_done()
+            self._engine.note_optimizer(self._gradients_ready if automatic else started)
+        if automatic:
+            self.pipelined.step_done()
         return result
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip what this rank has, which may be nothing at all."""
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        if parameters:
+            nn.utils.clip_grad_value_(parameters, clip_val)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip by the norm over all stages."""
         started = time.perf_counter()
-        parameters = [
-            p
-            for g in plain_optimizer(optimizer).param_groups
-            for p in g["params"]
-            if p.grad is not None
-        ]
-        own = nn.utils.get_total_norm([p.grad for p in parameters]) if parameters else None
+        parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        own = nn.utils.get_total_norm(gradients) if gradients else None
         squares = self.transport.gather_object(0.0 if own is None else float(own) ** 2)
         total = self.transport.broadcast_object(
             None if squares is None else sum(squares) ** 0.5, LOSS_RANK
@@ -201,9 +224,3 @@ class TrainingHooks(DataHooks):
             self._engine.shards.restore(self.pipeline_rank, self.transport)
             self._engine = None
             self._evaluations = {}
-
-
-def plain_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer in Lightning's wrapper."""
-    plain: Optimizer = getattr(optimizer, "_optimizer", optimizer)
-    return plain

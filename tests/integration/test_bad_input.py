@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch
@@ -14,9 +13,10 @@ import pytorch_lightning
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe import TSPipeStrategy
+from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.strategy.support import refuse_precision
+from lightning_tspipe.strategy.support import refuse_fused
+from tests.integration.by_hand import ByHand, body_and_tail
 from tests.integration.jobs import Job, run_job
 from tests.integration.trainings import Training, build, strict, train, trainer_of
 from tests.unit.cli.profiles import step_profile
@@ -69,8 +69,49 @@ class _Callbacks:
         return [getattr(lightning.pytorch.callbacks, self._name)(*self._args), Tell()]
 
 
-def optimize_by_hand(module: Any) -> None:
-    module.automatic_optimization = False
+def by_hand(step: Callable[[Any, Any, int], Any]) -> ByHand:
+    return ByHand(step, body_and_tail)
+
+
+def call_after_step(module: Any, batch: Any, batch_idx: int) -> None:
+    first, second = module.optimizers()
+    module.manual_backward(module.student(batch["views"][0]).mean())
+    first.step()
+    module.manual_backward(module.student(batch["views"][1]).mean())
+    second.step()
+
+
+def backward_after_step(module: Any, batch: Any, batch_idx: int) -> None:
+    output = module.student(batch["views"][0])
+    module.manual_backward(output.mean(), retain_graph=True)
+    module.optimizers()[0].step()
+    module.manual_backward(output.square().mean())
+
+
+def toggle_both(module: Any, batch: Any, batch_idx: int) -> None:
+    for optimizer, view in zip(module.optimizers(), batch["views"], strict=True):
+        with module.toggled_optimizer(optimizer):
+            module.manual_backward(module.student(view).mean())
+    module.optimizers()[0].step()
+
+
+def step_with_closure(module: Any, batch: Any, batch_idx: int) -> None:
+    def closure() -> Tensor:
+        loss: Tensor = module.student(batch["views"][0]).mean()
+        module.manual_backward(loss)
+        return loss
+
+    module.student(batch["views"][0])
+    module.optimizers()[0].step(closure)
+
+
+def clip_past_lightning(module: Any, batch: Any, batch_idx: int) -> None:
+    module.manual_backward(module.student(batch["views"][0]).mean())
+    nn.utils.clip_grad_norm_(module.optimizers()[0].param_groups[0]["params"], 1.0)
+
+
+def delayed_later() -> list[Any]:
+    return [DelayedTeacherUpdate(start_step=3), Tell()]
 
 
 def no_student(module: Any) -> None:
@@ -241,9 +282,29 @@ CASES: dict[str, tuple[Training, str, str]] = {
         replace(BYOL, callbacks=finetuning),
         "ConfigurationError", "requires_grad_(False)",
     ),
-    "manual optimization": (
-        replace(BYOL, change=optimize_by_hand),
-        "ConfigurationError", "Return the loss from training_step",
+    "a call after a step by hand": (
+        replace(BYOL, change=by_hand(call_after_step)),
+        "CaptureError", "Make all calls before the first optimizer.step",
+    ),
+    "a backward after a step by hand": (
+        replace(BYOL, change=by_hand(backward_after_step)),
+        "ConfigurationError", "Call manual_backward for all losses first",
+    ),
+    "several toggled optimizers": (
+        replace(BYOL, change=by_hand(toggle_both)),
+        "ConfigurationError", "Toggle one optimizer per batch",
+    ),
+    "a step with a closure": (
+        replace(BYOL, change=by_hand(step_with_closure)),
+        "ConfigurationError", "Write its lines before the step",
+    ),
+    "clipping past Lightning": (
+        replace(BYOL, change=by_hand(clip_past_lightning)),
+        "CaptureError", "Clip with self.clip_gradients(optimizer, ...)",
+    ),
+    "a delay from a step on, by hand": (
+        replace(BYOL, change=by_hand(call_after_step), callbacks=delayed_later),
+        "ConfigurationError", "Leave start_step out",
     ),
     "LBFGS": (replace(BYOL, change=lbfgs), "ConfigurationError", "such as SGD or AdamW"),
 }  # fmt: skip
@@ -290,10 +351,10 @@ def test_a_step_that_reads_the_loader(tmp_path: Path) -> None:
     assert any("training_step(self, batch, batch_idx)" in error for error in job.errors)
 
 
-def test_loss_scaling() -> None:
-    plugin = SimpleNamespace(scaler=object())
-    with pytest.raises(ConfigurationError, match="bf16-mixed"):
-        refuse_precision(plugin)
+def test_loss_scaling_with_a_fused_optimizer() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], fused=True)
+    with pytest.raises(ConfigurationError, match="Use fused=False"):
+        refuse_fused([optimizer])
 
 
 def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:

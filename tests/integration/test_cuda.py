@@ -9,8 +9,18 @@ import pytest
 import torch
 
 from lightning_tspipe import DelayedTeacherUpdate
+from tests.integration.by_hand import Notes
 from tests.integration.jobs import run
-from tests.integration.trainings import Training, train
+from tests.integration.trainings import (
+    Recorder,
+    Trained,
+    Training,
+    build,
+    report,
+    strict,
+    train,
+    trainer_of,
+)
 
 pytestmark = [
     pytest.mark.cuda,
@@ -72,4 +82,29 @@ def test_bfloat16_trains_as_on_one_device(tmp_path: Path) -> None:
         [loss.float() for loss in expected.losses],
         rtol=0.05,
         atol=0.02,
+    )
+
+
+def train_half(training: Training) -> tuple[Trained, list[float]]:
+    """In 16-bit precision, and the scales of the losses."""
+    strict()
+    module, loader = build(training)
+    recorder, notes = Recorder(), Notes()
+    trainer = trainer_of(training, module, recorder, notes)
+    trainer.fit(module, loader)
+    return report(trainer, module, recorder), notes.scales
+
+
+def test_float16_skips_the_steps_that_one_device_skips(tmp_path: Path) -> None:
+    trainer = {**SHARED.trainer, "precision": "16-mixed"}
+    alone = replace(ALONE, trainer=trainer, change=to_single)
+    shared = replace(SHARED, trainer=trainer, change=to_single)
+    expected, scales = run(train_half, alone, num_ranks=1, folder=tmp_path)[0]
+    results = run(train_half, shared, num_ranks=2, folder=tmp_path)
+    assert [found for _, found in results] == [scales, scales]
+    torch.testing.assert_close(
+        [loss.float() for loss in results[0][0].losses],
+        [loss.float() for loss in expected.losses],
+        rtol=0.01,
+        atol=0.01,
     )

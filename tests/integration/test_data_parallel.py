@@ -13,6 +13,13 @@ import torch
 from lightning_tspipe import ConfigurationError, TSPipeStrategy
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.simulation.timeline import Timeline
+from tests.integration.by_hand import (
+    ByHand,
+    adversarial,
+    body_and_tail,
+    network_and_probe,
+    sample_by_sample,
+)
 from tests.integration.jobs import run, run_job
 from tests.integration.replicas import (
     TrainedShare,
@@ -213,3 +220,23 @@ def test_a_number_of_devices_that_is_no_multiple(tmp_path: Path) -> None:
     job = run_job(indivisible, training, num_ranks=4, folder=tmp_path)
     assert all(rank.exit_code == 1 for rank in job.ranks)
     assert "num_stages=3: 4 devices cannot be divided into pipelines of 3" in job.output
+
+
+@pytest.mark.parametrize("options", [TWO_BY_TWO, {**TWO_BY_TWO, "schedule": "gpipe"}], ids=str)
+def test_optimization_by_hand(options: dict[str, Any], tmp_path: Path) -> None:
+    change = ByHand(sample_by_sample, body_and_tail)
+    training = replace(SPLIT, case="Byol-group-2-by hand", options=options, change=change)
+    if "schedule" not in options:
+        training = replace(training, callbacks=delayed)
+    expected = alone(train_share, training, tmp_path)
+    ranks = together(train_share, training, tmp_path)
+    assert_same(expected, training, ranks)
+    torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
+
+
+def test_gradients_of_a_batch_are_averaged_once(tmp_path: Path) -> None:
+    change = ByHand(adversarial, network_and_probe)
+    training = replace(SPLIT, case="Byol-group-2-by hand", change=change)
+    job = run_job(train_share, training, num_ranks=4, folder=tmp_path, seconds=60)
+    assert all(rank.exit_code == 1 for rank in job.ranks), job.output
+    assert any("or update one network per batch" in error for error in job.errors), job.errors

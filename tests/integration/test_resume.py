@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
 from tests.exactness.modules import images
+from tests.integration.by_hand import ByHand, body_and_tail, sample_by_sample
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     Recorder,
@@ -221,6 +222,7 @@ RUNS = {
         replace(BYOL, case="RandomStep", options={"num_microbatches": 2})
     ),
     "accumulation": Run(replace(BYOL, trainer={**EPOCHS, "accumulate_grad_batches": 3})),
+    "by hand": Run(replace(BYOL, change=ByHand(sample_by_sample, body_and_tail))),
     "validation": Run(replace(BYOL, trainer={**EPOCHS, "val_check_interval": 2}), validates=True),
     "stateful": Run(BYOL, "stateful"),
     "stream": Run(BYOL, "stream"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_tspipe import PipelineTimeline
 from lightning_tspipe.simulation.attribution import Cause, attribute
 from lightning_tspipe.simulation.timeline import Timeline
 from tests.exactness.modules import make_epochs
+from tests.integration.by_hand import ByHand, adversarial, network_and_probe
 from tests.integration.jobs import run
 from tests.integration.trainings import Training, Unsized, build, strict, trainer_of
 
@@ -36,11 +38,15 @@ def fit(training: Training, window: dict[str, int], options: dict[str, Any]) -> 
 
 
 def recorded(
-    folder: Path, num_ranks: int = 2, window: dict[str, int] = STEPS, **options: Any
+    folder: Path,
+    num_ranks: int = 2,
+    window: dict[str, int] = STEPS,
+    training: Training = BYOL,
+    **options: Any,
 ) -> Timeline:
     pytest.importorskip("matplotlib")
     run(
-        fit, replace(BYOL, num_ranks=num_ranks), window, options,
+        fit, replace(training, num_ranks=num_ranks), window, options,
         num_ranks=num_ranks, folder=folder,
     )  # fmt: skip
     assert (folder / "log" / "timeline.png").exists()
@@ -101,3 +107,14 @@ def test_windows_at_the_ends_of_training(
 def test_a_loader_without_a_length(tmp_path: Path) -> None:
     timeline = recorded(tmp_path, unsized=True)
     assert {pause.rank for pause in timeline.pauses if pause.reason == "load"} == {0, 1}
+
+
+def test_optimization_by_hand(tmp_path: Path) -> None:
+    """A critic's step is a part of the loss; that of the network is on every rank."""
+    training = replace(BYOL, change=ByHand(adversarial, network_and_probe))
+    timeline = recorded(tmp_path, training=training)
+    assert timeline.steps == (1, 2, 3, 4, 5)
+    for rank in range(timeline.num_ranks):
+        spans = timeline.of_rank(rank)
+        assert all(before.end <= after.start for before, after in pairwise(spans))
+        assert sum(span.op == "O" for span in spans) >= 5

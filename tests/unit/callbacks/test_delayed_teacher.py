@@ -101,6 +101,26 @@ def test_equals_a_stale_loop(
     torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-12, atol=1e-14)
 
 
+def test_by_hand_the_last_backward_of_a_batch_counts(lab: SimpleNamespace) -> None:
+    class ByHand(lab.module):  # type: ignore[misc, name-defined]
+        automatic_optimization = False
+
+        def training_step(self, batch: Tensor) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            for _ in range(2):  # with the same late teacher
+                self.manual_backward(super().training_step(batch) / 2)
+            optimizer.step()
+
+    loader = lab.loader(5)
+    reference, module = lab.module(), ByHand()
+    train_stale(reference, [loader.batches] * 2, ema="callback")
+    lab.trainer(callbacks=callbacks_for("callback")).fit(module, loader)
+    assert module.losses[::2] == module.losses[1::2]
+    assert module.losses[::2] == pytest.approx(reference.losses, rel=1e-12)
+    torch.testing.assert_close(module.state_dict(), reference.state_dict(), rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("ema", ["in_step", "callback"])
 def test_the_delay_matters_and_zero_is_none(ema: str, lab: SimpleNamespace) -> None:
     loader = lab.loader(4)
@@ -281,16 +301,11 @@ def test_refusals(lab: SimpleNamespace) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.LBFGS(self.student.parameters())
 
-    class Manual(lab.module):  # type: ignore[misc, name-defined]
-        automatic_optimization = False
-
     with pytest.raises(ConfigurationError, match="recorded for a backward"):
         fit(Trained())
     with pytest.raises(ConfigurationError, match="teacher was replaced"):
         fit(Rebound())
     with pytest.raises(ConfigurationError, match="several times per batch"):
         fit(Repeated())
-    with pytest.raises(ConfigurationError, match="automatic optimization"):
-        fit(Manual())
     with pytest.raises(ConfigurationError, match="no submodule 'mentor'"):
         fit(lab.module(), teacher="mentor")

@@ -113,6 +113,22 @@ def test_edits_after_the_last_call(edit: Callable[[Tensor], Any]) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("whose", ["the module's", "the optimizer's"])
+def test_gradients_are_looked_at(whose: str) -> None:
+    module = Module()
+    held = list(module.student.parameters())  # as an optimizer holds them
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = module.student(x).sum()
+        parameters = module.student.parameters() if whose == "the module's" else held
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        return loss
+
+    tracer = Tracer(module, Networks(("student",)), torch.device("cpu"))
+    with pytest.raises(CaptureError, match=r"(?s)gradient.*test_refusals.*clip_gradients"):
+        tracer.trace(step, torch.randn(4, 3), seed=0)
+
+
 # Torch looks for a gradient where a fake weight meets a stand-in; the error is what matters.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_weight_in_the_loss() -> None:

@@ -318,3 +318,35 @@ def test_what_random_numbers_are_drawn_for_is_a_field(draw: Callable[[Tensor], T
 
     plan = Tracer(module, NETWORKS, torch.device("cpu")).trace(step, make_batch(), seed=3)
     assert 0 in plan.batch_fields
+
+
+def test_a_replay_can_be_left_for_a_while() -> None:
+    """Optimizers work on the real networks, and the step goes on as if nothing had been."""
+    module, _, runner = make()
+    weight = module.student.weight
+    drawn: list[Tensor] = []
+    ambient: list[Tensor] = []
+
+    def output(call: int, ref: ValueRef) -> Tensor:
+        if call == 0:
+            with runner.suspended(), runner.suspended():
+                assert module.student.weight is weight
+                assert "forward" not in vars(module.student)
+                ambient.append(torch.rand(1))
+            assert module.student.weight.is_meta
+        return torch.ones(4, 2)
+
+    def step(batch: Any) -> Tensor:
+        loss = module.training_step(batch)
+        drawn.append(torch.rand(2))
+        return loss
+
+    torch.manual_seed(11)
+    runner.replay(step, make_batch(), 5, output)
+    torch.manual_seed(5)
+    torch.rand(3)  # the noise of the step
+    assert torch.equal(drawn[0], torch.rand(2))
+    torch.manual_seed(11)
+    assert torch.equal(ambient[0], torch.rand(1))
+    assert module.student.weight is weight
+    assert "forward" not in vars(module.student)
