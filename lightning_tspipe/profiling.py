@@ -14,8 +14,8 @@ from lightning_tspipe.networks.flops import estimate_atoms
 from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.runtime.engine import Captured
 from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.programs import Captured
 
 log = logging.getLogger("lightning_tspipe")
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,22 +19,22 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.location import current_line
-from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Program, lower
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
-from lightning_tspipe.ir.validation import validate
-from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
+from lightning_tspipe.ir.lowering import lower
+from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.ahead import Ahead, Lookahead
 from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.late import LateWeights
 from lightning_tspipe.runtime.network import ChainNetwork
+from lightning_tspipe.runtime.programs import Captured, Programs, layout
 from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.stopping import Stop
@@ -43,36 +42,11 @@ from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
 from lightning_tspipe.schedules.phases import teacher_only
-from lightning_tspipe.schedules.registry import build_schedule
 from lightning_tspipe.simulation.cost import CostTable
 
 _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD, Op.OPTIMIZER})
 
 BatchAndStep = tuple[Any, Step]
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """What a teacher that ran ahead gave, for a checkpoint.
-
-    Attributes:
-        batch_sizes: Of the calls of the batch ahead.
-        outputs: On the loss rank, the values that the step uses of each call of the teacher.
-        statistics: Of each call, what this rank's BatchNorm layers will move towards, by their
-            names in the LightningModule.
-    """
-
-    batch_sizes: tuple[int, ...]
-    outputs: dict[tuple[int, ValueRef], Tensor]
-    statistics: dict[int, dict[str, list[Part]]]
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A step after the trace: the plan and the networks that it calls."""
-
-    plan: StepPlan
-    networks: dict[NetworkName, ChainNetwork]
 
 
 class Engine:
@@ -117,11 +91,8 @@ class Engine:
         self.stop = Stop()
         self._seed = seed
         self._index = 0
-        self._programs: dict[tuple[bool, bool], Program] = {}
         self._known_units: dict[tuple[TensorSpec, ...], StepUnits] = {}
         self._step: StepContext | None = None
-        self._ahead_units: StepUnits | None = None
-        self._resumed: Ahead | None = None
         self._leaves: dict[tuple[int, ValueRef], Tensor] = {}
         self._rest_actions: Sequence[Action] = ()
         self._replay_started: float | None = None
@@ -191,9 +162,10 @@ class Engine:
             self.ranks["teacher"] = placement.teacher_ranks
         for name, network in networks.items():
             network.check_cuts(self.cuts[name])
-        self.pipeline = self._pipeline(plan, networks)
-        self._schedule = schedule
-        self._costs = costs or CostTable.uniform(self.pipeline)
+        self.pipeline = layout(
+            captured, self.ranks, self.cuts, placement.num_microbatches, self.transport.num_ranks
+        )
+        self._programs = Programs(self.pipeline, schedule, costs, placement.split)
         self.shards = Shards(self.module, networks, self.cuts, self.ranks)
         self.late = late
         if late is not None:
@@ -218,6 +190,9 @@ class Engine:
             self.device,
             self._executions(networks, statistics),
         )
+        self._lookahead = Lookahead(
+            self.module, plan, self.executor, is_loss_rank=self.is_loss_rank
+        )
 
     def _executions(
         self,
@@ -236,48 +211,6 @@ class Engine:
             for name, network in networks.items()
             if self.compiler is not None or again.get(name)
         }
-
-    def _pipeline(
-        self,
-        plan: StepPlan,
-        networks: dict[NetworkName, ChainNetwork],
-    ) -> Pipeline:
-        number = self.placement.num_microbatches
-        layouts = {
-            name: NetworkLayout(
-                self.ranks[name],
-                len(plan.calls_of(name)),
-                number,
-                network.output_stages(self.cuts[name]),
-            )
-            for name, network in networks.items()
-        }
-        # An evaluation may call the teacher only.
-        no_student = NetworkLayout(self.ranks["student"], 0, number, frozenset())
-        return Pipeline(
-            self.transport.num_ranks,
-            layouts.get("student", no_student),
-            layouts.get("teacher"),
-            self.placement.data_rank,
-            LOSS_RANK,
-        )
-
-    def program(self, *, teacher_now: bool, teacher_next: bool) -> Program:
-        """The validated program of a step; the same on all ranks."""
-        key = (teacher_now, teacher_next)
-        if key not in self._programs:
-            schedule = build_schedule(
-                self._schedule,
-                self.pipeline,
-                self._costs,
-                teacher_now=teacher_now,
-                teacher_next=teacher_next,
-                split=self.placement.split,
-            )
-            program = lower(schedule)
-            validate(program)
-            self._programs[key] = program
-        return self._programs[key]
 
     def forward(
         self,
@@ -307,10 +240,7 @@ class Engine:
         self.stop.hear(header.stop)
         if not header.continues:
             self.drain()
-        elif self._resumed is not None:
-            self._ahead_units = self._units(header.inputs)
-            self._put_ahead(self._ahead_units, self._resumed)
-            self._resumed = None
+        self._lookahead.begin(self._index, self._units(header.inputs))
         context = self._open_step(header, inputs)
         self._step = context
         self.batch_size = max(spec.shape[0] for spec in header.inputs)
@@ -320,7 +250,7 @@ class Engine:
             started = time.perf_counter()
             self._runner.effects(step, header.batch(), self._seed + self._index)
             recorder.ran(self._index, Action(Op.EFFECTS, self.rank), started)
-        executor.commit_ahead()
+        executor.statistics.commit_ahead()
         actions = context.program.schedule.ranks[self.rank]
         stop = next(i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS})
         plan = self.captured.plan
@@ -370,9 +300,7 @@ class Engine:
         inputs = {0: self._runner.inputs(step, batch, seed, effects=True)}
         if ahead is not None:
             inputs[1] = self._runner.inputs(ahead[1], ahead[0], seed + 1, effects=False)
-        was_ahead = self._ahead_units is not None
-        if self._resumed is not None:
-            was_ahead = self._resumed.batch_sizes == tuple(x.shape[0] for x in inputs[0])
+        was_ahead = self._lookahead.is_there(inputs[0])
         header = StepHeader.of(
             batch, inputs[0], inputs.get(1),
             continues=was_ahead if continues is None else was_ahead and continues,
@@ -384,18 +312,13 @@ class Engine:
 
     def _open_step(self, header: StepHeader, inputs: dict[int, tuple[Tensor, ...]]) -> StepContext:
         has_teacher = self.pipeline.teacher is not None
-        program = self.program(
-            teacher_now=has_teacher and self._ahead_units is None,
+        program = self._programs.of(
+            teacher_now=has_teacher and self._lookahead.units is None,
             teacher_next=has_teacher and header.ahead is not None,
         )
         units = {0: self._units(header.inputs)}
         if header.ahead is not None:
             units[1] = self._units(header.ahead)
-        if self._ahead_units is not None and self._ahead_units.inputs != units[0].inputs:
-            raise CaptureError(
-                "the calls of this batch have other shapes than when its teacher ran ahead: the "
-                "step must compute the same inputs whenever it is given the same batch"
-            )
         context = StepContext(self._index, program, units, inputs)
         if self.is_data_rank:
             for offset in inputs:
@@ -457,7 +380,7 @@ class Engine:
         else:
             run(self._rest_actions)
         self.executor.finish(context)
-        self._ahead_units = context.units.get(1)
+        self._lookahead.units = context.units.get(1)
         self._index += 1
         self._step = None
 
@@ -468,17 +391,7 @@ class Engine:
 
     def ahead(self) -> Ahead | None:
         """Between two steps: what has run ahead of the next one; None if nothing has."""
-        units = self._ahead_units
-        if units is None:
-            return self._resumed
-        values = self._teacher_values() if self.is_loss_rank else []
-        outputs = self.executor.outputs_ahead(self._index, units, values)
-        names = {layer: name for name, layer in self.module.named_modules()}
-        statistics = {
-            call: {names[layer]: parts for layer, parts in layers.items()}
-            for call, layers in self.executor.statistics_ahead().items()
-        }
-        return Ahead(tuple(spec.shape[0] for spec in units.inputs), outputs, statistics)
+        return self._lookahead.state(self._index)
 
     def resume(self, position: tuple[int, int], ahead: Ahead | None) -> None:
         """Go on where another engine stopped; all ranks call it before their first step.
@@ -490,13 +403,8 @@ class Engine:
         Raises:
             CaptureError: The step uses other values of the teacher than that engine's.
         """
-        if ahead is not None and ahead.outputs.keys() != set(self._teacher_values()):
-            raise CaptureError(
-                "the checkpoint was made within an epoch by a step that used its teacher in "
-                "another way. Resume with that step, or from a checkpoint of the end of an epoch"
-            )
+        self._lookahead.resume(ahead)
         self._seed, self._index = position
-        self._resumed = ahead
 
     def run_ahead(self, step: Step, batch: Any) -> None:
         """The teacher's calls of the coming step, now; every rank calls it before that step.
@@ -519,28 +427,7 @@ class Engine:
             self.executor.send_inputs(context, 1)
         self.executor.run(context, program.schedule.ranks[self.rank])
         self.executor.finish(context)
-        self._ahead_units = units
-
-    def _put_ahead(self, units: StepUnits, ahead: Ahead) -> None:
-        if self.is_loss_rank:
-            self.executor.put_ahead(self._index, units, ahead.outputs)
-        layers = dict(self.module.named_modules())
-        self.executor.put_statistics(
-            {
-                call: {layers[name]: parts for name, parts in statistics.items() if name in layers}
-                for call, statistics in ahead.statistics.items()
-            }
-        )
-
-    def _teacher_values(self) -> list[tuple[int, ValueRef]]:
-        plan = self.captured.plan
-        interceptions = {(i.call, i.position) for i in plan.interceptions}
-        return [
-            (call, ref)
-            for call in plan.calls_of("teacher")
-            for ref in plan.used["teacher"]
-            if (call, ref.position) in interceptions
-        ]
+        self._lookahead.units = units
 
     def note_optimizer(self, started: float) -> None:
         """The optimizer step of this rank ended; one beside the losses belongs to their time."""
@@ -549,7 +436,4 @@ class Engine:
 
     def drain(self) -> None:
         """Forget what ran ahead: the next batch is not the one that was announced."""
-        self._resumed = None
-        if self._ahead_units is not None:
-            self.executor.drop_lookahead()
-            self._ahead_units = None
+        self._lookahead.drop()

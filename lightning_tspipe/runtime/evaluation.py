@@ -18,11 +18,12 @@ from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Program, lower
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
 from lightning_tspipe.runtime.header import StepHeader
+from lightning_tspipe.runtime.programs import layout
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.schedules.gpipe import gpipe
@@ -72,7 +73,9 @@ class Evaluation:
         self._executor = Executor(
             engine.transport, networks, statistics, engine.context, engine.device
         )
-        self._program = _forward_program(captured_layouts(engine, plan, networks, cuts))
+        self._program = _forward_program(
+            layout(captured, engine.ranks, cuts, 1, engine.transport.num_ranks)
+        )
 
         def units(inputs: tuple[TensorSpec, ...]) -> StepUnits:
             return StepUnits(plan, networks, cuts, 1, inputs, engine.context)
@@ -122,26 +125,6 @@ class Evaluation:
         executor.finish(context)
         self._index += 1
         return result
-
-
-def captured_layouts(
-    engine: Engine,
-    plan: Any,
-    networks: dict[NetworkName, Any],
-    cuts: dict[NetworkName, tuple[int, ...]],
-) -> Pipeline:
-    """The pipeline of a forward-only step, on the stages of the training."""
-    layouts = {
-        name: NetworkLayout(
-            engine.ranks[name], len(plan.calls_of(name)), 1, network.output_stages(cuts[name])
-        )
-        for name, network in networks.items()
-    }
-    # A step that calls only the teacher has no student units.
-    student = layouts.get("student", NetworkLayout(engine.ranks["student"], 0, 1, frozenset()))
-    return Pipeline(
-        engine.transport.num_ranks, student, layouts.get("teacher"), engine.placement.data_rank
-    )
 
 
 def _forward_program(pipeline: Pipeline) -> Program:

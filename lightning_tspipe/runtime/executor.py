@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_tspipe.capture.plan import NetworkName, ValueRef
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message, Program
-from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
+from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
-from lightning_tspipe.runtime.call_order import CallOrder
 from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.statistics import CallStatistics
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
 
@@ -79,6 +79,7 @@ class Executor:
 
     Attributes:
         recorder: Notes when what ran.
+        statistics: When BatchNorm statistics count.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -95,16 +96,14 @@ class Executor:
         self._transport = transport
         self._rank = transport.rank
         self._networks = networks
-        self._statistics = statistics
+        self.statistics = CallStatistics(statistics)
         self._context = forward_context
         self._activations: dict[Key, Tensors] = {}
         self._received: dict[Key, Tensors] = {}
         self._outputs: dict[Key, dict[ValueRef, Tensor]] = {}
         self._gradients: dict[tuple[int, Action, str], list[Tensor | None]] = {}
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._orders: dict[tuple[int, Op, int], CallOrder] = {}
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
-        self._uncommitted: list[tuple[NetworkName, tuple[int, int, int]]] = []
         self.recorder = Recorder()
         self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
             Op.FORWARD: self._forward,
@@ -245,20 +244,6 @@ class Executor:
             self._outputs[batch, producer] = dict(zip(refs, received, strict=True))
         return {(call, ref): self._whole(batch, units, call, ref) for call, ref in values}
 
-    def statistics_ahead(self) -> dict[int, dict[nn.Module, list[Part]]]:
-        """Between two steps: BatchNorm statistics of calls that ran ahead, by call and layer."""
-        found: dict[int, dict[nn.Module, list[Part]]] = {}
-        for name, key in self._uncommitted:
-            found.setdefault(key[-1], {}).update(self._statistics[name].collected(key))
-        return found
-
-    def put_statistics(self, statistics: dict[int, dict[nn.Module, list[Part]]]) -> None:
-        """As if calls of the teacher had run ahead and seen these statistics."""
-        for call, parts in statistics.items():
-            key = (-1, 0, call)
-            self._statistics["teacher"].put(key, parts)
-            self._uncommitted.append(("teacher", key))
-
     def put_ahead(
         self, batch: int, units: StepUnits, outputs: dict[tuple[int, ValueRef], Tensor]
     ) -> None:
@@ -304,8 +289,7 @@ class Executor:
                 store.pop(key)
         for gradient in [key for key in self._gradients if key[0] <= step.index]:
             del self._gradients[gradient]
-        for done in [key for key in self._orders if key[0] <= step.index]:
-            del self._orders[done]
+        self.statistics.finish(step.index)
         self._saved.clear()
         started = time.perf_counter()
         with waiting(f"the end of batch {step.index}"):
@@ -319,16 +303,7 @@ class Executor:
         self._receipts.clear()
         for store in (self._activations, self._received, self._outputs):
             store.clear()
-        self._orders.clear()
-        for name, call in self._uncommitted:
-            self._statistics[name].discard(call)
-        self._uncommitted.clear()
-
-    def commit_ahead(self) -> None:
-        """The step of the batch that ran ahead has begun: now its BatchNorm statistics count."""
-        for name, call in self._uncommitted:
-            self._statistics[name].commit(call)
-        self._uncommitted.clear()
+        self.statistics.drop_ahead()
 
     # Handlers
 
@@ -362,22 +337,14 @@ class Executor:
             tensor.detach().requires_grad_(grad and spec.requires_grad)
             for tensor, spec in zip(taken, units.input_specs(action), strict=True)
         )
-        statistics = self._statistics[name]
-        order = self._order(step, action)
-        call = (batch := step.index + action.batch, action.stage, unit.call)
-        plain = unit.is_only and not action.batch and order.is_next(unit.call)
-        with self._context(), nullcontext() if plain else statistics.accumulate(call):
-            execution = self._executions.get(name)
+        batch, execution = step.index + action.batch, self._executions.get(name)
+        with self._context(), self.statistics.collecting(batch, action, units):
             values, found = self._networks[name].run(
                 inputs, first, last, grad=grad, run=execution.run if execution is not None else None
             )
         if last == unit.end:
             values = ()
-        for complete in order.ran(unit.call):
-            if action.batch:
-                self._uncommitted.append((name, (batch, action.stage, complete)))
-            else:
-                statistics.commit((batch, action.stage, complete))
+        self.statistics.ran(batch, action, units)
         self._store(step, action, values, found)
         recyclable = _unshared(inputs, (*values, *found.values())) if received else []
         if grad:
@@ -386,12 +353,6 @@ class Executor:
             self._saved[action.stage, action.unit or 0] = _Saved(inputs, results, recyclable)
         else:
             self._transport.recycle(recyclable)
-
-    def _order(self, step: StepContext, action: Action) -> CallOrder:
-        key = (step.index + action.batch, action.op, action.stage)
-        if key not in self._orders:
-            self._orders[key] = CallOrder(step.units[action.batch].microbatches_at(action))
-        return self._orders[key]
 
     def _store(
         self,

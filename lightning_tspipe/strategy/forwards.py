@@ -17,7 +17,8 @@ from lightning_tspipe.planning.partition import partition
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.profiling import profile_forwards
-from lightning_tspipe.runtime.engine import Captured, Engine
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.strategy.origin import Origin, share_weights

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import ValueRef
-from lightning_tspipe.runtime.engine import Ahead, Engine
+from lightning_tspipe.runtime.ahead import Ahead
+from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.weights import LOSS_RANK
 

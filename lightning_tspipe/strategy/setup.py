@@ -22,7 +22,8 @@ from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import is_paired, profile_step
-from lightning_tspipe.runtime.engine import Captured, Engine
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK

@@ -15,7 +15,8 @@ from torch import nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.runtime.engine import Captured, Engine
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.transport import (
     GlooTransport,
     LocalNetwork,

@@ -1,0 +1,133 @@
+"""What has run ahead of the next step: its teacher, with weights that are late by one update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.plan import StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.batchnorm import Part
+from lightning_tspipe.runtime.executor import Executor
+from lightning_tspipe.runtime.units import StepUnits
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a teacher that ran ahead gave, for a checkpoint.
+
+    Attributes:
+        batch_sizes: Of the calls of the batch ahead.
+        outputs: On the loss rank, the values that the step uses of each call of the teacher.
+        statistics: Of each call, what this rank's BatchNorm layers will move towards, by their
+            names in the LightningModule.
+    """
+
+    batch_sizes: tuple[int, ...]
+    outputs: dict[tuple[int, ValueRef], Tensor]
+    statistics: dict[int, dict[str, list[Part]]]
+
+
+class Lookahead:
+    """Keeps track of what has run ahead, here or in the run that a checkpoint comes from.
+
+    Args:
+        module: The LightningModule.
+        plan: The captured step.
+        executor: Holds the values.
+        is_loss_rank: Whether the outputs are on this rank.
+
+    Attributes:
+        units: Units of the batch that ran ahead; None if none did.
+    """
+
+    def __init__(
+        self, module: nn.Module, plan: StepPlan, executor: Executor, *, is_loss_rank: bool
+    ) -> None:
+        self._module = module
+        self._plan = plan
+        self._executor = executor
+        self._is_loss_rank = is_loss_rank
+        self._resumed: Ahead | None = None
+        self.units: StepUnits | None = None
+
+    def state(self, index: int) -> Ahead | None:
+        """What has run ahead of step ``index``, which has not begun; None if nothing has."""
+        if self.units is None:
+            return self._resumed
+        values = self._values() if self._is_loss_rank else []
+        outputs = self._executor.outputs_ahead(index, self.units, values)
+        names = {layer: name for name, layer in self._module.named_modules()}
+        statistics = {
+            call: {names[layer]: parts for layer, parts in layers.items()}
+            for call, layers in self._executor.statistics.ahead().items()
+        }
+        return Ahead(_batch_sizes(self.units.inputs), outputs, statistics)
+
+    def resume(self, ahead: Ahead | None) -> None:
+        """Go on with what a checkpoint's run knew to have run ahead.
+
+        Raises:
+            CaptureError: The step uses other values of the teacher than that run's.
+        """
+        if ahead is not None and ahead.outputs.keys() != set(self._values()):
+            raise CaptureError(
+                "the checkpoint was made within an epoch by a step that used its teacher in "
+                "another way. Resume with that step, or from a checkpoint of the end of an epoch"
+            )
+        self._resumed = ahead
+
+    def is_there(self, inputs: Sequence[Tensor]) -> bool:
+        """Whether a batch with these call inputs may be the one that ran ahead."""
+        if self._resumed is not None:
+            return self._resumed.batch_sizes == tuple(len(tensor) for tensor in inputs)
+        return self.units is not None
+
+    def begin(self, index: int, units: StepUnits) -> None:
+        """The step of the batch that ran ahead begins.
+
+        Raises:
+            CaptureError: Its calls have other shapes than those that ran ahead.
+        """
+        if self._resumed is not None:
+            self._put(index, units, self._resumed)
+            self._resumed, self.units = None, units
+        if self.units is not None and self.units.inputs != units.inputs:
+            raise CaptureError(
+                "the calls of this batch have other shapes than when its teacher ran ahead: the "
+                "step must compute the same inputs whenever it is given the same batch"
+            )
+
+    def drop(self) -> None:
+        """The next batch is not the one that ran ahead."""
+        self._resumed = None
+        if self.units is not None:
+            self._executor.drop_lookahead()
+            self.units = None
+
+    def _put(self, index: int, units: StepUnits, ahead: Ahead) -> None:
+        if self._is_loss_rank:
+            self._executor.put_ahead(index, units, ahead.outputs)
+        layers = dict(self._module.named_modules())
+        self._executor.statistics.put_ahead(
+            {
+                call: {layers[name]: parts for name, parts in statistics.items() if name in layers}
+                for call, statistics in ahead.statistics.items()
+            }
+        )
+
+    def _values(self) -> list[tuple[int, ValueRef]]:
+        """The values of the teacher's calls that the step uses."""
+        reached = {(i.call, i.position) for i in self._plan.interceptions}
+        return [
+            (call, ref)
+            for call in self._plan.calls_of("teacher")
+            for ref in self._plan.used["teacher"]
+            if (call, ref.position) in reached
+        ]
+
+
+def _batch_sizes(inputs: Sequence[TensorSpec]) -> tuple[int, ...]:
+    return tuple(spec.shape[0] for spec in inputs)
