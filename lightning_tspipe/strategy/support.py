@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
 
@@ -98,6 +99,26 @@ def refuse_stop(trainer: Any, before: bool) -> None:
             "training_step set trainer.should_stop, but the step runs on one rank, and the others "
             "would go on. Set it in a hook, which all ranks run, by something that all ranks know "
             "(such as batch_idx), or use EarlyStopping"
+        )
+
+
+def refuse_hyperparameters(before: list[Any], after: list[Any]) -> None:
+    """Refuse a step that writes into optimizers: it runs on one rank, and the others update too.
+
+    Args:
+        before: The groups of all optimizers, without their parameters.
+        after: The same after the step.
+
+    Raises:
+        ConfigurationError: They differ.
+    """
+    leaves = [pytree.tree_leaves(groups) for groups in (before, after)]
+    if len(leaves[0]) != len(leaves[1]) or any(bool(a != b) for a, b in zip(*leaves, strict=True)):
+        raise ConfigurationError(
+            "training_step changed the learning rate or another value of an optimizer, but the "
+            "step runs on one rank, and the others update their parameters too. Change it in a "
+            "hook, which all ranks run (on_train_batch_start, on_before_optimizer_step), or use a "
+            "scheduler"
         )
 
 

@@ -20,11 +20,16 @@ from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.data import DataHooks
 from lightning_tspipe.strategy.manual import ManualOptimization
-from lightning_tspipe.strategy.optimizers import parameters_of, plain_optimizer
+from lightning_tspipe.strategy.optimizers import hyperparameters, parameters_of, plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.progress import late, restore
 from lightning_tspipe.strategy.setup import set_up
-from lightning_tspipe.strategy.support import TeacherWatch, refuse_result, refuse_stop
+from lightning_tspipe.strategy.support import (
+    TeacherWatch,
+    refuse_hyperparameters,
+    refuse_result,
+    refuse_stop,
+)
 from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
@@ -47,8 +52,7 @@ class TrainingHooks(DataHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, *rest = (*args, *kwargs.values())
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
-        was_stopped = self._trainer.should_stop
-        with self.precision_plugin.train_step_context():
+        with self._watched(), self.precision_plugin.train_step_context():
             if self._watch is not None and self._trainer.global_step > self._watched_from:
                 # After the first update; the hooks of all others do the same.
                 self._watch.check()
@@ -71,13 +75,29 @@ class TrainingHooks(DataHooks):
             if not automatic:
                 self._manual.finish()
                 self.pipelined.step_done()
-        if self.num_ranks > 1:
-            refuse_stop(self._trainer, before=was_stopped)
         if self.is_loss_rank:
             if automatic:
                 refuse_result(result)
             return result
         return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Around a step: what it changes on its own rank only is refused."""
+        if self.num_ranks == 1:
+            yield
+            return
+        was_stopped = self._trainer.should_stop
+        before = self._hyperparameters()
+        yield
+        refuse_stop(self._trainer, before=was_stopped)
+        refuse_hyperparameters(before, self._hyperparameters())
+
+    def _hyperparameters(self) -> list[Any]:
+        """What the groups hold beside their parameters; by hand, their changes are told to all."""
+        if not self._module.automatic_optimization:
+            return []
+        return [hyperparameters(optimizer) for optimizer in self.optimizers]
 
     def _origin(self) -> Origin:
         """Where the values of the module come from."""

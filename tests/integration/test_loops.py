@@ -402,6 +402,19 @@ def stop_in_the_step(training: Training) -> None:
     trainer_of(training, module).fit(module, loader)
 
 
+def write_into_the_optimizer(training: Training) -> None:
+    module, loader = build(training)
+    step = module.training_step
+
+    def changing(batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            module.optimizers().param_groups[0]["lr"] *= 0.5
+        return step(batch, batch_idx)
+
+    module.training_step = changing
+    trainer_of(training, module).fit(module, loader)
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
@@ -409,6 +422,7 @@ def stop_in_the_step(training: Training) -> None:
         (validate_by_the_clock, "each rank would look at its own clock"),
         (synchronise_norms, "sync_batchnorm=True has nothing to synchronise"),
         (stop_in_the_step, "training_step set trainer.should_stop"),
+        (write_into_the_optimizer, "training_step changed the learning rate"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
