@@ -141,7 +141,7 @@ def test_arguments_of_other_strategies_are_not_swallowed() -> None:
 )
 def test_launchers(options: Any, devices: int, launcher: type) -> None:
     trainer = make_trainer(strategy=TSPipeStrategy(**options), devices=devices)
-    assert type(trainer.strategy.launcher) is launcher
+    assert isinstance(trainer.strategy.launcher, launcher)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,8 +59,20 @@ def test_readme_has_python() -> None:
     assert ROOT / "README.md" in with_python()
 
 
+# What a newcomer copies first runs with every `make test`.
+FIRST = {"README.md", "docs/index.md", "docs/guide/getting-started.md"}
+
+
+def pages() -> list[Any]:
+    return [
+        pytest.param(page, id=name, marks=[pytest.mark.slow] * (name not in FIRST))
+        for page in with_python()
+        for name in [str(page.relative_to(ROOT))]
+    ]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("page", with_python(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", pages())
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     # A process of its own, because a strategy with several devices starts the script once for each.
     script = tmp_path / f"{page.stem}.py"

@@ -232,7 +232,9 @@ def test_plan_measures_a_module(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("num_microbatches", "code"), [(1, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("num_microbatches", "code"), [(1, 0), pytest.param(2, 2, marks=pytest.mark.slow)]
+)
 def test_check_compares_with_one_device(
     num_microbatches: int, code: int, script: Path, tmp_path: Path
 ) -> None:

@@ -94,7 +94,10 @@ def test_two_processes_exchange_objects_and_tensors(kind: str, folder: Path) -> 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("how", ["ends", "ends, object", "stalls", "stalls, object"])
+@pytest.mark.parametrize(
+    "how",
+    ["ends", "ends, object", "stalls", pytest.param("stalls, object", marks=pytest.mark.slow)],
+)
 def test_a_lost_peer_is_an_error_in_bounded_time(kind: str, how: str, folder: Path) -> None:
     job = jobs.run_job(peers.lose_a_peer, kind, how, folder=folder, seconds=60)
     message, seconds = job.ranks[0].value
