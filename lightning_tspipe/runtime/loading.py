@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.random_states import RandomStates
 
@@ -99,6 +102,7 @@ class LookaheadLoader:
         self._num_read = 0
         self._first = 0
         self._start: RandomStates | None = None
+        self._start_of_own: list[Tensor] = []
         self._resume: dict[str, Any] | None = None
         self.current = -1
         self.agree: Callable[[bool], bool] | None = None
@@ -147,8 +151,10 @@ class LookaheadLoader:
         now = RandomStates.from_dict(resume["now"])
         if not resume["held"]:  # the epoch had ended
             now.restore()
+            self._set_own(resume["own"]["now"])
             yield from self._epoch(now)
             return
+        self._set_own(resume["own"]["start"])
         start = RandomStates.from_dict(resume["start"])
         start.restore()
         iterator = self._begin(start)
@@ -170,6 +176,7 @@ class LookaheadLoader:
 
     def _begin(self, start: RandomStates) -> Iterator[Any]:
         self._start = start
+        self._start_of_own = self._own()
         self._first = self._num_read
         return iter(self._loader) if self._trains else isolated(self._loader)
 
@@ -186,6 +193,20 @@ class LookaheadLoader:
             self._before[self._num_read] = before
             self._num_read += 1
         return batch
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that belong to the user's loader and its samplers."""
+        sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
+        owners = (self._loader, getattr(self._loader, "sampler", None), sampler)
+        found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
+        return [g for g in found.values() if isinstance(g, torch.Generator)]
+
+    def _own(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _set_own(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(state)
 
     @property
     def has_state(self) -> bool:
@@ -220,6 +241,7 @@ class LookaheadLoader:
             "loader": self.state_dict() if self.has_state else None,
             "held": [self._before[number].random.to_dict() for number in sorted(held)],
             "now": RandomStates.now().to_dict(),
+            "own": {"start": self._start_of_own, "now": self._own()},
         }
 
     def resume(self, progress: dict[str, Any]) -> None:

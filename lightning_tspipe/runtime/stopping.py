@@ -38,7 +38,7 @@ class Stop:
         store: Connects the ranks; None: there are no others.
         replica: Which pipeline this rank belongs to.
         num_replicas: How many there are.
-        batches_per_update: How many batches an update of the weights takes.
+        batches_per_update: How many batches an update of the weights takes; None: one.
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class Stop:
         store: Any = None,
         replica: int = 0,
         num_replicas: int = 1,
-        batches_per_update: Callable[[], int] = lambda: 1,
+        batches_per_update: Callable[[], int] | None = None,
     ) -> None:
         self._on_agreed = on_agreed
         self._store = store
         self._replica, self._num_replicas = replica, num_replicas
         self._batches_per_update = batches_per_update
-        self._prefix = f"lightning_tspipe/{next(_RUNS)}/"
+        # Counted only where ranks are connected: one of them may use others for itself.
+        self._prefix = f"lightning_tspipe/{next(_RUNS)}/" if store is not None else ""
         self._asked: set[str] = set()
         self._agreed: set[str] = set()
         self._due: dict[str, int] = {}
@@ -64,6 +65,11 @@ class Stop:
     def has_ended(self) -> bool:
         """Whether all ranks agreed to stop."""
         return END in self._agreed
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a note of this rank reaches the others."""
+        return self._store is not None
 
     def ask(self, word: str) -> None:
         """Ask for something, on any rank; may be called in a signal handler."""
@@ -99,16 +105,19 @@ class Stop:
 
     def _announce(self, word: str) -> None:
         if word and word not in self._due:
-            self._due[word] = self._step + self._batches_per_update()
-            key = self._prefix + "due"
-            self._store.set(key, f"{word} {self._due[word]}")
+            batches = self._batches_per_update() if self._batches_per_update is not None else 1
+            self._due[word] = self._step + batches
+            key = self._due_key(word)
+            self._store.set(key, str(self._due[word]))
             self._store.get(key)  # so that it is there before this rank goes on
 
     def _hear_announcements(self) -> None:
-        key = self._prefix + "due"
-        if self._store.check([key]):
-            word, step = self._store.get(key).decode().split()
-            self._due.setdefault(word, int(step))
+        for word in _WORDS:
+            if word not in self._due and self._store.check([self._due_key(word)]):
+                self._due[word] = int(self._store.get(self._due_key(word)))
+
+    def _due_key(self, word: str) -> str:
+        return f"{self._prefix}due/{word}"
 
     def hear(self, word: str) -> None:
         """On every rank, the data rank too: what this step's header says."""

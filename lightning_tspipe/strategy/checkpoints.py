@@ -6,6 +6,7 @@ on exactly where it stopped, within an epoch too. A Trainer with another strateg
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 ENTRY = "lightning_tspipe"
+REPEATED = (
+    "the checkpoint was saved within an epoch, by another strategy or with another number of "
+    "replicas, and its training loader has no state: the rest of the epoch reads batches from its "
+    "beginning. Go on from the end of an epoch, or use a loader with state_dict and load_state_dict"
+)
 
 
 class CheckpointHooks(ShardedHooks):
@@ -58,6 +64,8 @@ class CheckpointHooks(ShardedHooks):
             self._resumed = progress.of_replica(
                 checkpoint.get(ENTRY, []), self.replica, self.num_replicas
             )
+            if self.is_global_zero and progress.repeats_data(checkpoint, self._resumed):
+                warnings.warn(REPEATED, stacklevel=2)
         return checkpoint
 
     @override

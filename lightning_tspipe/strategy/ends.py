@@ -44,7 +44,8 @@ class EndHooks(CheckpointHooks):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._stop = Stop(
-            self._on_agreed, connecting_store(), self.replica, self.num_replicas,
+            self._on_agreed, connecting_store() if self.total_ranks > 1 else None,
+            self.replica, self.num_replicas,
             lambda: int(self._trainer.accumulate_grad_batches),
         )  # fmt: skip
         self._ends_together = self._requeues = self._has_told = False
@@ -206,7 +207,8 @@ class EndHooks(CheckpointHooks):
 
         def on_sigterm(signum: int, _frame: Any) -> None:
             self._stop.ask(END)
-            if self._engine is None:  # no step, whose header would tell the others
+            if self._engine is None and not (trainer.training and self._stop.is_connected):
+                # No step is going to come whose header would tell the others.
                 if self._launcher is not None:
                     self._launcher.kill(signum)
                 connector.received_sigterm = True

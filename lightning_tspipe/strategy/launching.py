@@ -43,6 +43,7 @@ class _Launching:
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Start the workers and wait for them; what rank 0's returns."""
+        self._strategy.have_workers_failed = False
         try:
             launch = super().launch  # type: ignore[misc]
             return launch(InWorker(function), *args, trainer=trainer, **kwargs)

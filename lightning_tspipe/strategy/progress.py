@@ -96,6 +96,21 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
     return {**replicas[0], **nothing}
 
 
+def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) -> bool:
+    """Whether nothing tells where in its epoch a loader was.
+
+    Args:
+        checkpoint: Lightning's.
+        progress: What :func:`of_replica` found in it.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    batches = loops["epoch_loop.batch_progress"]
+    within = batches["current"]["completed"] > 0 and not batches["is_last_batch"]
+    has_state = bool(loops["state_dict"].get("combined_loader"))
+    is_known = progress is not None and progress["loader"] is not None
+    return within and not has_state and not is_known
+
+
 @contextmanager
 def late(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """While inside, the tensors that this rank holds have other values.

@@ -31,6 +31,7 @@ from lightning_tspipe.strategy.shards import (
     FileSource,
     FolderSource,
     alone,
+    aside,
     is_sharded,
     newest,
     optimizer_names,
@@ -54,6 +55,7 @@ class ShardedHooks(EvaluationHooks):
     _construction: Construction
     _source: Source | None
     _restores_optimizers: bool
+    _kept_of: nn.Module | None
     _left_shards: Shards | None
 
     # Building
@@ -130,6 +132,13 @@ class ShardedHooks(EvaluationHooks):
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": state, "param_groups": groups})
 
+    def forget_other_modules(self) -> None:
+        """What was kept of another module that this Trainer had before is of no use to this one."""
+        if self._kept_of is not self._module:
+            self._spread = self._source = None
+            self._restores_optimizers = False
+        self._kept_of = self._module
+
     # Saving
 
     @property
@@ -182,8 +191,10 @@ class ShardedHooks(EvaluationHooks):
         path = Path(self.broadcast(filepath))
         if not self.saves_shards:
             if self.is_global_zero and is_sharded(path):
-                shutil.rmtree(path)
+                path.rename(aside(path))
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self.is_global_zero:
+                shutil.rmtree(aside(path), ignore_errors=True)
             return
         if storage_options is not None:
             raise ConfigurationError("a checkpoint of shards takes no storage_options")
@@ -206,6 +217,7 @@ class ShardedHooks(EvaluationHooks):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        self.forget_other_modules()
         path = newest(Path(checkpoint_path))
         if is_sharded(path):
             source = FolderSource(path)

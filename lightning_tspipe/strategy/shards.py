@@ -45,7 +45,7 @@ def take_place_of(part: Path, path: Path) -> None:
     A folder can't replace another one at once: should the process end between the two renames,
     :func:`newest` finds the older one.
     """
-    old = _before(path)
+    old = aside(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
@@ -58,11 +58,12 @@ def take_place_of(part: Path, path: Path) -> None:
 
 def newest(path: Path) -> Path:
     """The checkpoint of a path, also when its replacement was cut short."""
-    old = _before(path)
+    old = aside(path)
     return old if old.exists() and not path.exists() else path
 
 
-def _before(path: Path) -> Path:
+def aside(path: Path) -> Path:
+    """Where the checkpoint of a path is while its replacement takes its place."""
     return path.with_name(f".{path.name}.old")
 
 

@@ -128,6 +128,7 @@ class PipelineHooks(EndHooks):
         self._source: Source | None = None
         self._restores_optimizers = False
         self._spread: Engine | None = None
+        self._kept_of: nn.Module | None = None
         self._save_distributed = save_distributed_checkpoint
         self._evaluations: dict[Any, Evaluation] = {}
         self._resumed: dict[str, Any] | None = None
@@ -160,6 +161,7 @@ class PipelineHooks(EndHooks):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
         assert self.model is not None
+        self.forget_other_modules()
         self.accelerator.setup(trainer)
         if self.root_device.type == "cpu":
             keep_freed_memory()

@@ -232,5 +232,10 @@ def loads(path: Path) -> int:
 
 
 def num_tracebacks(job: Job) -> int:
-    """How many ranks explain themselves; a loader's worker is quoted by its rank."""
-    return len(re.findall(r"(?<!Original )Traceback \(most recent call last\)", job.output))
+    """How many ranks explain themselves; a loader's worker is quoted by its rank.
+
+    An exception that came while another was handled is one explanation, of two parts.
+    """
+    parts = len(re.findall(r"(?<!Original )Traceback \(most recent call last\)", job.output))
+    chained = r"During handling of the above exception|the direct cause of the following exception"
+    return parts - len(re.findall(chained, job.output))

@@ -24,6 +24,8 @@ LONG = replace(BYOL, trainer={**BYOL.trainer, "max_epochs": 1000, "val_check_int
         pytest.param(2, "validate", 0, marks=pytest.mark.slow),
         pytest.param(2, "validate", 1, marks=pytest.mark.slow),
         pytest.param(3, "plan", 2, marks=pytest.mark.slow),
+        pytest.param(3, "plan", 1, marks=pytest.mark.slow),
+        pytest.param(4, "plan", 2, marks=pytest.mark.slow),
         pytest.param(3, "save", 1, marks=pytest.mark.slow),
     ],
 )

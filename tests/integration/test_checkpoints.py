@@ -19,9 +19,11 @@ from lightning_tspipe import DelayedTeacherUpdate
 from tests.exactness.modules import images
 from tests.integration.jobs import run
 from tests.integration.trainings import (
+    Recorder,
+    Trained,
     Training,
     build,
-    lightning_module,
+    report,
     strict,
     train,
     trainer_of,
@@ -139,21 +141,27 @@ def test_load_from_checkpoint(world: str, tmp_path: Path) -> None:
     torch.testing.assert_close(loaded, trained, rtol=0, atol=0)
 
 
-def resume_under_ddp(path: str) -> tuple[int, float]:
+def go_on(training: Training, path: str) -> tuple[Trained, float]:
     strict()
     warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
-    training = replace(BYOL, strategy="ddp", callbacks=list, trainer={"max_epochs": 3})
     module, loader = build(training)
-    trainer = trainer_of(training, module)
+    recorder = Recorder()
+    trainer = trainer_of(training, module, recorder)
     trainer.fit(module, loader, ckpt_path=path, weights_only=False)
-    [state] = {int(s["step"]) for s in trainer.optimizers[0].state.values()}
-    return trainer.global_step, state
+    [updates] = {int(s["step"]) for s in trainer.optimizers[0].state.values()}
+    return report(trainer, module, recorder), updates
 
 
 def test_several_devices_go_on_from_it(tmp_path: Path) -> None:
-    module = lightning_module(BYOL.case, BYOL.world, BYOL.optimizer)
-    assert all(not p.requires_grad for p in module.teacher.parameters())
+    """With the same batches on each: then they do what one device does."""
     run(train, BYOL, folder=tmp_path)
     path = str(tmp_path / "best" / "last.ckpt")
-    for global_step, updates in run(resume_under_ddp, path, folder=tmp_path):
-        assert global_step == updates == 12
+    again = {"max_epochs": 3, "use_distributed_sampler": False}
+    ddp = replace(BYOL, strategy="ddp", callbacks=list, trainer=again)
+    plain = replace(ddp, strategy="auto", num_ranks=1)
+    expected, _ = run(go_on, plain, path, num_ranks=1, folder=tmp_path)[0]
+    assert len(expected.losses) == 4
+    for trained, updates in run(go_on, ddp, path, folder=tmp_path):
+        assert trained.global_step == updates == 12
+        torch.testing.assert_close(trained.losses, expected.losses, **CLOSE)
+        torch.testing.assert_close(trained.weights, expected.weights, **CLOSE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.cli.modules import measure
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.runtime import execution
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks
 from tests.integration.jobs import run_job
 from tests.integration.test_exact import assert_same, reference
@@ -23,19 +25,34 @@ from tests.integration.trainings import Trained, Training, build, train
 BATCH = Training("Byol-batch-2-by hand", "instance", {"num_microbatches": 2}, optimizer="adamw")
 
 
-def train_and_tell(training: Training) -> Trained:
-    """Train, and print what the strategy says."""
+def train_and_tell(training: Training) -> tuple[Trained, Counter[str]]:
+    """Train, and print what the strategy says; how often which way of running was taken."""
     logging.getLogger("lightning_tspipe").addHandler(logging.StreamHandler())
-    return train(training)
+    counts: Counter[str] = Counter()
+
+    def counted(name: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return run
+
+    compiler = torch.compile
+    runtime: Any = execution
+    runtime.checkpoint = counted("again", runtime.checkpoint)
+    torch.compile = lambda *args, **kwargs: counted("compiled", compiler(*args, **kwargs))
+    return train(training), counts
 
 
-def check(training: Training, folder: Path) -> str:
-    """Train as the reference does; what was printed."""
+def check(training: Training, folder: Path, *ways: str) -> str:
+    """Train as the reference does, every rank in these ways; what was printed."""
     job = run_job(
         train_and_tell, training, num_ranks=training.num_ranks, folder=folder, seconds=240
     )
     assert all(rank.exit_code == 0 for rank in job.ranks), job.output
-    assert_same(reference(training, num_microbatches=2), job.ranks[0].value)
+    assert_same(reference(training, num_microbatches=2), job.ranks[0].value[0])
+    for rank in job.ranks:
+        assert rank.value[1].keys() == set(ways), job.output
     return job.output
 
 
@@ -44,7 +61,8 @@ def with_options(**options: Any) -> Training:
 
 
 def test_some_activations_are_computed_again(tmp_path: Path) -> None:
-    check(with_options(activation_checkpointing=["student.0.[0-4]*", "student.2*"]), tmp_path)
+    training = with_options(activation_checkpointing=["student.0.[0-4]*", "student.2*"])
+    check(training, tmp_path, "again")
 
 
 def least_limit(profile: StepProfile) -> int:
@@ -67,14 +85,14 @@ def test_activations_are_computed_again_if_nothing_fits_otherwise(tmp_path: Path
     plain = least_limit(profile)
     assert again < plain
     limited = with_options(activation_checkpointing="auto", memory_limit=(again + plain) // 2)
-    output = check(limited, tmp_path)
+    output = check(limited, tmp_path, "again")
     assert "activation_checkpointing='auto' was switched on" in output
     assert "atoms computed again" in output
 
 
 def test_stages_are_compiled(tmp_path: Path) -> None:
     options = {"compile": {"backend": "aot_eager"}, "activation_checkpointing": True}
-    output = check(with_options(**options), tmp_path)
+    output = check(with_options(**options), tmp_path, "again", "compiled")
     assert "torch.compile failed" not in output
 
 
@@ -85,7 +103,7 @@ def test_stages_are_compiled(tmp_path: Path) -> None:
 )
 def test_more_stages_are_compiled(backend: str, case: str, tmp_path: Path) -> None:
     training = replace(with_options(compile={"backend": backend}), case=case)
-    assert "torch.compile failed" not in check(training, tmp_path)
+    assert "torch.compile failed" not in check(training, tmp_path, "compiled")
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,29 @@ def test_a_spread_module_is_trained_again(tmp_path: Path) -> None:
     torch.testing.assert_close(together(ranks).weights, expected[0].weights, **CLOSE)
 
 
+def fit_another(training: Training, make: Any) -> Trained:
+    """One Trainer, two modules: the first as ``make`` builds it, the second whole."""
+    strict()
+    loader = Epochs(make_epochs(CASES[training.case].build(), training.sizes))
+    first = make(training.case, training.world, training.optimizer)
+    recorder = Recorder()
+    trainer = trainer_of(training, first, recorder)
+    trainer.fit(first, loader)
+    trainer.fit_loop.max_epochs += 1
+    second = lightning_module(training.case, training.world, training.optimizer)
+    trainer.fit(second, loader)
+    return report(trainer, second, recorder)
+
+
+def test_another_module_after_a_spread_one(tmp_path: Path) -> None:
+    expected, ranks = (
+        run(fit_another, LATE, make, num_ranks=2, folder=tmp_path)
+        for make in (lightning_module, late_module)
+    )
+    torch.testing.assert_close(ranks[0].losses, expected[0].losses, **CLOSE)
+    torch.testing.assert_close(ranks[0].weights, expected[0].weights, **CLOSE)
+
+
 def train_initialised(training: Training) -> Trained:
     strict()
     trainer = trainer_of(training, CASES[training.case].build(), recorder := Recorder())

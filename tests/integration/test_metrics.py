@@ -217,14 +217,19 @@ class Messages(Callback):
         transport = trainer.strategy.transport
         for name in ("send_object", "receive_object", "send"):
             self._counting(transport, name, name)
-        for name in ("broadcast", "broadcast_object_list", "all_reduce", "barrier", "all_gather"):
+        for name in (
+            "broadcast", "broadcast_object_list", "all_reduce", "barrier", "monitored_barrier",
+            "all_gather", "all_gather_object", "gather_object", "scatter_object_list",
+        ):  # fmt: skip
             self._counting(dist, name, "collective")
+        self._counting(trainer.strategy, "barrier", "barrier")
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx > 0:  # all of the batch before, what comes after its hooks too
+            self.counts.append(Counter(self._now))
         self._now.clear()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.counts.append(Counter(self._now))
 
 
 def quiet(module: Any) -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
 from tests.exactness.modules import images
 from tests.integration.by_hand import ByHand, body_and_tail, sample_by_sample
-from tests.integration.jobs import run
+from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
     Recorder,
     Training,
@@ -93,6 +93,9 @@ class Fixed(Stateful):
 def loader_of(kind: str) -> Any:
     if kind == "stream":
         return DataLoader(Stream(), batch_size=4)
+    if kind == "generator":
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Augmented(), batch_size=4, shuffle=True, generator=generator)
     if kind == "fixed":
         return Fixed(Augmented(), batch_size=4)
     if kind == "stateful":
@@ -227,10 +230,11 @@ RUNS = {
     "stateful": Run(BYOL, "stateful"),
     "stream": Run(BYOL, "stream"),
     "workers": Run(BYOL, "workers"),
+    "generator": Run(BYOL, "generator"),
     "gpipe": Run(replace(BYOL, options={"num_microbatches": 1, "schedule": "gpipe"})),
 }
 STOPS = ["batch-1", "batch-2", "batch-3", "epoch-4", "batch-6"]
-SLOW = {"batchnorm", "gpipe", "workers", "stateful", "stream"}
+SLOW = {"batchnorm", "generator", "gpipe", "workers", "stateful", "stream"}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +295,15 @@ def test_replicas_go_on_with_their_own_batches(tmp_path: Path) -> None:
             assert len(went.losses) == 4 - int(stop.split("-")[1])
             check(whole, went)
     assert ranks[1][0].names != ranks[3][0].names
+
+
+def test_batches_that_would_be_repeated_are_told(tmp_path: Path) -> None:
+    plain = Run(replace(BYOL, strategy="auto", num_ranks=1, options={}))
+    run(go_and_save, plain, num_ranks=1, folder=tmp_path)
+    for stop in ("batch-2", "epoch-4"):
+        job = run_job(go, RUNS["batchnorm"], str(tmp_path / f"{stop}.ckpt"), folder=tmp_path)
+        told = "the rest of the epoch reads batches from its beginning" in job.errors[0]
+        assert told == (stop == "batch-2")
 
 
 def go_and_save(it: Run) -> Went:
