@@ -32,7 +32,7 @@ from lightning_tspipe.runtime.ahead import Ahead, Lookahead
 from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
 from lightning_tspipe.runtime.header import StepHeader
-from lightning_tspipe.runtime.late import LateWeights
+from lightning_tspipe.runtime.materializing import Materializer
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured, Programs, layout
 from lightning_tspipe.runtime.reduction import GradientReduction
@@ -87,7 +87,7 @@ class Engine:
         self._replicas = replicas or Replicas()
         self._reduction: GradientReduction | None = None
         self.compiler = compiler
-        self.late: LateWeights | None = None
+        self.materializer: Materializer | None = None
         self.stop = Stop()
         self._seed = seed
         self._index = 0
@@ -138,7 +138,7 @@ class Engine:
         placement: Placement,
         schedule: str,
         costs: CostTable | None,
-        late: LateWeights | None = None,
+        materializer: Materializer | None = None,
     ) -> None:
         """Cut the networks, keep this rank's stages, and build the schedules.
 
@@ -147,7 +147,7 @@ class Engine:
             placement: Who gets what.
             schedule: ``tspipe``, ``gpipe`` or ``sequential``.
             costs: Costs of the stages, for the order of actions; None for equal ones.
-            late: Where the values come from, of a module that has none; it stays spread.
+            materializer: Where the values come from, of a module that has none; it stays spread.
 
         Raises:
             PartitionError: The cuts separate a tied parameter.
@@ -167,9 +167,9 @@ class Engine:
         )
         self._programs = Programs(self.pipeline, schedule, costs, placement.split)
         self.shards = Shards(self.module, networks, self.cuts, self.ranks)
-        self.late = late
-        if late is not None:
-            late.fill(partial(self.shards.holds, rank=self.rank))
+        self.materializer = materializer
+        if materializer is not None:
+            materializer.fill(partial(self.shards.holds, rank=self.rank))
             self.shards.stays_spread = True
         self.shards.place(self.rank, self.device)
         if self._replicas.number > 1:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.runtime.failures import first_line
 from lightning_tspipe.runtime.recording import Recorder
 
 _BUCKET_BYTES = 25 * 2**20
@@ -251,7 +252,7 @@ def _bucket(parameters: list[nn.Parameter]) -> _Bucket:
 
 
 def _failure(error: Exception) -> TransportError:
-    reason = (str(error).strip().splitlines() or ["connection lost"])[0]
+    reason = first_line(error)
     return TransportError(
         f"could not average gradients with another replica: it ended or stalled ({reason}). The "
         "cause is in the output of its ranks"

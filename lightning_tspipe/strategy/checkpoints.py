@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_tspipe.strategy import progress
-from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.sharded import ShardedHooks
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    pass
 
 ENTRY = "lightning_tspipe"
 REPEATED = (
@@ -30,20 +29,6 @@ class CheckpointHooks(ShardedHooks):
     """The part of the strategy that saves and loads."""
 
     _left: dict[str, Any] | None
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self.saves_shards or self._engine is None:
-            return super().lightning_module_state_dict()
-        return self._engine.shards.state_dict(self.pipeline_rank, self.transport)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        # After a fit the module is whole again; of the optimizers each rank still has its part.
-        shards = self._left_shards if self._engine is None else self._engine.shards
-        if self.saves_shards or shards is None:
-            return super().optimizer_state(optimizer)
-        return shards.optimizer_state(plain_optimizer(optimizer), self.transport)
 
     @override
     def save_checkpoint(

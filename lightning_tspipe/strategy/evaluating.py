@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import CaptureError, ConfigurationError, PartitionError
 from lightning_tspipe.runtime.evaluation import Evaluation
-from lightning_tspipe.runtime.late import is_late
+from lightning_tspipe.runtime.materializing import is_on_meta
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import on_cpu, to_device
@@ -99,7 +99,7 @@ class EvaluationHooks(TrainingHooks):
                     raise
                 self._end_forwards()
                 # Of a module without values no rank can hold the whole.
-                if self.transport.broadcast_object(is_late(self._module), LOSS_RANK):
+                if self.transport.broadcast_object(is_on_meta(self._module), LOSS_RANK):
                     raise
                 self._is_whole = True
                 if self.is_loss_rank:
@@ -139,8 +139,8 @@ class EvaluationHooks(TrainingHooks):
         if self._engine is None or not self._is_forward_only:
             return
         with torch.inference_mode(mode=False), torch.no_grad():
-            if self._engine.late is not None:
-                self._engine.late.drop()
+            if self._engine.materializer is not None:
+                self._engine.materializer.drop()
             else:
                 self._engine.shards.restore(self.pipeline_rank, self.transport)
                 networks = find_networks(self._module, self.options)
@@ -151,7 +151,7 @@ class EvaluationHooks(TrainingHooks):
 
     def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any) -> Any:
         """Without a pipeline, the loss rank holds all networks."""
-        if is_late(self._module) and self.is_loss_rank:
+        if is_on_meta(self._module) and self.is_loss_rank:
             raise ConfigurationError(
                 "the module was built on the meta device and has no weights before the first "
                 "training batch, so that nothing can be evaluated in a training before it"

@@ -47,7 +47,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     """
     networks = find_networks(module, options)
     engine = Engine(module, networks, transport, device, 0, context)
-    late = share_weights(module, networks, transport, replicas, origin)
+    materializer = share_weights(module, networks, transport, replicas, origin)
     captured = engine.capture(step, batch, training=False)
     planner = transport.num_ranks - 1
     decided: Placement | PartitionError | None = None
@@ -56,7 +56,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     decided = transport.broadcast_object(decided, planner)
     if isinstance(decided, PartitionError):
         raise decided
-    engine.place(captured, decided, "gpipe", None, late)
+    engine.place(captured, decided, "gpipe", None, materializer)
     return engine
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.late import LateWeights, Source, is_late
+from lightning_tspipe.runtime.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK, named_tensors, put
@@ -34,7 +34,7 @@ class Origin:
 
 def share_weights(
     module: nn.Module, networks: Networks, transport: Transport, replicas: Replicas, origin: Origin
-) -> LateWeights | None:
+) -> Materializer | None:
     """Every rank gets the weights of the loss rank, whatever its own random numbers were.
 
     Args:
@@ -56,13 +56,13 @@ def share_weights(
     }
     if transport.num_ranks * replicas.number > 1:
         _receive(module, shared, transport, replicas)
-    if origin.placement is not None or not is_late(module):
+    if origin.placement is not None or not is_on_meta(module):
         return None
-    late = LateWeights(module, origin.construction, origin.source)
-    late.agree(transport, replicas)
-    late.fill(lambda name: not name.startswith(inside))
-    late.fill_attributes()
-    return late
+    materializer = Materializer(module, origin.construction, origin.source)
+    materializer.agree(transport, replicas)
+    materializer.fill(lambda name: not name.startswith(inside))
+    materializer.fill_attributes()
+    return materializer
 
 
 def _receive(

@@ -112,7 +112,7 @@ def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) ->
 
 
 @contextmanager
-def late(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+def late_teacher(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """While inside, the tensors that this rank holds have other values.
 
     Args:

@@ -213,12 +213,12 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     networks = find_networks(module, options)
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
     engine = Engine(module, networks, transport, device, seed, context, replicas, options.compiler)
-    late = share_weights(module, networks, transport, replicas, origin)
+    materializer = share_weights(module, networks, transport, replicas, origin)
     captured = engine.capture(step, batch)
     placement, costs = _agree(captured, options, transport, device, optimizers, replicas, origin)
-    engine.place(captured, placement, options.schedule, costs, late)
-    if late is not None:
-        late.done()
+    engine.place(captured, placement, options.schedule, costs, materializer)
+    if materializer is not None:
+        materializer.done()
     engine.shards.stays_spread |= origin.placement is not None
     for optimizer in optimizers:
         engine.shards.forget_optimizer_state(optimizer)

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.construction import Construction
-from lightning_tspipe.runtime.late import LateWeights, Source, is_late
+from lightning_tspipe.runtime.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
 from lightning_tspipe.strategy.evaluating import EvaluationHooks
 from lightning_tspipe.strategy.optimizers import plain_optimizer
@@ -92,18 +92,18 @@ class ShardedHooks(EvaluationHooks):
 
     def convert_module(self, module: nn.Module) -> None:
         """Give the module the precision of the Trainer."""
-        converting = self._construction.record() if is_late(module) else contextlib.nullcontext()
+        converting = self._construction.record() if is_on_meta(module) else contextlib.nullcontext()
         with converting:
             self.model = self.precision_plugin.convert_module(module)
 
     def fill_whole(self) -> None:
         """Give the only rank all values."""
-        if is_late(self._module):
-            late = LateWeights(self._module, self._construction, self._source)
-            late.agree(self.transport, self.replicas)
-            late.fill(lambda _: True)
-            late.fill_attributes()
-            late.done()
+        if is_on_meta(self._module):
+            materializer = Materializer(self._module, self._construction, self._source)
+            materializer.agree(self.transport, self.replicas)
+            materializer.fill(lambda _: True)
+            materializer.fill_attributes()
+            materializer.done()
 
     @override
     def _origin(self) -> Origin:
@@ -160,7 +160,7 @@ class ShardedHooks(EvaluationHooks):
             if self.saves_shards:
                 return engine.shards.own_state_dict(self.pipeline_rank) if self._saves else {}
             return engine.shards.state_dict(self.pipeline_rank, self.transport)
-        if self.is_loss_rank and is_late(self._module):
+        if self.is_loss_rank and is_on_meta(self._module):
             raise ConfigurationError(
                 "the module was built on the meta device and has no weights yet: they come with "
                 "the first training batch. Save after it"
@@ -169,14 +169,13 @@ class ShardedHooks(EvaluationHooks):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        engine = self._placed
-        plain = plain_optimizer(optimizer)
-        if not self.saves_shards:
-            if engine is None:
-                return plain.state_dict()
-            return engine.shards.optimizer_state(plain, self.transport)
-
+        engine, plain = self._placed, plain_optimizer(optimizer)
+        # After a fit the module is whole again; of the optimizers each rank still has its part.
         shards = self._left_shards if engine is None else engine.shards
+        if not self.saves_shards:
+            if shards is None:
+                return plain.state_dict()
+            return shards.optimizer_state(plain, self.transport)
 
         def is_mine(name: str) -> bool:
             owner = LOSS_RANK if shards is None else shards.owner(name)
@@ -191,6 +190,7 @@ class ShardedHooks(EvaluationHooks):
         path = Path(self.broadcast(filepath))
         if not self.saves_shards:
             if self.is_global_zero and is_sharded(path):
+                shutil.rmtree(aside(path), ignore_errors=True)
                 path.rename(aside(path))
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self.is_global_zero:
@@ -231,7 +231,7 @@ class ShardedHooks(EvaluationHooks):
             return checkpoint
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._source = None
-        if self._spread is not None or is_late(self._module):
+        if self._spread is not None or is_on_meta(self._module):
             self._source = FileSource(checkpoint)
         return checkpoint
 

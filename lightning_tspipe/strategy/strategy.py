@@ -24,8 +24,8 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.failures import Failures
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
-from lightning_tspipe.runtime.late import Source, is_late
 from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.materializing import Source, is_on_meta
 from lightning_tspipe.runtime.scaling import shared_scaler
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import Shards
@@ -252,7 +252,7 @@ class PipelineHooks(EndHooks):
             self._peer_metrics.release()
             self._peer_metrics = None
         self.cluster_environment.teardown()
-        if module is not None and not is_late(module):
+        if module is not None and not is_on_meta(module):
             module.cpu()
         world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.precision_plugin.teardown()

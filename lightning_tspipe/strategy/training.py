@@ -22,7 +22,7 @@ from lightning_tspipe.strategy.data import DataHooks
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.optimizers import hyperparameters, parameters_of, plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
-from lightning_tspipe.strategy.progress import late, restore
+from lightning_tspipe.strategy.progress import late_teacher, restore
 from lightning_tspipe.strategy.setup import set_up
 from lightning_tspipe.strategy.support import (
     TeacherWatch,
@@ -138,14 +138,14 @@ class TrainingHooks(DataHooks):
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
         """If the run is resumed, go on exactly where it was stopped."""
         progress, self._resumed = self._resumed, None
-        is_late = self.options.schedule == "tspipe" and "teacher" in engine.captured.networks
+        runs_ahead = self.options.schedule == "tspipe" and "teacher" in engine.captured.networks
         if progress is not None:
-            restore(engine, progress, runs_ahead=is_late)
+            restore(engine, progress, runs_ahead=runs_ahead)
         declared = self._declared_delay
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}
-        if weights and is_late and batch_idx > 0 and engine.ahead() is None:
-            with late(self._module, weights):
+        if weights and runs_ahead and batch_idx > 0 and engine.ahead() is None:
+            with late_teacher(self._module, weights):
                 engine.run_ahead(step, batch)
         if self._loader is not None:
             self._announced = self._loader.current

@@ -17,23 +17,18 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_tspipe import DelayedTeacherUpdate
-from tests.integration.comparing import CLOSE, both, labelled
+from tests.integration.comparing import both, labelled
 from tests.integration.jobs import run
 from tests.integration.trainings import (
+    CLOSE,
     Recorder,
-    Trained,
     Training,
     build,
-    report,
+    delayed,
     strict,
+    train,
     trainer_of,
 )
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
-
 
 BYOL = Training(
     "Byol-group-2-by hand", "instance", {"num_microbatches": 1}, callbacks=delayed,
@@ -255,21 +250,12 @@ def build_late(module: Any) -> None:
     module.configure_model = configure_model
 
 
-def fit(training: Training) -> Trained:
-    strict()
-    module, loader = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder)
-
-
 CLASSIFIER = replace(BYOL, case="Classifier-batch", callbacks=list)
 
 
 @pytest.mark.parametrize("change", [leave_some_unused, start_differently, build_late])
 def test_modules_as_under_ddp(change: Any, tmp_path: Path) -> None:
-    expected, results = both(fit, replace(CLASSIFIER, change=change), tmp_path)
+    expected, results = both(train, replace(CLASSIFIER, change=change), tmp_path)
     torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
     torch.testing.assert_close(results[0].weights, expected.weights, **CLOSE)
     assert results[0].meta == []

@@ -5,29 +5,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.integration import jobs
+from tests.integration.conftest import float64, forks
 from tests.integration.scripts import processes_in
 
+__all__ = ["float64", "forks", "nothing_is_left"]
 SHARED = Path("/dev/shm")  # noqa: S108 - looked at only
 
 
 def shared_files() -> set[Path]:
     return set(SHARED.iterdir()) if SHARED.exists() else set()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def forks() -> None:
-    jobs.preload()
-
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(previous)
 
 
 @pytest.fixture(autouse=True)

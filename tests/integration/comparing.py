@@ -11,8 +11,6 @@ from tests.exactness.modules import images, labels
 from tests.integration.jobs import run
 from tests.integration.trainings import Epochs, Training
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-
 
 def alone(training: Training) -> Training:
     """The same on one device, without this project's strategy."""

@@ -26,13 +26,7 @@ from tests.integration.by_hand import (
     without_lightning,
 )
 from tests.integration.jobs import run
-from tests.integration.trainings import Training
-
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
+from tests.integration.trainings import CLOSE, Training, delayed
 
 
 def averaged() -> list[Any]:

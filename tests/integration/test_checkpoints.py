@@ -19,6 +19,7 @@ from lightning_tspipe import DelayedTeacherUpdate
 from tests.exactness.modules import images
 from tests.integration.jobs import run
 from tests.integration.trainings import (
+    CLOSE,
     Recorder,
     Trained,
     Training,
@@ -28,8 +29,6 @@ from tests.integration.trainings import (
     train,
     trainer_of,
 )
-
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def best_and_last() -> list[Any]:

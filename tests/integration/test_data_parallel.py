@@ -35,11 +35,9 @@ from tests.integration.replicas import (
     with_gathering,
     with_rare_parameters,
 )
-from tests.integration.test_exact import delayed
 from tests.integration.test_trainer import save_plan
-from tests.integration.trainings import Training, train
+from tests.integration.trainings import CLOSE, Training, delayed, train
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 EVEN = ((4, 4, 2, 4, 4, 2), (4, 4, 2, 4, 4, 2))
 TWO_BY_TWO: dict[str, Any] = {"num_stages": 2, "num_microbatches": 2}
 SPLIT = Training("Tap-group-False", "instance", TWO_BY_TWO, num_ranks=4, sizes=EVEN)

@@ -18,16 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_tspipe import DelayedTeacherUpdate
 from tests.exactness.modules import images, labels
-from tests.integration.comparing import CLOSE, both, labelled
+from tests.integration.comparing import both, labelled
 from tests.integration.jobs import run_job
-from tests.integration.trainings import (
-    Recorder,
-    Training,
-    build,
-    report,
-    strict,
-    trainer_of,
-)
+from tests.integration.trainings import CLOSE, Recorder, Training, build, report, strict, trainer_of
 
 CLASSIFIER = Training("Classifier-batch", "instance", {"num_microbatches": 1})
 

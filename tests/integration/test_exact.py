@@ -13,9 +13,8 @@ from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
 from tests.exactness.reference import run_reference
 from tests.exactness.setting import Setting
 from tests.integration.jobs import run
-from tests.integration.trainings import Trained, Training, train, train_unsized
+from tests.integration.trainings import CLOSE, Trained, Training, delayed, train, train_unsized
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 WORLDS = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -80,10 +79,6 @@ def test_every_kind_of_step(case: str, num_ranks: int, tmp_path: Path) -> None:
 
 def momentum_ema() -> list[Any]:
     return [MomentumEMA(0.9, student="student.0"), DelayedTeacherUpdate()]
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
 
 
 def undelayed() -> list[Any]:

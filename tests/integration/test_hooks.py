@@ -12,24 +12,20 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_tspipe import DelayedTeacherUpdate
 from tests.exactness.modules import make_epochs
-from tests.integration.comparing import CLOSE, alone, both, labelled
+from tests.integration.comparing import alone, both, labelled
 from tests.integration.jobs import run
 from tests.integration.trainings import (
+    CLOSE,
     Recorder,
     Trained,
     Training,
     build,
+    delayed,
     report,
     strict,
     trainer_of,
 )
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
-
 
 BYOL = Training(
     "Byol-group-2-by hand", "instance", {"num_microbatches": 1}, callbacks=delayed,

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,17 @@ from lightning_tspipe.strategy import sharded
 from lightning_tspipe.strategy.shards import is_sharded, newest, take_place_of
 from tests.exactness.modules import CASES, make_epochs
 from tests.integration.jobs import run, run_job
-from tests.integration.late import late_module, peak_memory, train_late, train_whole
-from tests.integration.test_exact import CLOSE, assert_same, reference
+from tests.integration.on_meta import meta_module, peak_memory, train_on_meta, train_whole
+from tests.integration.test_exact import assert_same, reference
 from tests.integration.test_trainer import add_validation, validation_batches
 from tests.integration.trainings import (
+    CLOSE,
     SIZES,
     Epochs,
     Recorder,
     Trained,
     Training,
+    delayed,
     lightning_module,
     report,
     strict,
@@ -57,7 +60,7 @@ def test_a_module_that_nobody_holds_whole_trains_as_on_one_device(
     num_ranks: int, tmp_path: Path
 ) -> None:
     training = replace(LATE, num_ranks=num_ranks)
-    ranks = run(train_late, training, num_ranks=num_ranks, folder=tmp_path)
+    ranks = run(train_on_meta, training, num_ranks=num_ranks, folder=tmp_path)
     assert_same(reference(training), together(ranks))
 
 
@@ -153,7 +156,7 @@ def test_shards_are_resumed_by_any_number_of_ranks_and_without_a_pipeline(tmp_pa
     for folder in (first, *others):
         folder.mkdir()
     expected = reference(SAVING)
-    ranks = run(train_late, SAVING, num_ranks=2, folder=first)
+    ranks = run(train_on_meta, SAVING, num_ranks=2, folder=first)
     assert_same(expected, together(ranks))
     saved = first / "saved" / "epoch=1.ckpt"
     assert sorted(path.name for path in saved.parent.iterdir()) == [
@@ -161,15 +164,11 @@ def test_shards_are_resumed_by_any_number_of_ranks_and_without_a_pipeline(tmp_pa
     ]
     assert {path.suffix for path in saved.iterdir()} == {"", ".distcp", ".pt"}
     three = replace(LATE, num_ranks=3, sizes=THREE_EPOCHS)
-    ranks = run(train_late, three, str(saved), num_ranks=3, folder=others[0])
+    ranks = run(train_on_meta, three, str(saved), num_ranks=3, folder=others[0])
     assert_goes_on(expected, together(ranks))
     path = consolidated(saved)
     plain = replace(one_device(LATE), callbacks=delayed, sizes=THREE_EPOCHS)
     assert_goes_on(expected, run(train_whole, plain, path, num_ranks=1, folder=others[1])[0])
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
 
 
 def fit_and_validate(training: Training, ckpt_path: str, make: Any) -> tuple[Any, ...]:
@@ -198,7 +197,7 @@ def test_evaluation_of_a_module_that_nobody_holds_whole(tmp_path: Path) -> None:
     training = Training(
         "Classifier-batch", "instance", {"num_microbatches": 1}, trainer={"num_sanity_val_steps": 2}
     )
-    args = "saved.ckpt", late_module
+    args = "saved.ckpt", meta_module
     expected = run(fit_and_validate, one_device(training), *args, num_ranks=1, folder=alone)[0]
     ranks = run(fit_and_validate, training, *args, num_ranks=2, folder=together)
     for fitted in (rank[1] for rank in ranks):
@@ -211,7 +210,7 @@ def test_evaluation_of_a_module_that_nobody_holds_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [train_late, train_whole])
+@pytest.mark.parametrize("train", [train_on_meta, train_whole])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_whole_modules_are_saved_in_shards_too(train: Any, num_ranks: int, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
@@ -237,11 +236,12 @@ def test_one_file_is_loaded_into_a_module_that_nobody_holds_whole(
     run(train_whole, one_device(SAVING), num_ranks=1, folder=first)
     resumed = replace(LATE, num_ranks=num_ranks, sizes=THREE_EPOCHS)
     path = str(first / "saved" / "epoch=1.ckpt")
-    ranks = run(train_late, resumed, path, num_ranks=num_ranks, folder=second)
+    ranks = run(train_on_meta, resumed, path, num_ranks=num_ranks, folder=second)
     assert_goes_on(reference(SAVING), together(ranks))
 
 
-def fit_twice(training: Training, make: Any) -> Trained:
+def fit_twice(training: Training, make: Any, *, another: bool = False) -> Trained:
+    """By one Trainer: a module as ``make`` builds it, then the same again or another, whole one."""
     strict()
     loader = Epochs(make_epochs(CASES[training.case].build(), training.sizes))
     module = make(training.case, training.world, training.optimizer)
@@ -249,6 +249,8 @@ def fit_twice(training: Training, make: Any) -> Trained:
     trainer = trainer_of(training, module, recorder)
     trainer.fit(module, loader)
     trainer.fit_loop.max_epochs += 1
+    if another:
+        module = lightning_module(training.case, training.world, training.optimizer)
     trainer.fit(module, loader)
     return report(trainer, module, recorder)
 
@@ -256,30 +258,16 @@ def fit_twice(training: Training, make: Any) -> Trained:
 def test_a_spread_module_is_trained_again(tmp_path: Path) -> None:
     expected, ranks = (
         run(fit_twice, LATE, make, num_ranks=2, folder=tmp_path)
-        for make in (lightning_module, late_module)
+        for make in (lightning_module, meta_module)
     )
     torch.testing.assert_close(ranks[0].losses, expected[0].losses, **CLOSE)
     torch.testing.assert_close(together(ranks).weights, expected[0].weights, **CLOSE)
 
 
-def fit_another(training: Training, make: Any) -> Trained:
-    """One Trainer, two modules: the first as ``make`` builds it, the second whole."""
-    strict()
-    loader = Epochs(make_epochs(CASES[training.case].build(), training.sizes))
-    first = make(training.case, training.world, training.optimizer)
-    recorder = Recorder()
-    trainer = trainer_of(training, first, recorder)
-    trainer.fit(first, loader)
-    trainer.fit_loop.max_epochs += 1
-    second = lightning_module(training.case, training.world, training.optimizer)
-    trainer.fit(second, loader)
-    return report(trainer, second, recorder)
-
-
 def test_another_module_after_a_spread_one(tmp_path: Path) -> None:
     expected, ranks = (
-        run(fit_another, LATE, make, num_ranks=2, folder=tmp_path)
-        for make in (lightning_module, late_module)
+        run(partial(fit_twice, another=True), LATE, make, num_ranks=2, folder=tmp_path)
+        for make in (lightning_module, meta_module)
     )
     torch.testing.assert_close(ranks[0].losses, expected[0].losses, **CLOSE)
     torch.testing.assert_close(ranks[0].weights, expected[0].weights, **CLOSE)
@@ -323,7 +311,7 @@ def train_and_die(training: Training) -> None:
         take_place_of(part, path)
 
     vars(sharded)["take_place_of"] = end
-    train_late(training)
+    train_on_meta(training)
 
 
 def save_over_and_over() -> list[Any]:
@@ -339,7 +327,7 @@ def test_a_run_that_is_killed_while_saving_leaves_the_checkpoint_before(tmp_path
     assert all(rank.exit_code != 0 for rank in job.ranks)
     resumed = replace(LATE, num_ranks=1, sizes=SIZES)
     path = str(first / "saved" / "last.ckpt")
-    result = run(train_late, resumed, path, num_ranks=1, folder=second)[0]
+    result = run(train_on_meta, resumed, path, num_ranks=1, folder=second)[0]
     torch.testing.assert_close(result.losses, reference(SAVING).losses[4:8], **CLOSE)
 
 
@@ -373,10 +361,12 @@ def test_replicas_of_a_spread_module(tmp_path: Path) -> None:
     second.mkdir()
     options = {**LATE.options, "num_stages": 2}
     saving = replace(SAVING, options=options, num_ranks=4)  # both replicas read the same batches
-    ranks = run(train_late, saving, num_ranks=4, folder=first)
+    ranks = run(train_on_meta, saving, num_ranks=4, folder=first)
     expected = reference(SAVING)
     assert_same(expected, together(ranks[:2]))
     torch.testing.assert_close(together(ranks[2:]).weights, expected.weights, **CLOSE)
     path = str(first / "saved" / "epoch=1.ckpt")
     resumed = replace(LATE, num_ranks=2, sizes=THREE_EPOCHS)
-    assert_goes_on(expected, together(run(train_late, resumed, path, num_ranks=2, folder=second)))
+    assert_goes_on(
+        expected, together(run(train_on_meta, resumed, path, num_ranks=2, folder=second))
+    )

@@ -26,9 +26,8 @@ from tests.integration.scripts import (
     started,
     wait_for,
 )
-from tests.integration.trainings import Training, train
+from tests.integration.trainings import CLOSE, Training, train
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 TRAINING = Training("Classifier-group", "instance", {"num_microbatches": 1})
 
 SCRIPT = """

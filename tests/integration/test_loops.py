@@ -18,14 +18,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tspipe import DelayedTeacherUpdate
 from tests.exactness.modules import make_epochs
-from tests.integration.comparing import CLOSE, alone, both, labelled
+from tests.integration.comparing import alone, both, labelled
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
+    CLOSE,
     Epochs,
     Recorder,
     Trained,
     Training,
     build,
+    delayed,
     report,
     strict,
     trainer_of,
@@ -105,10 +107,6 @@ def assert_same(theirs: Run, ours: list[Run], name: str) -> None:
         assert rank.entries == theirs.entries, name
         assert rank.trained.metrics == pytest.approx(theirs.trained.metrics, rel=1e-9), name
         assert rank.trained.global_step == theirs.trained.global_step, name
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
 
 
 def stops_early() -> list[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_tspipe import DelayedTeacherUpdate
 from tests.integration.comparing import alone, labelled
 from tests.integration.jobs import run
 from tests.integration.trainings import (
@@ -17,6 +16,7 @@ from tests.integration.trainings import (
     Trained,
     Training,
     build,
+    delayed,
     report,
     strict,
     trainer_of,
@@ -26,10 +26,6 @@ DTYPES = {
     "32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16,
     "bf16-mixed": torch.float32,
 }  # fmt: skip
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
 
 
 BYOL = Training(

@@ -62,16 +62,6 @@ def backward(
     return sent
 
 
-def run_backward(made: GradientReduction, loss: Tensor) -> None:
-    """One backward."""
-
-    def execute(actions: Sequence[Action]) -> None:
-        if actions:
-            loss.backward()
-
-    made.run([Action.parse("0B0")], execute, Recorder())
-
-
 def average(first: list[nn.Parameter], second: list[nn.Parameter], rank: int) -> Any:
     own = 1.0 + rank
     made = GradientReduction({REST: first, 0: second}, dist.group.WORLD, bucket_bytes=24)

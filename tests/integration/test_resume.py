@@ -19,15 +19,16 @@ from tests.exactness.modules import images
 from tests.integration.by_hand import ByHand, body_and_tail, sample_by_sample
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
+    CLOSE,
     Recorder,
     Training,
+    delayed,
     lightning_module,
     report,
     strict,
     trainer_of,
 )
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 SAMPLES = 14  # four batches: 4, 4, 4, 2
 EPOCHS = {"max_epochs": 2}
 
@@ -190,10 +191,6 @@ def stop_and_go(it: Run, names: list[str]) -> tuple[Went, dict[str, Went]]:
     """The whole run, and what became of it from each of its checkpoints."""
     whole = go(it, saves=True)
     return whole, {name: go(it, f"{name}.ckpt") for name in names}
-
-
-def delayed() -> list[Any]:
-    return [DelayedTeacherUpdate()]
 
 
 def cosine_ema() -> list[Any]:

@@ -18,9 +18,10 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
 from lightning_tspipe.cli.modules import measure
 from tests.exactness.modules import images, labels
-from tests.integration.comparing import CLOSE, both
+from tests.integration.comparing import both
 from tests.integration.jobs import run
 from tests.integration.trainings import (
+    CLOSE,
     SIZES,
     Epochs,
     Recorder,
@@ -98,18 +99,9 @@ def knn() -> list[Any]:
     return [KNNEvaluator(bank, queries, features="student", k=3), DelayedTeacherUpdate()]
 
 
-def fit_with_knn(training: Training) -> Trained:
-    strict()
-    module, loader = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder)
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_knn_accuracy_is_as_on_one_device(num_ranks: int, tmp_path: Path) -> None:
-    expected, results = both(fit_with_knn, replace(BYOL, callbacks=knn), tmp_path, num_ranks)
+    expected, results = both(train, replace(BYOL, callbacks=knn), tmp_path, num_ranks)
     assert expected.metrics.keys() >= {"val_knn_top1", "val_knn_top5"}
     assert results[0].metrics == pytest.approx(expected.metrics, rel=1e-9)
     torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
@@ -134,7 +126,7 @@ def delayed_checkpoint() -> list[Any]:
 
 
 def fit_with_checkpoint(training: Training) -> Trained:
-    return fit_with_knn(replace(training, trainer={"enable_checkpointing": True}))
+    return train(replace(training, trainer={"enable_checkpointing": True}))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

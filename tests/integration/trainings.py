@@ -14,12 +14,18 @@ from lightning.pytorch import Callback, LightningModule
 from pytorch_lightning import Callback as OtherCallback
 from torch import Tensor
 
-from lightning_tspipe import TSPipeStrategy
+from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
 from tests.exactness.modules import ALL_CASES, make_epochs
 from tests.exactness.setting import OPTIMIZERS, loss_of
 
 WORLDS = ("lightning.pytorch", "pytorch_lightning")
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 SIZES = ((5, 5, 4, 2), (5, 5, 4, 2))
+
+
+def delayed() -> list[Any]:
+    """What a Trainer on one device needs to train as a pipeline does."""
+    return [DelayedTeacherUpdate()]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Source(Protocol):
         """What an optimizer kept for some of its parameters, of which all are named in order."""
 
 
-class LateWeights:
+class Materializer:
     """The values of a module that was built on the meta device.
 
     Args:
@@ -114,6 +114,6 @@ class LateWeights:
             )
 
 
-def is_late(module: nn.Module) -> bool:
+def is_on_meta(module: nn.Module) -> bool:
     """Whether a part of a module has no values."""
     return any(tensor.is_meta for _, tensor in named_tensors(module))

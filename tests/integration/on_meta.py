@@ -27,7 +27,7 @@ from tests.integration.trainings import (
 _TABLES = ("_modules", "_parameters", "_buffers")
 
 
-def late_module(case: str, world: str, optimizer: str) -> Any:
+def meta_module(case: str, world: str, optimizer: str) -> Any:
     """A case of the exactness tests whose networks are built in ``configure_model``."""
     known = CASES[case]
     base: type[LightningModule] = importlib.import_module(world).LightningModule
@@ -54,9 +54,9 @@ def late_module(case: str, world: str, optimizer: str) -> Any:
     return type(f"Late{known.make.__name__}", (_Steps, known.make, base), members)()
 
 
-def train_late(training: Training, ckpt_path: str | None = None) -> Trained:
+def train_on_meta(training: Training, ckpt_path: str | None = None) -> Trained:
     """Fit a module that is built in ``configure_model``."""
-    return _train(training, ckpt_path, late_module)
+    return _train(training, ckpt_path, meta_module)
 
 
 def train_whole(training: Training, ckpt_path: str | None = None) -> Trained:
