@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -44,14 +47,30 @@ def run_pipelined(setting: Setting) -> Record:
         threading.Thread(target=work, args=(rank,), daemon=True)
         for rank in range(setting.num_ranks)
     ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=100)
+    with _no_collection():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=100)
     if failures:
         raise failures[0]
     assert not any(thread.is_alive() for thread in threads), "a rank did not end"
     return merge([records[rank] for rank in range(setting.num_ranks)])
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection while ranks are threads.
+
+    ``torch.get_rng_state`` makes its result under the generator's mutex. A collection that starts
+    there may run ``__del__``, which lets another thread have the interpreter, which waits for that
+    mutex: a deadlock that no signal ends. Processes have a generator each.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def train_on_gloo(settings: list[Setting]) -> list[Record]:
