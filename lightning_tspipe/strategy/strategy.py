@@ -175,13 +175,13 @@ class PipelineHooks(EndHooks):
         # Not for placeholders, and once for each batch.
         vars(self._module)["_on_before_batch_transfer"] = _function(self.before_transfer)
         refuse_trainer(trainer, self.root_device)
+        refuse_callbacks(trainer)
         world.insert_metrics_sync(trainer, self)
         if self.num_ranks > 1:
             self._share_what_steps_leave(trainer)
         if trainer.state.fn == "fit":
             self._left = self._left_shards = None
             find_networks(self._module, self.options)
-            refuse_callbacks(trainer)
             refuse_module(self._module)
             refuse_delay(trainer, self._module)
             self.setup_optimizers(trainer)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
 
-_REFUSED_CALLBACKS = {
+_REFUSED_IN_FITS = {
     "WeightAveraging": (
         "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
         "`teacher`"
@@ -27,20 +27,31 @@ _REFUSED_CALLBACKS = {
     ),
     "ModelPruning": "it replaces parameters after the stages are cut. Prune before or after fit",
 }
+_REFUSED_CALLBACKS = {
+    "ThroughputMonitor": (
+        "it counts the samples of batches, which one rank reads, and waits for the device. Use "
+        "lightning_tspipe.PipelineThroughputMonitor"
+    ),
+    "BatchSizeFinder": (
+        "it tries sizes until memory runs out, which one rank notices and the others wait for. "
+        "`tspipe plan` counts the memory; or find the size with strategy='auto'"
+    ),
+}
 
 
 def refuse_callbacks(trainer: Any) -> None:
-    """Refuse callbacks that need the whole module on one rank, or change what is trained.
+    """Refuse callbacks that need the whole module or all batches, or change what is trained.
 
     Raises:
         ConfigurationError: There is one.
     """
+    refused = _REFUSED_CALLBACKS | (_REFUSED_IN_FITS if trainer.state.fn == "fit" else {})
     for callback in trainer.callbacks:
         for base in type(callback).__mro__:
-            if base.__name__ in _REFUSED_CALLBACKS and "callbacks" in base.__module__:
+            if base.__name__ in refused and "callbacks" in base.__module__:
                 raise ConfigurationError(
                     f"{type(callback).__name__} does not work under a pipeline: "
-                    f"{_REFUSED_CALLBACKS[base.__name__]}"
+                    f"{refused[base.__name__]}"
                 )
 
 
@@ -62,8 +73,7 @@ def refuse_trainer(trainer: Any, device: torch.device) -> None:
     """Refuse arguments of the Trainer that a pipeline would not follow.
 
     Raises:
-        ConfigurationError: Another accelerator, SyncBatchNorm, validation by the clock, or the
-            batch-size finder.
+        ConfigurationError: Another accelerator, SyncBatchNorm, or validation by the clock.
     """
     if device.type not in {"cpu", "cuda"}:
         raise ConfigurationError(
@@ -79,12 +89,6 @@ def refuse_trainer(trainer: Any, device: torch.device) -> None:
         raise ConfigurationError(
             "val_check_interval is a time: each rank would look at its own clock, and they would "
             "not validate after the same batch. Give a number of batches or a fraction of the epoch"
-        )
-    if any(type(callback).__name__ == "BatchSizeFinder" for callback in trainer.callbacks):
-        raise ConfigurationError(
-            "the batch-size finder tries sizes until memory runs out, which one rank notices and "
-            "the others wait for. `tspipe plan` counts the memory; or find the size with "
-            "strategy='auto'"
         )
 
 

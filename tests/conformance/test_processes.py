@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -136,38 +138,83 @@ def test_what_the_strategy_answers(tmp_path: Path) -> None:
     assert "width: 6" in (tmp_path / facts[0]["log_dir"] / "hparams.yaml").read_text()
 
 
-CALLBACK_HOOKS = [
-    name for name in dir(Callback)
-    if name.startswith("on_") or name in {"setup", "teardown"}
-]  # fmt: skip
+CALLBACK_HOOKS = {name for name in vars(Callback) if not name.startswith("_")} - {"state_key"}
 
 
 def noting(calls: list[str]) -> Callback:
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_args, **_kwargs: calls.append(name)
+    def note(name: str) -> Callable[..., Any]:
+        def noted(*_args: Any, **_kwargs: Any) -> Any:
+            calls.append(name)
+            return {"calls": len(calls)} if name == "state_dict" else None
+
+        return noted
 
     return type("Noting", (Callback,), {name: note(name) for name in CALLBACK_HOOKS})()
 
 
-def fit_noting(training: Training) -> list[str]:
-    strict()
-    module, loader = build(training)
+class LeftError(Exception):
+    """All ranks are to leave the training."""
+
+
+def leave(epoch: int) -> Callable[[Any, Any], None]:
+    def on_train_epoch_start(trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == epoch:
+            raise LeftError
+
+    return on_train_epoch_start
+
+
+def evaluate_both(module: Any) -> None:
     module.validation_step = lambda batch, batch_idx: module.log(
         "v", module.teacher(batch[0]).sum()
     )
+    module.test_step = module.validation_step
+    module.predict_step = lambda batch, batch_idx: module.student(batch[0])
+
+
+def note_everything(training: Training) -> list[str]:
+    """A fit that saves, and one that goes on from there and is left in the middle."""
+    strict()
+    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
     calls: list[str] = []
+    module, loader = build(training)
+    evaluate_both(module)
     saving = ModelCheckpoint(dirpath="saved", monitor="v", save_top_k=1)
     trainer = trainer_of(training, module, noting(calls), saving)
     trainer.fit(module, loader, labelled(50))
+    last = LambdaCallback(on_train_epoch_start=leave(3))
+    trainer = trainer_of(training, module, noting(calls), last)
+    trainer.fit_loop.max_epochs = 5
+    with contextlib.suppress(LeftError):
+        trainer.fit(module, loader, labelled(50), ckpt_path=saving.best_model_path,
+                    weights_only=False)  # fmt: skip
+    return calls
+
+
+def evaluate_noting(training: Training) -> list[str]:
+    strict()
+    module, _ = build(training)
+    evaluate_both(module)
+    calls: list[str] = []
+    trainer = trainer_of(training, module, noting(calls))
     trainer.validate(module, labelled(50), verbose=False)
+    trainer.test(module, labelled(50), verbose=False)
+    trainer.predict(module, labelled(50))
     return calls
 
 
 def test_callbacks_are_called_on_every_rank_in_the_same_order(tmp_path: Path) -> None:
-    arguments = {"enable_checkpointing": True, "accumulate_grad_batches": 2}
-    expected, results = both(fit_noting, replace(BYOL, trainer=arguments), tmp_path)
-    assert len(set(expected)) > 20
+    arguments = {
+        "enable_checkpointing": True, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1,
+    }  # fmt: skip
+    training = replace(BYOL, trainer=arguments)
+    for name in ("fits", "evaluations"):
+        (tmp_path / name).mkdir()
+    expected, results = both(note_everything, training, tmp_path / "fits")
+    evaluated, others = both(evaluate_noting, training, tmp_path / "evaluations")
+    assert {*expected, *evaluated} == CALLBACK_HOOKS
     assert results == [expected, expected]
+    assert others == [evaluated, evaluated]
 
 
 class Order(Callback):

@@ -371,11 +371,21 @@ def test_the_learning_rate_finder(tmp_path: Path) -> None:
 
 
 def scale_batch(training: Training) -> None:
+    _scale_batch(training)
+
+
+def scale_batch_of_validation(training: Training) -> None:
+    _scale_batch(training, method="validate")
+
+
+def _scale_batch(training: Training, **arguments: Any) -> None:
     module, _ = build(training)
+    module.validation_step = module.training_step
+    module.val_dataloader = lambda: labelled(0)
     module.batch_size = 2
     module.train_dataloader = lambda: labelled(0)
     trainer = trainer_of(training, module)
-    Tuner(trainer).scale_batch_size(module)
+    Tuner(trainer).scale_batch_size(module, **arguments)
 
 
 def validate_by_the_clock(training: Training) -> None:
@@ -416,7 +426,8 @@ def write_into_the_optimizer(training: Training) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (scale_batch, "the batch-size finder tries sizes until memory runs out"),
+        (scale_batch, "it tries sizes until memory runs out, which one rank notices"),
+        (scale_batch_of_validation, "BatchSizeFinder does not work under a pipeline"),
         (validate_by_the_clock, "each rank would look at its own clock"),
         (synchronise_norms, "sync_batchnorm=True has nothing to synchronise"),
         (stop_in_the_step, "training_step set trainer.should_stop"),
