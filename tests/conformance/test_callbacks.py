@@ -78,6 +78,7 @@ def fit_watched(training: Training) -> Any:
     return report(trainer, module, recorder), bar.shown, noted
 
 
+@pytest.mark.slow
 def test_callbacks_that_watch(tmp_path: Path) -> None:
     expected, results = both(fit_watched, CLASSIFIER, tmp_path)
     torch.testing.assert_close(results[0][0].weights, expected[0].weights, **CLOSE)
@@ -145,6 +146,7 @@ def fit_until_the_spike(training: Training) -> tuple[str, int]:
     return "", trainer.global_step
 
 
+@pytest.mark.slow
 def test_spikes_are_detected_by_all_ranks(tmp_path: Path) -> None:
     training = replace(CLASSIFIER, callbacks=detects, change=spike)
     expected, results = both(fit_until_the_spike, training, tmp_path)
