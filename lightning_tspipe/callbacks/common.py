@@ -41,6 +41,10 @@ class Pipelined(Protocol):
     data_parallel_size: int
     delay: int
     has_recording: bool
+    replica: int
+
+    def of_first_replica(self, value: Any) -> Any:
+        """What this rank's peer in the first replica has; every rank calls it."""
 
     def evaluate(
         self,

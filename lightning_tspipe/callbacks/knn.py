@@ -2,28 +2,101 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
-from torch.nn.functional import normalize
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.nn.functional import normalize, pad
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, pipelined_of, submodules
+from lightning_tspipe.callbacks.common import Callback, pipelined_of
+from lightning_tspipe.callbacks.features import (
+    Features,
+    LabelledFeatures,
+    Source,
+    check_features,
+    evaluating,
+)
+from lightning_tspipe.callbacks.peers import Peers
 from lightning_tspipe.callbacks.progress import SideProgress
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-Source = DataLoader[Any] | Dataset[Any] | Iterable[Any]
-Extractor = Callable[["LightningModule", Tensor], Tensor]
+_SIMILARITIES_AT_ONCE = 2**24
+
+
+class Neighbours:
+    """The nearest vectors of a bank, found while the bank passes by: it is never held.
+
+    What is held are the queries, and k similarities and labels of each.
+
+    Args:
+        queries: Normalised features, (num_queries, dim).
+        k: How many neighbours each query may have.
+
+    Attributes:
+        values: Similarities of the nearest so far, the largest first, (num_queries, at most k).
+        labels: Their classes, of the same shape.
+        num_classes: One more than the largest label that passed by.
+    """
+
+    def __init__(self, queries: Tensor, k: int) -> None:
+        self._queries = queries
+        self._k = k
+        self.values = queries.new_empty(len(queries), 0)
+        self.labels = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
+        self.num_classes = 0
+
+    def add(self, vectors: Tensor, labels: Tensor) -> None:
+        """A part of the bank passes by.
+
+        Args:
+            vectors: Normalised features, (num_vectors, dim).
+            labels: Their classes, (num_vectors,), integer.
+        """
+        if not len(labels):
+            return
+        self.num_classes = max(self.num_classes, int(labels.max()) + 1)
+        rows = max(1, _SIMILARITIES_AT_ONCE // len(vectors))
+        parts = []
+        for start in range(0, len(self._queries), rows):
+            part = slice(start, start + rows)
+            similarity = self._queries[part] @ vectors.T
+            parts.append(self._merged(part, similarity, labels.expand(len(similarity), -1)))
+        self._keep(parts)
+
+    def joined(self, peers: Peers) -> Neighbours:
+        """With what all peers found in their parts of the bank; the same on each of them."""
+        missing = (0, self._k - self.values.shape[1])
+        values = peers.gather(pad(self.values, missing, value=-torch.inf))
+        labels = peers.gather(pad(self.labels, missing))
+        found = Neighbours(self._queries, self._k)
+        for part in zip(values, labels, strict=True):
+            found._keep([found._merged(slice(None), *part)])
+        num_classes = peers.gather(torch.tensor([self.num_classes], device=self.labels.device))
+        found.num_classes = int(torch.cat(num_classes).max())
+        return found
+
+    def _merged(self, part: slice, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        values = torch.cat([self.values[part], values], dim=1)
+        labels = torch.cat([self.labels[part], labels], dim=1)
+        best = values.topk(min(self._k, values.shape[1]), dim=1)
+        return best.values, labels.gather(1, best.indices)
+
+    def _keep(self, parts: list[tuple[Tensor, Tensor]]) -> None:
+        if parts:
+            self.values = torch.cat([values for values, _ in parts])
+            self.labels = torch.cat([labels for _, labels in parts])
+
+    def scores(self, num_classes: int, temperature: float) -> Tensor:
+        """The votes, up to a factor per query, (num_queries, num_classes)."""
+        # Only the ratios of a query's weights count: relative to the largest none can overflow.
+        weights = ((self.values - self.values[:, :1]) / temperature).exp()
+        scores = self.values.new_zeros(len(self.values), num_classes)
+        return scores.scatter_add_(1, self.labels, weights)
 
 
 def knn_scores(  # noqa: PLR0913 - data, then settings by keyword
@@ -51,33 +124,26 @@ def knn_scores(  # noqa: PLR0913 - data, then settings by keyword
         num_classes: Number of classes.
         k: Number of neighbours; at most the whole bank votes.
         temperature: Softens (large) or sharpens (small) the weights.
-        chunk_size: Bank vectors compared at a time; bounds the memory to
-            num_queries * chunk_size similarities.
+        chunk_size: Bank vectors compared at a time.
 
     Returns:
         Scores up to a factor per query, (num_queries, num_classes).
     """
-    values = queries.new_empty(len(queries), 0)
-    indices = torch.empty(len(queries), 0, dtype=torch.long, device=queries.device)
+    neighbours = Neighbours(queries, k)
     for start in range(0, len(bank), chunk_size):
-        similarity = queries @ bank[start : start + chunk_size].T
-        nearest = similarity.topk(min(k, similarity.shape[1]), dim=1)
-        values = torch.cat([values, nearest.values], dim=1)
-        indices = torch.cat([indices, nearest.indices + start], dim=1)
-        values, best = values.topk(min(k, values.shape[1]), dim=1)
-        indices = indices.gather(1, best)
-    # Only the ratios of a query's weights count: relative to the largest none can overflow.
-    weights = ((values - values[:, :1]) / temperature).exp()
-    scores = queries.new_zeros(len(queries), num_classes)
-    return scores.scatter_add_(1, labels[indices], weights)
+        part = slice(start, start + chunk_size)
+        neighbours.add(bank[part], labels[part])
+    return neighbours.scores(num_classes, temperature)
 
 
 class KNNEvaluator(Callback):
     """Logs the weighted k-NN accuracy of the features at the end of training epochs.
 
-    Features are flattened, taken in float32 and normalised. Under a pipeline they are computed by
-    the pipeline; under DDP global rank 0 computes them and tells the others the result.
-    The module's train mode and the random state are as before afterwards.
+    Features are flattened, taken in float32 (float64 stays) and normalised, so that the similarity
+    is the cosine. Under a pipeline they are computed by the pipeline; its replicas, and processes
+    of DDP, take a part of the batches each. Only the queries' features are held while the bank
+    passes by, so that a bank may be of any size. The module's train mode and the random state are
+    as before afterwards.
 
     Args:
         bank: Labelled images that vote: a loader or a dataset of ``(image, label, ...)``.
@@ -100,7 +166,7 @@ class KNNEvaluator(Callback):
         self,
         bank: Source,
         queries: Source,
-        features: str | Extractor = "student",
+        features: Features = "student",
         *,
         k: int = 20,
         temperature: float = 0.07,
@@ -115,21 +181,21 @@ class KNNEvaluator(Callback):
                 f"k={k} and every_n_epochs={every_n_epochs} must be at least 1, "
                 f"temperature={temperature} above 0"
             )
-        self.bank = _as_loader(bank, batch_size)
-        self.queries = _as_loader(queries, batch_size)
+        self.bank = bank
+        self.queries = queries
         self.features = features
         self.k = k
         self.temperature = temperature
         self.num_classes = num_classes
         self.every_n_epochs = every_n_epochs
+        self.batch_size = batch_size
         self.limit = limit
         self.name = name
         self._progress = SideProgress("k-NN")
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(self.features, str):  # a wrong name shows now, not after an epoch
-            submodules(pl_module, self.features, "features")
+        check_features(pl_module, self.features)  # a wrong name shows now, not after an epoch
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -154,107 +220,49 @@ class KNNEvaluator(Callback):
             ``{name}_top1`` and ``{name}_top5`` as fractions; empty on a pipeline's ranks other
             than the loss rank.
         """
-        pipelined = pipelined_of(trainer)
-        if pipelined is not None:
-            metrics = self._evaluate(trainer, pl_module)
-            return metrics if pipelined.is_loss_rank else {}
-        metrics = self._evaluate(trainer, pl_module) if trainer.is_global_zero else {}
-        return trainer.strategy.broadcast(metrics)
+        peers, pipelined = Peers(trainer), pipelined_of(trainer)
+        images = LabelledFeatures(
+            trainer, pl_module, self.features, peers, self.limit, self.batch_size
+        )
+        with evaluating(pl_module), peers.buffers_of_first(pl_module):
+            queries = list(self._vectors(trainer, images, self.queries))
+            if pipelined is not None and not pipelined.is_loss_rank:
+                for _ in self._vectors(trainer, images, self.bank):
+                    """The loss rank compares."""
+                return {}
+            device = pl_module.device
+            vectors = _gathered([v for v, _ in queries], torch.empty(0, 0, device=device), peers)
+            labels = _gathered(
+                [labels for _, labels in queries],
+                torch.empty(0, dtype=torch.long, device=device),
+                peers,
+            )
+            neighbours = Neighbours(vectors, self.k)
+            for part in self._vectors(trainer, images, self.bank):
+                neighbours.add(*part)
+        return self._accuracy(neighbours.joined(peers), labels)
 
-    def _evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        with _inference(pl_module):
-            bank = list(self._features(trainer, pl_module, self.bank))
-            vote = self._vote_of(bank) if bank else None
-            counts = torch.zeros(3, dtype=torch.long)
-            for features, labels in self._features(trainer, pl_module, self.queries):
-                if vote is None:
-                    raise ConfigurationError("KNNEvaluator: the bank yields no batch")
-                counts += _count_hits(vote(features), labels)
-        top1, top5, total = counts.tolist()
-        total = max(total, 1)
-        return {f"{self.name}_top1": top1 / total, f"{self.name}_top5": top5 / total}
+    def _accuracy(self, neighbours: Neighbours, labels: Tensor) -> dict[str, float]:
+        if not neighbours.num_classes:
+            raise ConfigurationError("KNNEvaluator: the bank yields no batch")
+        scores = neighbours.scores(self.num_classes or neighbours.num_classes, self.temperature)
+        hits = scores.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
+        total = max(len(labels), 1)
+        return {
+            f"{self.name}_top1": int(hits[:, :1].sum()) / total,
+            f"{self.name}_top5": int(hits.sum()) / total,
+        }
 
-    def _features(
-        self, trainer: Trainer, pl_module: LightningModule, loader: Iterable[Any]
+    def _vectors(
+        self, trainer: Trainer, images: LabelledFeatures, source: Source
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Normalised features and labels, batch by batch, where they arrive."""
-        for result in self._progress.track(
-            trainer, self._results(trainer, pl_module, loader), _length(loader, self.limit)
-        ):
+        results, length = images.of(source)
+        for result in self._progress.track(trainer, results, length):
             if result is not None:
-                features, labels = result
-                features = normalize(features.detach().flatten(1).float(), dim=1)
-                yield features, labels.to(features.device).flatten()
-
-    def _results(
-        self, trainer: Trainer, pl_module: LightningModule, loader: Iterable[Any]
-    ) -> Iterator[Any]:
-        extract = self.features
-        if isinstance(extract, str):
-            module = pl_module.get_submodule(extract)
-
-            def call(batch: Any) -> tuple[Tensor, Tensor]:
-                return module(batch[0]), batch[1]
-        else:
-
-            def call(batch: Any) -> tuple[Tensor, Tensor]:
-                return extract(pl_module, batch[0]), batch[1]
-
-        pipelined = pipelined_of(trainer)
-        if pipelined is not None:
-            yield from pipelined.evaluate(call, loader, limit=self.limit)
-            return
-        precision = trainer.precision_plugin
-        for batch in islice(loader, self.limit):
-            moved = move_data_to_device(batch, pl_module.device)
-            with precision.forward_context():
-                result = call(precision.convert_input(moved))
-            yield result
-
-    def _vote_of(self, bank: list[tuple[Tensor, Tensor]]) -> Callable[[Tensor], Tensor]:
-        vectors = torch.cat([features for features, _ in bank])
-        labels = torch.cat([labels for _, labels in bank])
-        num_classes = self.num_classes or int(labels.max()) + 1
-        bank.clear()
-
-        def vote(queries: Tensor) -> Tensor:
-            return knn_scores(
-                queries, vectors, labels, num_classes, k=self.k, temperature=self.temperature
-            )
-
-        return vote
+                yield normalize(result[0], dim=1), result[1]
 
 
-def _count_hits(scores: Tensor, labels: Tensor) -> Tensor:
-    """(correct at the first guess, among the first five, all), as integers."""
-    best = scores.topk(min(5, scores.shape[1]), dim=1).indices
-    hits = best == labels[:, None]
-    return torch.tensor([int(hits[:, 0].sum()), int(hits.sum()), len(labels)])
-
-
-def _as_loader(source: Source, batch_size: int) -> Iterable[Any]:
-    # A Dataset has no protocol that tells it from a loader, except that it is not iterable.
-    if isinstance(source, Dataset):
-        return DataLoader(source, batch_size=batch_size)
-    return source
-
-
-def _length(loader: Iterable[Any], limit: int | None) -> int | None:
-    try:
-        length = len(loader)  # type: ignore[arg-type]
-    except TypeError:
-        return limit
-    return length if limit is None else min(length, limit)
-
-
-@contextmanager
-def _inference(pl_module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; modes and random state come back afterwards."""
-    modes = {module: module.training for module in pl_module.modules()}
-    try:
-        with isolate_rng(), torch.no_grad():
-            pl_module.eval()
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+def _gathered(parts: list[Tensor], nothing: Tensor, peers: Peers) -> Tensor:
+    """All parts of all peers, one below the other."""
+    return torch.cat(peers.gather(torch.cat(parts) if parts else nothing))

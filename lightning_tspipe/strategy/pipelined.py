@@ -57,6 +57,15 @@ class Pipelined:
         return self._strategy.num_replicas
 
     @property
+    def replica(self) -> int:
+        """Which of the replicas this rank belongs to."""
+        return self._strategy.replicas.index
+
+    def of_first_replica(self, value: Any) -> Any:
+        """What this rank's peer in the first replica has; every rank calls it."""
+        return self._strategy.replicas.broadcast(value)
+
+    @property
     def num_stages(self) -> int:
         """Stages of the student; 1 per rank before the first batch."""
         return len(self.student_stages) or self._strategy.num_ranks

@@ -1,0 +1,171 @@
+"""Features of images: which module gives them, and how a callback gets them out of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_tspipe.callbacks.common import pipelined_of, submodules
+from lightning_tspipe.callbacks.peers import Peers
+from lightning_tspipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+Source = DataLoader[Any] | Dataset[Any] | Iterable[Any]
+"""Labelled images: a loader or a dataset of ``(image, label, ...)``."""
+Extractor = Callable[[Any, Tensor], Tensor]
+Features = str | Extractor
+"""Dotted name of the submodule whose output is the feature, or ``fn(pl_module, images)``."""
+
+
+def check_features(pl_module: LightningModule, features: Features) -> None:
+    """Refuse the name of a submodule that isn't there.
+
+    Raises:
+        ConfigurationError: That is so.
+    """
+    if isinstance(features, str):
+        submodules(pl_module, features, "features")
+
+
+def feature_step(pl_module: nn.Module, features: Features) -> Callable[[Any], tuple[Any, Any]]:
+    """The function that gives features and labels of a batch ``(images, labels, ...)``."""
+
+    def step(batch: Any) -> tuple[Any, Any]:
+        if not isinstance(batch, list | tuple) or len(batch) < 2:
+            raise ConfigurationError(
+                "labelled images are batches (images, labels, ...); this one is a "
+                f"{type(batch).__name__}"
+            )
+        if isinstance(features, str):
+            return pl_module.get_submodule(features)(batch[0]), batch[1]
+        return features(pl_module, batch[0]), batch[1]
+
+    return step
+
+
+def as_vectors(features: Tensor) -> Tensor:
+    """Detached, flattened, in float32 or what is more precise; shape (num_samples, dim)."""
+    flat = features.detach().flatten(1)
+    return flat if flat.dtype == torch.float64 else flat.float()
+
+
+class LabelledFeatures:
+    """Goes through labelled images and gives their features, through the pipeline if there is one.
+
+    Args:
+        trainer: The trainer; its strategy may be a pipeline.
+        pl_module: The module, in the mode in which the features are wanted.
+        features: Which features.
+        peers: Who else goes through the same images: each takes its share of the batches.
+        limit: At most so many batches, of all peers together.
+        batch_size: Of datasets; loaders have their own.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - who, what and how much
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        features: Features,
+        peers: Peers,
+        limit: int | None = None,
+        batch_size: int = 256,
+    ) -> None:
+        self._trainer = trainer
+        self._module = pl_module
+        self._features = features
+        self._peers = peers
+        self._limit = limit
+        self._batch_size = batch_size
+
+    def of(self, source: Source) -> tuple[Iterator[tuple[Tensor, Tensor] | None], int | None]:
+        """Features and labels, batch by batch: None where a pipeline delivers them elsewhere.
+
+        Returns:
+            The iterator over ``((num_samples, dim), (num_samples,))``, and how many items it has,
+            if that is known.
+        """
+        loader, length = _share(source, self._batch_size, self._limit, self._peers)
+        return self._vectors(loader), length
+
+    def _vectors(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor] | None]:
+        for result in self._results(loader):
+            if result is None:
+                yield None
+            else:
+                vectors = as_vectors(result[0])
+                yield vectors, torch.as_tensor(result[1]).to(vectors.device).flatten()
+
+    def _results(self, loader: Iterable[Any]) -> Iterator[Any]:
+        step = feature_step(self._module, self._features)
+        pipelined = pipelined_of(self._trainer)
+        if pipelined is not None:
+            yield from pipelined.evaluate(step, loader)
+            return
+        precision = self._trainer.precision_plugin
+        for batch in loader:
+            moved = move_data_to_device(batch, self._module.device)
+            with precision.forward_context():
+                result = step(precision.convert_input(moved))
+            yield result
+
+
+class _Share:
+    """Every n-th batch of a loader.
+
+    Args:
+        loader: The loader.
+        peers: Whose share it is.
+        limit: Where the loader ends for all peers.
+    """
+
+    def __init__(self, loader: Iterable[Any], peers: Peers, limit: int | None) -> None:
+        self._loader = loader
+        self._peers = peers
+        self._limit = limit
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self._loader, self._peers.index, self._limit, self._peers.number)
+
+
+def _share(
+    source: Source, batch_size: int, limit: int | None, peers: Peers
+) -> tuple[Iterable[Any], int | None]:
+    """This peer's batches, and their number if it is known."""
+    # A Dataset has no protocol that tells it from a loader, except that it is not iterable.
+    if isinstance(source, Dataset):
+        size = len(source)  # type: ignore[arg-type]
+        starts = range(0, size, batch_size)[: limit if limit is not None else size]
+        mine = starts[peers.index :: peers.number]
+        batches = [list(range(start, min(start + batch_size, size))) for start in mine]
+        return DataLoader(source, batch_sampler=batches), len(batches)
+    try:
+        length: int | None = len(source)  # type: ignore[arg-type]
+    except TypeError:
+        length = limit
+    if length is not None:
+        length = length if limit is None else min(length, limit)
+        length = len(range(peers.index, length, peers.number))
+    return _Share(source, peers, limit), length
+
+
+@contextmanager
+def evaluating(pl_module: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients; modes and random state come back afterwards."""
+    modes = {module: module.training for module in pl_module.modules()}
+    try:
+        with isolate_rng(), torch.no_grad():
+            pl_module.eval()
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,91 @@
+"""Those who do the same work on other samples: replicas of a pipeline, or processes of DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.callbacks.common import pipelined_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class Peers:
+    """The peers, as one of them sees them.
+
+    A strategy that spreads a module over its processes (FSDP) needs all of them for each batch:
+    there everybody does everything.
+
+    Args:
+        trainer: Its strategy tells.
+
+    Attributes:
+        index: This peer.
+        number: Of them all.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._pipelined = pipelined_of(trainer)
+        self.index, self.number = 0, 1
+        if self._pipelined is not None:
+            self.index, self.number = self._pipelined.replica, self._pipelined.data_parallel_size
+        elif any(kind.__name__ == "DDPStrategy" for kind in type(trainer.strategy).__mro__):
+            self.index, self.number = trainer.global_rank, trainer.world_size
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all peers, on each of them.
+
+        Args:
+            tensor: Of as many dimensions on all of them, and of equal shape but for the first one;
+                who has nothing may give an empty tensor of any shape.
+        """
+        if self.number == 1:
+            return [tensor]
+        gather = self._trainer.strategy.all_gather
+        is_double = tensor.dtype == torch.float64 and len(tensor) > 0
+        header = torch.tensor([is_double, *tensor.shape], device=tensor.device)
+        headers = gather(header)
+        (any_double, *shape) = headers.amax(dim=0).tolist()
+        if any_double:
+            tensor = tensor.double()
+        padded = tensor.new_zeros(shape)
+        if len(tensor):
+            padded[: len(tensor)] = tensor
+        sizes = headers[:, 1].tolist()
+        return [part[:size] for part, size in zip(gather(padded), sizes, strict=True)]
+
+    @contextmanager
+    def buffers_of_first(self, module: nn.Module) -> Iterator[None]:
+        """While inside, all have the buffers of the first peer: BatchNorm counts on each its own.
+
+        So it is one network whose features are compared, and the one that is saved.
+        """
+        if self.number == 1:
+            yield
+            return
+        own = {k: b for k, b in module.named_buffers() if not b.is_meta}
+        before = {name: buffer.clone() for name, buffer in own.items()}
+        _fill(own, self._of_first(before))
+        try:
+            yield
+        finally:
+            _fill(own, before)
+
+    def _of_first(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        on_host = {name: value.cpu() for name, value in values.items()}
+        if self._pipelined is not None:
+            found: dict[str, Tensor] = self._pipelined.of_first_replica(on_host)
+            return found
+        return self._trainer.strategy.broadcast(on_host)
+
+
+def _fill(buffers: dict[str, Tensor], values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(values[name])
