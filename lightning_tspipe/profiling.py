@@ -72,6 +72,31 @@ def profile_forwards(captured: Captured, device: torch.device) -> dict[NetworkNa
     return _measure(captured.plan, captured.networks, (1,), device)
 
 
+def flops_per_sample(captured: Captured) -> float:
+    """Floating-point operations of one sample in a training step, of all calls together.
+
+    An addition and a multiplication are two; what is neither a product of matrices nor a
+    convolution is not counted, nor is what activation checkpointing does again.
+
+    Args:
+        captured: The step; its networks may be anywhere.
+    """
+    plan = captured.plan
+    total = 0.0
+    for call in plan.calls:
+        network = captured.networks[call.network]
+        with network.on_meta():
+            records = estimate_atoms(
+                network.atoms[: network.end_of(call.num_links)],
+                torch.empty(call.input.shape, dtype=call.input.dtype, device="meta"),
+                flops_per_second=1.0,
+                trainable=call.grad,
+            )
+        size = call.input.shape[0]
+        total += sum(record.forward[size] + record.backward.get(size, 0.0) for record in records)
+    return total / max(call.input.shape[0] for call in plan.calls)
+
+
 def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
     """Whether the teacher is built like the beginning of the student, atom by atom."""
     if len(teacher.atoms) > len(student.atoms):

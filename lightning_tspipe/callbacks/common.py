@@ -42,6 +42,17 @@ class Pipelined(Protocol):
     delay: int
     has_recording: bool
     replica: int
+    num_ranks: int
+    data_rank: int
+    batch_size: int
+    teacher_ran_ahead: bool | None
+    seconds_reading: float
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of a pipeline's ranks, on its loss rank; every rank calls it."""
+
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of one sample in a training step."""
 
     def of_first_replica(self, value: Any) -> Any:
         """What this rank's peer in the first replica has; every rank calls it."""

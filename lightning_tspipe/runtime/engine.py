@@ -65,6 +65,7 @@ class Engine:
     Attributes:
         stop: Whether the ranks were asked to stop.
         batch_size: Samples of the current step's largest call.
+        teacher_ran_ahead: Whether the teacher of the current step ran in the step before.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -97,6 +98,7 @@ class Engine:
         self._rest_actions: Sequence[Action] = ()
         self._replay_started: float | None = None
         self.batch_size = 1
+        self.teacher_ran_ahead = False
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -241,6 +243,7 @@ class Engine:
         if not header.continues:
             self.drain()
         self._lookahead.begin(self._index, self._units(header.inputs))
+        self.teacher_ran_ahead = self._lookahead.units is not None
         context = self._open_step(header, inputs)
         self._step = context
         self.batch_size = max(spec.shape[0] for spec in header.inputs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,8 +90,8 @@ class DataHooks(ProcessHooks):
     def _look_ahead(
         self, dataloader: Any, announce: Callable[[bool], None] | None = None
     ) -> LookaheadLoader:
-        on_read = partial(self.pipelined.recorder.paused, "load")
         trains = self._trainer.training
+        on_read = self.pipelined.read if trains else None
         loader = LookaheadLoader(dataloader, announce, on_read, trains=trains)
         if _length(dataloader) is None and self.num_replicas > 1:
             loader.agree = self.replicas.all_say

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
+from lightning_tspipe.profiling import flops_per_sample
 from lightning_tspipe.runtime.loading import isolated
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.weights import LOSS_RANK
@@ -29,6 +31,9 @@ class Pipelined:
         bubble_ratio: Share of the ranks' time without work in the last recorded window; None
             before the first.
         batch_size: Samples of the current batch, over all its views the largest; on every rank.
+        teacher_ran_ahead: Whether the teacher of the current batch ran in the step before; None
+            without a teacher.
+        seconds_reading: How long this rank has read training batches, in all.
         student_stages: For each stage of the student, the names of its parameters.
         recorder: Notes what this rank does while a window is recorded.
         has_recording: Whether a window is over that :meth:`timeline` was not yet asked for; the
@@ -44,6 +49,8 @@ class Pipelined:
         self.has_recording = False
         self.bubble_ratio: float | None = None
         self.batch_size = 1
+        self.teacher_ran_ahead: bool | None = None
+        self.seconds_reading = 0.0
         self.student_stages: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -55,6 +62,16 @@ class Pipelined:
     def data_parallel_size(self) -> int:
         """Replicas of the pipeline."""
         return self._strategy.num_replicas
+
+    @property
+    def num_ranks(self) -> int:
+        """Devices of this pipeline."""
+        return self._strategy.num_ranks
+
+    @property
+    def data_rank(self) -> int:
+        """The rank of this pipeline that reads the data."""
+        return self._strategy.num_ranks - 1
 
     @property
     def replica(self) -> int:
@@ -69,6 +86,33 @@ class Pipelined:
     def num_stages(self) -> int:
         """Stages of the student; 1 per rank before the first batch."""
         return len(self.student_stages) or self._strategy.num_ranks
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of this pipeline's ranks, on the loss rank; every rank calls it.
+
+        Others send theirs and go on.
+        """
+        found: list[Any] | None = self._strategy.transport.gather_object(value, LOSS_RANK)
+        return found
+
+    def flops_per_sample(self) -> float:
+        """Floating-point operations of one sample in a training step: products and convolutions.
+
+        Counted on shapes, on the rank that asks; 0 before the first batch.
+        """
+        engine = self._strategy.engine
+        return 0.0 if engine is None else flops_per_sample(engine.captured)
+
+    def read(self, started: float) -> None:
+        """This rank has read a training batch, from ``started`` until now."""
+        self.seconds_reading += time.perf_counter() - started
+        self.recorder.paused("load", started)
+
+    def stepped(self, engine: Engine) -> None:
+        """A training step has run, up to its loss."""
+        self.batch_size = engine.batch_size
+        has_teacher = engine.pipeline.teacher is not None
+        self.teacher_ran_ahead = engine.teacher_ran_ahead if has_teacher else None
 
     def placed(self, engine: Engine) -> None:
         """The first batch has been seen: every rank has its stages."""

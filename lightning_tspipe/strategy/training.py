@@ -71,7 +71,7 @@ class TrainingHooks(DataHooks):
                 replay=None if replay is None else self._manual.live(replay),
             )  # fmt: skip
             self._announced = number + 1 if ahead is not None else -2
-            self.pipelined.batch_size = engine.batch_size
+            self.pipelined.stepped(engine)
             if not automatic:
                 self._manual.finish()
                 self.pipelined.step_done()

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
-from lightning_tspipe.callbacks import PipelineThroughputMonitor
+from lightning_tspipe.callbacks import PipelineThroughputMonitor, PipelineTimeline
 from lightning_tspipe.errors import ConfigurationError
 
 
@@ -64,7 +64,8 @@ def test_rates_over_a_window(lab: SimpleNamespace, clock: Clock) -> None:
     assert summary["samples_per_second"] == pytest.approx(6 / 3)
     assert summary["elapsed"] == pytest.approx(50 + 11 * 2 + 12 * 1)
     assert "bubble_ratio" not in summary
-    assert "peak_memory" not in summary
+    assert summary["peak_memory"] > 0
+    assert not summary.keys() & {"mfu", "teacher_staleness"}
 
 
 def test_logs_when_the_window_is_full(lab: SimpleNamespace, clock: Clock) -> None:
@@ -88,28 +89,103 @@ def test_logs_when_the_window_is_full(lab: SimpleNamespace, clock: Clock) -> Non
     assert {float(row["data_wait_time"]) for row in rows} == {0.0}
 
 
+class FakePipeline:
+    """A pipeline of two ranks, in three replicas."""
+
+    is_loss_rank = True
+    data_parallel_size = 3
+    bubble_ratio: float | None = 0.25
+    batch_size = 4
+    num_ranks = 2
+    data_rank = 1
+    teacher_ran_ahead: bool | None = True
+    has_recording = False
+
+    def __init__(self) -> None:
+        self.seconds_reading = 7.0  # before the fit
+        self.recorded: list[int] = []
+
+    def gather(self, own: tuple[float, float]) -> list[tuple[float, float]] | None:
+        other = own[0] + 1, own[1] + 0.5
+        return [own, other] if self.is_loss_rank else None
+
+    def flops_per_sample(self) -> float:
+        return 12.0
+
+    def record(self, num_steps: int) -> None:
+        self.recorded.append(num_steps)
+
+
 def test_under_a_pipeline(lab: SimpleNamespace, clock: Clock) -> None:
-    monitor = PipelineThroughputMonitor(window=2, clock=clock)
+    monitor = PipelineThroughputMonitor(window=2, clock=clock, peak_flops=5.0)
     trainer = lab.trainer(callbacks=[monitor], max_epochs=1)
-    trainer.strategy.pipelined = SimpleNamespace(
-        is_loss_rank=True, data_parallel_size=3, bubble_ratio=0.25, batch_size=4
-    )
-    trainer.fit(timed(lab, clock), lab.loader(4), lab.loader(1))
+    trainer.strategy.pipelined = pipelined = FakePipeline()
+    trainer.fit(timed(lab, clock), lab.loader(6), lab.loader(1))
     summary = monitor.summary()
     assert summary["bubble_ratio"] == 0.25
     assert summary["samples_per_second"] == pytest.approx(3 * 4 / 2)
     assert trainer.logged_metrics["bubble_ratio"] == torch.tensor(0.25)
+    # 6 samples/s of 12 FLOP on 2 * 3 devices of 5 FLOP/s.
+    assert summary["mfu"] == pytest.approx(6 * 12 / (2 * 3 * 5))
+    assert summary["teacher_staleness"] == 1.0
+    assert summary["data_wait_time"] == pytest.approx(0.5)  # of the rank that reads
+    assert summary["peak_memory"] == summary["peak_memory/rank1"] > summary["peak_memory/rank0"]
+    assert pipelined.recorded == [4]
+
+
+def test_staleness_counts_updates_under_accumulation(lab: SimpleNamespace) -> None:
+    monitor = PipelineThroughputMonitor(window=4)
+    trainer = lab.trainer(callbacks=[monitor], max_epochs=1, accumulate_grad_batches=2)
+    trainer.strategy.pipelined = FakePipeline()
+    trainer.fit(lab.module(), lab.loader(8))
+    assert monitor.summary()["teacher_staleness"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("options", [{}, {"bubble_every_n_batches": 3}])
+def test_records_now_and_then(lab: SimpleNamespace, options: dict[str, Any]) -> None:
+    trainer = lab.trainer(callbacks=[PipelineThroughputMonitor(2, **options)], max_epochs=1)
+    trainer.strategy.pipelined = pipelined = FakePipeline()
+    trainer.fit(lab.module(), lab.loader(10))
+    assert len(pipelined.recorded) == (3 if options else 1)  # before batches 2, 5 and 8
+
+
+@pytest.mark.parametrize("case", ["never", "timeline"])
+def test_leaves_recording_to_others(lab: SimpleNamespace, case: str) -> None:
+    monitor = PipelineThroughputMonitor(2, bubble_every_n_batches=None if case == "never" else 1)
+    others = [PipelineTimeline(start_step=100)] if case == "timeline" else []
+    trainer = lab.trainer(callbacks=[monitor, *others], max_epochs=1)
+    trainer.strategy.pipelined = pipelined = FakePipeline()
+    trainer.fit(lab.module(), lab.loader(6))
+    assert pipelined.recorded == []
+
+
+def test_totals_go_on_from_a_checkpoint(lab: SimpleNamespace, clock: Clock, tmp_path: Path) -> None:
+    monitor = PipelineThroughputMonitor(window=2, clock=clock)
+    first = lab.trainer(callbacks=[monitor], max_epochs=1)
+    first.fit(timed(lab, clock), lab.loader(3), lab.loader(1))
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    again = PipelineThroughputMonitor(window=2, clock=clock)
+    trainer = lab.trainer(callbacks=[again], max_epochs=2)
+    trainer.fit(timed(lab, clock), lab.loader(3), lab.loader(1), ckpt_path=tmp_path / "last.ckpt")
+    assert again.summary()["num_batches"] == 6
+    assert again.summary()["num_samples"] == 6 * 6
+    assert again.summary()["elapsed"] == pytest.approx(2 * (50 + 2 + 2))
+    assert again.summary()["step_time"] == pytest.approx(2)
 
 
 def test_other_ranks_are_silent(lab: SimpleNamespace) -> None:
     monitor = PipelineThroughputMonitor(window=2)
     trainer = lab.trainer(callbacks=[monitor], max_epochs=1)
-    trainer.strategy.pipelined = SimpleNamespace(is_loss_rank=False)
+    trainer.strategy.pipelined = pipelined = FakePipeline()
+    pipelined.is_loss_rank = False
     trainer.fit(lab.module(), lab.loader(4))
     assert monitor.summary() == {}
     assert "step_time" not in trainer.callback_metrics
 
 
-def test_a_window_of_one() -> None:
-    with pytest.raises(ConfigurationError, match="window=1"):
-        PipelineThroughputMonitor(window=1)
+@pytest.mark.parametrize(
+    "options", [{"window": 1}, {"bubble_every_n_batches": 0}, {"peak_flops": -1.0}]
+)
+def test_arguments_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=f"{next(iter(options))}="):
+        PipelineThroughputMonitor(**options)

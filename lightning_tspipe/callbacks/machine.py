@@ -1,0 +1,39 @@
+"""What a device can do, and what it has used."""
+
+from __future__ import annotations
+
+import warnings
+from importlib.util import find_spec
+
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+_MIB = 2**20
+
+
+def peak_memory(device: torch.device) -> float:
+    """MiB that were in use at most: by tensors on a GPU, else by the process (0 if unknown)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _MIB
+    if find_spec("resource") is None:  # Windows
+        return 0.0
+    import resource  # noqa: PLC0415
+    import sys  # noqa: PLC0415
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / _MIB if sys.platform == "darwin" else peak / 1024
+
+
+def known_peak_flops(device: torch.device, precision: str) -> float | None:
+    """Floating-point operations per second that a device is sold with; None if it isn't known.
+
+    Args:
+        device: The device.
+        precision: The Trainer's.
+    """
+    if device.type == "cpu":
+        return None
+    types = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it isn't known is no news to act upon
+        return get_available_flops(device, types.get(precision[:2], torch.float32))
