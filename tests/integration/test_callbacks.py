@@ -131,6 +131,6 @@ def test_accumulation_in_other_pipelines(num_ranks: int, tmp_path: Path) -> None
     )  # fmt: skip
     run(train_and_log, training, num_ranks=num_ranks, folder=tmp_path)
     rows = rows_of(tmp_path / "csv" / "metrics.csv")
-    # Of two batches, one follows an update.
-    assert column(rows, "teacher_staleness")[-2:] == pytest.approx([2 / 3, 1 / 3])
+    # Of two batches, the first follows an update; numbers are logged with updates.
+    assert column(rows, "teacher_staleness")[-2:] == pytest.approx([1 / 3, 1 / 3])
     assert f"peak_memory/rank{num_ranks - 1}" in rows[0]
