@@ -34,6 +34,9 @@ class Source(Protocol):
     ) -> dict[str, dict[str, Any]]:
         """What an optimizer kept for some of its parameters, of which all are named in order."""
 
+    def gradients(self, wanted: Collection[str]) -> list[dict[str, Tensor]]:
+        """What each replica had accumulated for some parameters, if it is kept apart."""
+
 
 class Materializer:
     """The values of a module that was built on the meta device.

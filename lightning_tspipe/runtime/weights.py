@@ -67,6 +67,10 @@ class Shards:
         """Whether a parameter or buffer belongs to a pipelined network."""
         return name in self._owners or name in self._inside
 
+    def names(self, rank: int) -> set[str]:
+        """The parameters of a rank."""
+        return {name for name, _ in self._module.named_parameters() if self.owner(name) == rank}
+
     def by_stage(self, rank: int) -> dict[int, list[nn.Parameter]]:
         """What a rank may train, by the stage of the student; ``REST`` for what no stage reads."""
         student, teacher = self._networks.get("student"), self._networks.get("teacher")
@@ -146,18 +150,21 @@ class Shards:
             merged.update(shard)
         return {**own, "state": dict(sorted(merged.items()))}
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients that this rank has accumulated, by parameter name, in host memory."""
+    def gradients(self, rank: int) -> dict[str, Tensor]:
+        """The gradients that a rank has accumulated, by parameter name, in host memory."""
         return {
             name: parameter.grad.detach().cpu()
             for name, parameter in self._module.named_parameters()
-            if parameter.grad is not None and not parameter.is_meta
+            if self.owner(name) == rank and parameter.grad is not None
         }
 
-    def put_gradients(self, gradients: Mapping[str, Tensor]) -> None:
-        """Set the gradients of this rank's parameters to what :meth:`gradients` gave."""
+    def put_gradients(self, gradients: Mapping[str, Tensor], rank: int) -> None:
+        """Set the gradients of a rank's parameters to what :meth:`gradients` gave.
+
+        What all ranks hold, the loss rank trains: a gradient elsewhere would be clipped with it.
+        """
         for name, parameter in self._module.named_parameters():
-            if name in gradients and not parameter.is_meta:
+            if name in gradients and self.owner(name) == rank:
                 parameter.grad = gradients[name].to(parameter.device, copy=True)
 
     def restore(self, rank: int, transport: Transport) -> None:

@@ -7,15 +7,13 @@ on exactly where it stopped, within an epoch too. A Trainer with another strateg
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_tspipe.strategy import progress
 from lightning_tspipe.strategy.sharded import ShardedHooks
-
-if TYPE_CHECKING:
-    pass
+from lightning_tspipe.strategy.shards import GRADIENTS
 
 ENTRY = "lightning_tspipe"
 REPEATED = (
@@ -45,10 +43,13 @@ class CheckpointHooks(ShardedHooks):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        # Of shards that were made one file.
+        apart = checkpoint.pop(GRADIENTS, {})
         if self._trainer.state.fn == "fit":
-            self._resumed = progress.of_replica(
-                checkpoint.get(ENTRY, []), self.replica, self.num_replicas
-            )
+            replicas = checkpoint.get(ENTRY, [])
+            for index, gradients in apart.items():
+                replicas[int(index)]["gradients"] = gradients
+            self._resumed = progress.of_replica(replicas, self.replica, self.num_replicas)
             if self.is_global_zero and progress.repeats_data(checkpoint, self._resumed):
                 warnings.warn(REPEATED, stacklevel=2)
         return checkpoint
@@ -64,11 +65,12 @@ class CheckpointHooks(ShardedHooks):
     def _progress(self) -> dict[str, Any] | None:
         assert self._engine is not None
         loop = self._trainer.fit_loop
+        self._accumulates = loop._should_accumulate() or bool(self._manual.commands.waiting)  # noqa: SLF001
         return progress.collect(
             self._engine,
             self._loader,
             epoch_ended=loop.epoch_loop._num_ready_batches_reached(),  # noqa: SLF001
-            accumulating=loop._should_accumulate() or bool(self._manual.commands.waiting),  # noqa: SLF001
+            with_gradients=self._accumulates and not self.saves_shards,
         )
 
 

@@ -43,14 +43,22 @@ def write_whole(checkpoint: Any, path: Path) -> None:
     except BaseException as error:
         with suppress(OSError):
             part.unlink()
-        reason = _system_error(error)
-        if reason is None:
+        told = unsaved(error, path)
+        if told is None:
             raise
-        text = f"{reason.strerror}, so the checkpoint was not saved; earlier ones are untouched"
-        raise OSError(reason.errno, text, str(path)) from None
+        raise told from None
 
 
-def _system_error(error: BaseException) -> OSError | None:
+def unsaved(error: BaseException, path: Path) -> OSError | None:
+    """What to say of a checkpoint that could not be written; None if not by the system's fault."""
+    reason = system_error(error)
+    if reason is None:
+        return None
+    text = f"{reason.strerror}, so the checkpoint was not saved; earlier ones are untouched"
+    return OSError(reason.errno, text, str(path))
+
+
+def system_error(error: BaseException) -> OSError | None:
     """The failure of the system behind an exception; torch hides it behind one of its own."""
     found: BaseException | None = error
     while found is not None and not (isinstance(found, OSError) and found.errno):
@@ -113,3 +121,27 @@ globals().update(
 def whole_files(strategy: Any) -> Any:
     """How a strategy writes checkpoints unless the user says otherwise."""
     return globals()[_NAMES[world_of(strategy).name]]()
+
+
+def innermost(io: Any) -> Any:
+    """Who writes, behind plugins that decide when."""
+    while getattr(io, "_base_checkpoint_io_configured", False):
+        io = io.checkpoint_io
+    return io
+
+
+def is_usual(io: Any) -> bool:
+    """Whether checkpoints are written as Lightning does it, or as :func:`whole_files`."""
+    usual = [world.torch_checkpoint_io for world in installed_worlds()]
+    return type(io) in {*usual, *(globals()[name] for name in _NAMES.values())}
+
+
+def load_mapped(path: Path, weights_only: bool | None) -> Any:
+    """Load a checkpoint of which only what is looked at comes into memory.
+
+    Returns:
+        The checkpoint; None if the file is none that this can be done with.
+    """
+    if not path.is_file() or not zipfile.is_zipfile(path):
+        return None
+    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)

@@ -6,7 +6,7 @@ which may have other stages. Everything in it is a plain value or a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def collect(
-    engine: Engine, loader: LookaheadLoader | None, *, epoch_ended: bool, accumulating: bool
+    engine: Engine, loader: LookaheadLoader | None, *, epoch_ended: bool, with_gradients: bool
 ) -> dict[str, Any] | None:
     """Where the pipeline is, on the loss rank; every rank calls it.
 
@@ -32,7 +32,7 @@ def collect(
         engine: The engine, between two steps.
         loader: The training loader, on the data rank.
         epoch_ended: Whether the batch that is held, if any, will not be trained.
-        accumulating: Whether the last backward was not followed by an update.
+        with_gradients: Whether to collect what has been accumulated.
     """
     ahead = engine.ahead()
     own: dict[str, Any] = {"random": RandomStates.now().to_dict()}
@@ -40,8 +40,8 @@ def collect(
         own["statistics"] = ahead.statistics
     if loader is not None:
         own["loader"] = loader.progress(ended=epoch_ended)
-    if accumulating:
-        own["gradients"] = engine.shards.gradients()
+    if with_gradients:
+        own["gradients"] = engine.shards.gradients(engine.rank)
     gathered = engine.transport.gather_object(own, LOSS_RANK)
     if gathered is None:
         return None
@@ -72,7 +72,7 @@ def restore(engine: Engine, progress: dict[str, Any], *, runs_ahead: bool) -> No
     packed = progress["teacher_ahead"] if runs_ahead else None
     ahead = _unpack(packed, engine.device) if packed is not None else None
     engine.resume((progress["seed"], progress["step"]), ahead)
-    engine.shards.put_gradients(progress["gradients"])
+    engine.shards.put_gradients(progress["gradients"], engine.rank)
     random = progress["random"]
     if len(random) == engine.transport.num_ranks and not engine.is_data_rank:
         # On the data rank the loader does it, before it reads on.
@@ -86,14 +86,35 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
         replicas: What :func:`collect` gave for each replica of the run that was stopped.
         index: The replica.
         number: Replicas of this run; with another number than before, samples are dealt out anew,
-            and only the number of the step is known.
+            and only the number of the step is known, and what was accumulated together.
     """
     if not replicas:
         return None
     if len(replicas) == number:
         return replicas[index]
-    nothing: dict[str, Any] = {"loader": None, "random": [], "gradients": {}, "teacher_ahead": None}
-    return {**replicas[0], **nothing}
+    gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
+    nothing: dict[str, Any] = {"loader": None, "random": [], "teacher_ahead": None}
+    return {**replicas[0], **nothing, "gradients": gradients}
+
+
+def gradients_of_replica(
+    replicas: Sequence[Mapping[str, Tensor]], index: int, number: int
+) -> Mapping[str, Tensor]:
+    """What a replica has accumulated when it goes on.
+
+    Args:
+        replicas: What each replica of the run that was stopped had, by name.
+        index: The replica.
+        number: Replicas of this run. With another number than before each gets the mean: the update
+            takes the mean over the replicas, which so is the same.
+    """
+    if len(replicas) == number:
+        return replicas[index]
+    names = {name for gradients in replicas for name in gradients}
+    return {
+        name: torch.stack([one[name] for one in replicas if name in one]).sum(0) / len(replicas)
+        for name in names
+    }
 
 
 def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) -> bool:

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
@@ -25,27 +23,29 @@ from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
 from lightning_tspipe.strategy.evaluating import EvaluationHooks
+from lightning_tspipe.strategy.files import innermost, is_usual, load_mapped
 from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
+from lightning_tspipe.strategy.progress import gradients_of_replica
 from lightning_tspipe.strategy.shards import (
+    GRADIENTS,
+    META_FILE,
     FileSource,
     FolderSource,
-    alone,
     aside,
     is_sharded,
     newest,
     optimizer_names,
     own_optimizer_state,
-    take_place_of,
 )
+from lightning_tspipe.strategy.worlds import world_of
+from lightning_tspipe.strategy.writing import ShardWriter
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from lightning_tspipe.runtime.engine import Engine
-
-META_FILE = "meta.pt"
 
 
 class ShardedHooks(EvaluationHooks):
@@ -57,6 +57,8 @@ class ShardedHooks(EvaluationHooks):
     _restores_optimizers: bool
     _kept_of: nn.Module | None
     _left_shards: Shards | None
+    _writer: ShardWriter | None
+    _accumulates: bool
 
     # Building
 
@@ -116,6 +118,11 @@ class ShardedHooks(EvaluationHooks):
         if self._source is not None and self._restores_optimizers:
             for index, optimizer in enumerate(self.optimizers):
                 self._restore(plain_optimizer(optimizer), index, self._source)
+            mine = engine.shards.names(self.pipeline_rank)
+            gradients = gradients_of_replica(
+                self._source.gradients(mine), self.replica, self.num_replicas
+            )
+            engine.shards.put_gradients(gradients, self.pipeline_rank)
         self._source = None
         self._restores_optimizers = False
         if engine.shards.stays_spread:
@@ -188,30 +195,87 @@ class ShardedHooks(EvaluationHooks):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         path = Path(self.broadcast(filepath))
-        if not self.saves_shards:
-            if self.is_global_zero and is_sharded(path):
-                shutil.rmtree(aside(path), ignore_errors=True)
-                path.rename(aside(path))
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            if self.is_global_zero:
-                shutil.rmtree(aside(path), ignore_errors=True)
+        if self.saves_shards:
+            self._save_shards(checkpoint, path, storage_options)
             return
-        if storage_options is not None:
-            raise ConfigurationError("a checkpoint of shards takes no storage_options")
-        part = path.with_name(f".{path.name}.part")
+        if self.is_global_zero and is_sharded(path):
+            shutil.rmtree(aside(path), ignore_errors=True)
+            path.rename(aside(path))
+        super().save_checkpoint(checkpoint, filepath, storage_options)
         if self.is_global_zero:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-        self.barrier()
+            shutil.rmtree(aside(path), ignore_errors=True)
+
+    def _save_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        if storage_options is not None or ":/" in str(path):  # Path makes one of two slashes
+            raise ConfigurationError(
+                f"{str(path)!r}: a checkpoint of shards goes into a folder that all ranks see, and "
+                "takes no storage_options"
+            )
         states = {"model": checkpoint.pop("state_dict")}
+        if "optimizer_states" in checkpoint:
+            states[GRADIENTS] = self._own_gradients()
         for index, state in enumerate(checkpoint.pop("optimizer_states", ())):
             states[f"optimizer_{index}"] = state
-        with alone():
-            save(states, storage_writer=FileSystemWriter(part), no_dist=self.total_ranks == 1)
-        if self.is_global_zero:
-            torch.save(checkpoint, part / META_FILE)
-            take_place_of(part, path)
-        self.barrier()
+        if self._writer is None:
+            self._writer = ShardWriter(self._timeout, is_connected=self.total_ranks > 1)
+        waits = not self._writes_meanwhile
+        self._writer.write(states, checkpoint, path, waits=waits)
+        if waits:
+            self.barrier()
+
+    def _own_gradients(self) -> dict[str, Any]:
+        """What this rank has accumulated, by replica; each has its own."""
+        shards = self._left_shards if self._placed is None else self._placed.shards
+        if shards is None or not self._accumulates:
+            return {}
+        return {str(self.replica): shards.gradients(self.pipeline_rank)}
+
+    @property
+    def _writes_meanwhile(self) -> bool:
+        """Whether the training goes on while a checkpoint is written."""
+        return self._engine is not None and isinstance(
+            self._checkpoint_io, world_of(self).async_checkpoint_io
+        )
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        remove = super().remove_checkpoint
+        if self._writer is not None and self._writer.is_busy:
+            # Not before the one that replaces it is complete.
+            self._writer.do(lambda: remove(filepath))
+        else:
+            remove(filepath)
+
+    @override
+    def on_train_end(self) -> None:
+        if self._writer is not None:
+            self._writer.wait()
+        super().on_train_end()
+
+    def end_writing(self, *, waits: bool) -> None:
+        """Write no more; wait for what is being written, unless ranks may be gone."""
+        writer, self._writer = self._writer, None
+        if writer is not None and waits:
+            writer.close()
+        elif writer is not None:
+            writer.abandon()
+
+    def refuse_other_io(self) -> None:
+        """Refuse a plugin that would be ignored.
+
+        Raises:
+            ConfigurationError: Shards are to be written, and a plugin writes checkpoints its way.
+        """
+        writes_shards = self._save_distributed
+        if writes_shards == "auto":
+            writes_shards = self.num_ranks > 1 and is_on_meta(self._module)
+        plugin = innermost(self.checkpoint_io)
+        if writes_shards and not is_usual(plugin):
+            raise ConfigurationError(
+                f"{type(plugin).__name__} would not be asked: a checkpoint of shards is written by "
+                "torch.distributed.checkpoint. Leave the plugin out, or save one file through rank "
+                "0's memory: TSPipeStrategy(save_distributed_checkpoint=False)"
+            )
 
     # Loading
 
@@ -229,10 +293,15 @@ class ShardedHooks(EvaluationHooks):
                 checkpoint["optimizer_states"] = []
             self._source = source
             return checkpoint
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._source = None
-        if self._spread is not None or is_on_meta(self._module):
-            self._source = FileSource(checkpoint)
+        if self._spread is None and not is_on_meta(self._module):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = None
+        if is_usual(innermost(self.checkpoint_io)):
+            checkpoint = load_mapped(path, weights_only)
+        if checkpoint is None:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._source = FileSource(checkpoint)
         return checkpoint
 
     @override

@@ -20,6 +20,10 @@ from lightning_tspipe.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+META_FILE = "meta.pt"
+GRADIENTS = "lightning_tspipe_gradients"
+"""Accumulated gradients, by replica; each rank writes its own."""
+
 Group = dict[str, Any]
 _Stored = TensorStorageMetadata
 
@@ -32,9 +36,9 @@ def is_sharded(path: Path) -> bool:
     """
     if not path.is_dir():
         return False
-    if not (path / ".metadata").is_file() or not (path / "meta.pt").is_file():
+    if not (path / ".metadata").is_file() or not (path / META_FILE).is_file():
         raise ConfigurationError(
-            f"{path} is a folder, but not a whole checkpoint: .metadata or meta.pt is missing"
+            f"{path} is a folder, but not a whole checkpoint: .metadata or {META_FILE} is missing"
         )
     return True
 
@@ -69,7 +73,7 @@ def aside(path: Path) -> Path:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Without the warning that a single process reads or writes: it is meant to."""
+    """Without the warning that a single process reads: it is meant to."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -140,6 +144,17 @@ class FolderSource:
             self._load(state)
         return state[own]["state"]
 
+    def gradients(self, wanted: Collection[str]) -> list[dict[str, Tensor]]:
+        """What each replica had accumulated for some parameters."""
+        found: dict[str, dict[str, Any]] = {}
+        for place in self._paths:
+            if place[0] == GRADIENTS and place[2] in wanted:
+                found.setdefault(place[1], {})[place[2]] = self._empty(place)
+        state = {GRADIENTS: found}
+        if found:
+            self._load(state)
+        return [found[replica] for replica in sorted(found, key=int)]
+
     def _empty(self, place: tuple[Any, ...]) -> Tensor | None:
         entry = self._metadata[self._paths[place]]
         if not isinstance(entry, _Stored):
@@ -152,27 +167,30 @@ class FolderSource:
 
 
 class FileSource:
-    """An ordinary Lightning checkpoint, in memory.
+    """An ordinary Lightning checkpoint, of which tensors may be mapped to its file.
+
+    Those that are taken are copied: the file may be replaced while the training goes on.
 
     Args:
-        checkpoint: The checkpoint.
-
-    Attributes:
-        shapes: Of the parameters and buffers.
+        checkpoint: The checkpoint. Hooks may change it before it is asked.
     """
 
     def __init__(self, checkpoint: dict[str, Any]) -> None:
-        self._state: dict[str, Tensor] = checkpoint["state_dict"]
-        self._optimizers: list[dict[str, Any]] = checkpoint.get("optimizer_states", [])
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in self._state.items()}
+        self._checkpoint = checkpoint
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters and buffers."""
+        state = self._checkpoint["state_dict"]
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Some parameters and buffers."""
-        return {name: self._state[name] for name in names}
+        return {name: self._checkpoint["state_dict"][name].clone() for name in names}
 
     def optimizer_groups(self, index: int, groups: Sequence[Group]) -> list[Group]:
         """The parameter groups of an optimizer, in the form of its own."""
-        saved = self._optimizers[index]["param_groups"]
+        saved = self._checkpoint["optimizer_states"][index]["param_groups"]
         return [
             {**old, "params": group["params"]} for group, old in zip(groups, saved, strict=True)
         ]
@@ -181,15 +199,24 @@ class FileSource:
         self, index: int, names: Sequence[str], wanted: Collection[str]
     ) -> dict[str, dict[str, Any]]:
         """What an optimizer kept for some parameters."""
-        if index >= len(self._optimizers):
+        states = self._checkpoint.get("optimizer_states", [])
+        if index >= len(states):
             return {}
-        saved = self._optimizers[index]
+        saved = states[index]
         keys = [key for group in saved["param_groups"] for key in group["params"]]
         return {
-            name: saved["state"][key]
+            name: {
+                what: value.clone() if isinstance(value, Tensor) else value
+                for what, value in saved["state"][key].items()
+            }
             for name, key in zip(names, keys, strict=True)
             if name in wanted and key in saved["state"]
         }
+
+    def gradients(self, wanted: Collection[str]) -> list[dict[str, Tensor]]:
+        """None: where the pipeline was, tells them."""
+        del self, wanted
+        return []
 
 
 def optimizer_names(module: nn.Module, optimizer: Optimizer) -> list[str]:

@@ -45,6 +45,7 @@ from lightning_tspipe.strategy.support import (
     refuse_trainer,
 )
 from lightning_tspipe.strategy.worlds import strategy_classes, world_of
+from lightning_tspipe.strategy.writing import ShardWriter
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -134,6 +135,8 @@ class PipelineHooks(EndHooks):
         self._resumed: dict[str, Any] | None = None
         self._left: dict[str, Any] | None = None
         self._left_shards: Shards | None = None
+        self._writer: ShardWriter | None = None
+        self._accumulates = False
         self._loader: LookaheadLoader | None = None
         self._prepared: tuple[int, Any] = (-1, None)
         self._announced = -1
@@ -176,6 +179,7 @@ class PipelineHooks(EndHooks):
         vars(self._module)["_on_before_batch_transfer"] = _function(self.before_transfer)
         refuse_trainer(trainer, self.root_device)
         refuse_callbacks(trainer)
+        self.refuse_other_io()
         world.insert_metrics_sync(trainer, self)
         if self.num_ranks > 1:
             self._share_what_steps_leave(trainer)
@@ -238,6 +242,7 @@ class PipelineHooks(EndHooks):
         module = self.lightning_module
         if module is not None:
             vars(module).pop("_on_before_batch_transfer", None)
+        self.end_writing(waits=not self.is_failing)
         if module is not None and not self.is_failing:
             # A process that ends takes what it sent with it, unless it has arrived.
             self.barrier("teardown")

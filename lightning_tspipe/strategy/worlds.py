@@ -73,6 +73,12 @@ class World:
         ).TorchCheckpointIO
         return found
 
+    @cached_property
+    def async_checkpoint_io(self) -> type:
+        """The plugin with which the training goes on while a checkpoint is written."""
+        found: type = self._module("plugins.io").AsyncCheckpointIO
+        return found
+
     def callback(self, **hooks: Any) -> Any:
         """A callback of this world with the given hooks; they get no ``self``."""
         members = {k: staticmethod(v) if callable(v) else v for k, v in hooks.items()}
@@ -203,7 +209,7 @@ def strategy_classes(hooks: type[PipelineHooks]) -> dict[str, Any]:
     def set_accelerator(self: Any, accelerator: Any) -> None:
         origin = type(accelerator).__module__ if accelerator is not None else ""
         for name, variant in variants.items():
-            if origin.startswith(name):
+            if origin.startswith(name) and variant not in type(self).__mro__:
                 self.__class__ = variant
         self._accelerator = accelerator
 
@@ -221,4 +227,7 @@ def strategy_classes(hooks: type[PipelineHooks]) -> dict[str, Any]:
                 "accelerator": accelerator,
             },
         )
+    main, *others = variants.values()
+    for variant in others:
+        main.register(variant)  # type: ignore[attr-defined] # an ABC: isinstance() holds for all
     return {variant.__name__: variant for variant in variants.values()}
