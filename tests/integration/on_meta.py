@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +84,29 @@ def _train(training: Training, ckpt_path: str | None, make: Any) -> Trained:
     return report(trainer, module, recorder)
 
 
-def peak_memory() -> int:
-    """The most bytes that this process has had in memory."""
+@contextmanager
+def peak_of_own_memory() -> Iterator[list[int]]:
+    """By how many bytes this process's memory grows at most; looked at every few milliseconds.
+
+    Pages of files that are only read don't count: the system takes them back as it likes.
+    """
+    before, peak = _own_memory(), [0]
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.002):
+            peak[0] = max(peak[0], _own_memory() - before)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _own_memory() -> int:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    match = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert match is not None
-    return 1024 * int(match[1])
+    own = re.search(r"RssAnon:\s+(\d+) kB", status), re.search(r"RssShmem:\s+(\d+) kB", status)
+    return sum(1024 * int(match[1]) for match in own if match is not None)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from lightning_tspipe.strategy import writing
 from lightning_tspipe.strategy.shards import is_sharded, newest, take_place_of
 from tests.exactness.modules import CASES, make_epochs
 from tests.integration.jobs import run, run_job
-from tests.integration.on_meta import meta_module, peak_memory, train_on_meta, train_whole
+from tests.integration.on_meta import meta_module, peak_of_own_memory, train_on_meta, train_whole
 from tests.integration.test_exact import assert_same, reference
 from tests.integration.test_trainer import add_validation, validation_batches
 from tests.integration.trainings import (
@@ -65,19 +66,23 @@ def test_a_module_that_nobody_holds_whole_trains_as_on_one_device(
 
 
 class Tower(LightningModule):
-    """A student and its teacher, each of many equal layers."""
+    """A student and its teacher, each of many equal layers.
 
-    num_layers, width = 20, 1600
+    Attributes:
+        peak: By how much the memory has grown at most.
+        held: Before the first backward, and at the end: that, and what this rank holds.
+    """
+
+    num_layers, width = 20, 1300
 
     def __init__(self) -> None:
         super().__init__()
         self.student: nn.Module | None = None
-        self.growth = 0.0
-        self.before = 0
+        self.peak = [0]
+        self.held: list[tuple[int, int]] = []
 
     def configure_model(self) -> None:
         if self.student is None:
-            self.before = peak_memory()
             layers = (nn.Linear(self.width, self.width) for _ in range(self.num_layers))
             self.student = nn.Sequential(*layers)
             self.teacher = copy.deepcopy(self.student)
@@ -90,31 +95,53 @@ class Tower(LightningModule):
         return (student - teacher.roll(1, 0)).square().mean()
 
     def on_before_zero_grad(self, _optimizer: Any) -> None:
-        if not self.growth:
-            whole = sum(p.numel() * p.element_size() for p in self.parameters())
-            self.growth = (peak_memory() - self.before) / whole
+        if not self.held:
+            self.note()
+
+    def note(self) -> None:
+        """Note what this rank holds: values, gradients, the state of the optimizer."""
+        here = [p for p in self.parameters() if not p.is_meta]
+        optimizer = self.trainer.optimizers[0]
+        states = [value for p in here for value in optimizer.state.get(p, {}).values()]
+        tensors = [*here, *(p.grad for p in here if p.grad is not None), *states]
+        self.held.append((self.peak[0], sum(t.numel() * t.element_size() for t in tensors)))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        assert self.student is not None
+        return torch.optim.AdamW(self.student.parameters(), lr=0.1)
 
 
-def grow() -> float:
+def grow(ckpt_path: str | None = None) -> list[tuple[int, int]]:
+    """A fit that saves itself."""
     strict()
+    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
     torch.set_default_dtype(torch.float32)
     module = Tower()
+    one_file = {"save_distributed_checkpoint": False} if ckpt_path == "" else {}
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=TSPipeStrategy(), max_steps=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[MomentumEMA()],
+        accelerator="cpu", devices=2, strategy=TSPipeStrategy(**one_file), logger=False,
+        max_epochs=2 if ckpt_path else 1, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[MomentumEMA(), ModelCheckpoint("saved", "{epoch}", save_top_k=-1)],
     )  # fmt: skip
-    trainer.fit(module, Epochs([[torch.randn(2, module.width)] * 2]))
-    return module.growth
+    loader = Epochs([[torch.randn(2, module.width)] * 2])
+    with peak_of_own_memory() as module.peak:
+        trainer.fit(module, loader, ckpt_path=ckpt_path or None)
+    module.note()
+    return module.held
 
 
-def test_no_process_ever_holds_the_whole_module(tmp_path: Path) -> None:
-    growth = run(grow, num_ranks=2, folder=tmp_path)
-    assert max(growth) < 0.65, growth
-    assert sum(growth) > 0.9, growth
+@pytest.mark.parametrize("one_file", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_no_process_ever_holds_the_whole_module(one_file: bool, tmp_path: Path) -> None:
+    """From the first batch to the last checkpoint, and when it goes on from that."""
+    begun = run(grow, "" if one_file else None, num_ranks=2, folder=tmp_path)
+    saved = tmp_path / "saved" / "epoch=0.ckpt"
+    assert saved.is_file() == one_file
+    resumed = run(grow, str(saved), num_ranks=2, folder=tmp_path)
+    for run_of_ranks in ([] if one_file else [begun], [resumed]):
+        for at_once in (moment for ranks in run_of_ranks for moment in zip(*ranks, strict=True)):
+            everything = sum(held for _, held in at_once)
+            assert max(peak for peak, _ in at_once) < 0.75 * everything, (at_once, everything)
+            assert sum(peak for peak, _ in at_once) > 0.9 * everything, (at_once, everything)
 
 
 def save_epochs() -> list[Any]:

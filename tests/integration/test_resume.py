@@ -18,6 +18,7 @@ from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
 from tests.exactness.modules import images
 from tests.integration.by_hand import ByHand, body_and_tail, sample_by_sample
 from tests.integration.jobs import run, run_job
+from tests.integration.on_meta import meta_module
 from tests.integration.trainings import (
     CLOSE,
     Recorder,
@@ -145,11 +146,13 @@ class Run:
         training: What is trained.
         loader: Kind of loader.
         validates: Whether there is a validation.
+        is_built_late: Whether the module is built in ``configure_model``.
     """
 
     training: Training
     loader: str = "shuffled"
     validates: bool = False
+    is_built_late: bool = False
 
 
 @dataclass
@@ -168,7 +171,8 @@ def go(it: Run, path: str | None = None, *, saves: bool = False) -> Went:
     strict()
     torch.manual_seed(3)
     training = it.training
-    module = lightning_module(training.case, training.world, training.optimizer)
+    make = meta_module if it.is_built_late else lightning_module
+    module = make(training.case, training.world, training.optimizer)
     if training.change is not None:
         training.change(module)
     recorder = Recorder()
@@ -181,10 +185,11 @@ def go(it: Run, path: str | None = None, *, saves: bool = False) -> Went:
     trainer.fit(module, loader_of(it.loader), **arguments)
     trainer.save_checkpoint("end.ckpt")
     done = report(trainer, module, recorder)
-    end = torch.load("end.ckpt", weights_only=True) if trainer.is_global_zero else {}
+    is_file = trainer.is_global_zero and Path("end.ckpt").is_file()
+    end = torch.load("end.ckpt", weights_only=True) if is_file else {}
     states = end.get("optimizer_states", [{}])[0].get("state", {})
     # Rank 0 has the whole module again, the others what the plan gave them.
-    weights = done.weights if trainer.is_global_zero else {}
+    weights = done.weights if trainer.is_global_zero or it.is_built_late else {}
     return Went(done.losses, weights, states, done.global_step, seen.names)
 
 

@@ -185,3 +185,19 @@ def test_an_atom_is_measured_on_a_device_where_the_network_is_not() -> None:
         assert all(tensor.device == device for tensor in (*norm.parameters(), *norm.buffers()))
         assert not module.student[0].weight.is_meta
     torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
+
+
+def test_gradients_come_back_where_they_belong() -> None:
+    """Clipped by their norm, those on two ranks would count twice."""
+    ranks = make_all()
+    for name, parameter in ranks[0][0].named_parameters():
+        if name.startswith(("student.1", "student.2", "classifier")):
+            parameter.grad = torch.ones_like(parameter)
+    found = [shards.gradients(rank) for rank, (_, shards) in enumerate(ranks)]
+    assert found[1] == {}
+    assert "classifier.weight" in found[0]
+    again = make_all()
+    for rank, (module, shards) in enumerate(again):
+        shards.put_gradients(found[0], rank)
+        here = {name for name, p in module.named_parameters() if p.grad is not None}
+        assert here == (found[0].keys() if rank == 0 else set())
