@@ -41,6 +41,7 @@ _NAMES = {
     Op.EFFECTS: "effects of the step",
     Op.DATA: "data",
 }
+_RUN_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#5A5A5A")
 _BAR_HEIGHT = 0.74
 _CHARACTER_POINTS = 5.2  # width of a digit at the labels' size
 _LABEL_POINTS = 8
@@ -60,6 +61,55 @@ class _Panel:
 
     def milliseconds(self, seconds: float) -> float:
         return (seconds - self.zero) * 1e3
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric of one run.
+
+    Attributes:
+        steps: Where it was logged.
+        seconds: When, counted from the start of training; empty if nobody knows.
+        values: What was logged.
+    """
+
+    steps: tuple[float, ...]
+    seconds: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+def plot_curves(metrics: Mapping[str, Mapping[str, Curve]], path: str | Path) -> None:
+    """Draw metrics one below the other: against steps, and against time where it is known.
+
+    Args:
+        metrics: By their names, then by the runs' names.
+        path: File to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
+
+    Raises:
+        ConfigurationError: matplotlib is not installed, the suffix is of no known format, or there
+            is no curve.
+    """
+    if not metrics:
+        raise ConfigurationError("there is no curve to draw")
+    runs = sorted({run for curves in metrics.values() for run in curves})
+    is_timed = any(curve.seconds for curves in metrics.values() for curve in curves.values())
+    figure = _new_figure(0.6 + 2.4 * len(metrics))
+    subplots = figure.subplots(len(metrics), 1 + is_timed, sharex="col", squeeze=False)
+    for (name, curves), row in zip(metrics.items(), subplots, strict=True):
+        for run, curve in curves.items():
+            style = {"color": _RUN_COLOURS[runs.index(run) % len(_RUN_COLOURS)], "marker": "."}
+            row[0].plot(curve.steps, curve.values, label=run, **style)
+            if curve.seconds:
+                row[1].plot([second / 60 for second in curve.seconds], curve.values, **style)
+        row[0].set_ylabel(name)
+    for axes in subplots.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    subplots[-1, 0].set_xlabel("steps")
+    if is_timed:
+        subplots[-1, 1].set_xlabel("minutes of training")
+    if len(runs) > 1:
+        subplots[0, 0].legend(frameon=False, fontsize=_LABEL_POINTS)
+    _save(figure, Path(path))
 
 
 def plot_timeline(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:

@@ -1,0 +1,187 @@
+"""``tspipe export``: a part of a checkpoint as weights that other programs load."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pickle
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.strategy.files import explain_damage
+from lightning_tspipe.strategy.shards import FolderSource, is_sharded, newest
+
+Shape = tuple[int, ...]
+
+_SUFFIXES = (".pt", ".safetensors")
+_COMPILED = "_orig_mod."  # which torch.compile puts into names
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``tspipe export`` takes."""
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint: a file, or a folder of shards")
+    parser.add_argument(
+        "--part", metavar="NAME", help="the submodule to export, such as student.backbone"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="where to write; without .pt or .safetensors both are written (by default beside the "
+        "checkpoint, named after the part)",
+    )
+    parser.add_argument(
+        "--like",
+        metavar="FUNCTION",
+        help="give the weights the names of the model that this returns, where they stand in the "
+        "same order, such as torchvision.models.resnet18",
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="read a checkpoint that holds more than tensors and plain values; reading it may run "
+        "code of whoever made it",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Export a part of a checkpoint."""
+    weights = read_part(options.checkpoint, options.part or "", trust=options.trust)
+    missing: list[str] = []
+    if options.like is not None:
+        ordered = not is_sharded(newest(options.checkpoint))
+        weights, missing = renamed(weights, _shapes_of(options.like), ordered=ordered)
+    output = options.output
+    if output is None:
+        output = newest(options.checkpoint).with_name(options.part or "module")
+    suffixes = (output.suffix,) if output.suffix in {*_SUFFIXES, ".pth"} else _SUFFIXES
+    number = sum(tensor.numel() for tensor in weights.values())
+    for suffix in suffixes:
+        path = output if output.suffix == suffix else output.with_name(output.name + suffix)
+        _write(weights, path)
+        print(f"{path}: {len(weights)} tensors, {number:,} numbers")  # noqa: T201
+    if missing:
+        print(f"not in the checkpoint: {', '.join(missing)}")  # noqa: T201
+
+
+def read_part(path: Path, part: str = "", *, trust: bool = False) -> dict[str, Tensor]:
+    """The parameters and buffers of a submodule, by their names in it, on the CPU.
+
+    Args:
+        path: A checkpoint of Lightning: a file, or a folder of shards.
+        part: Dotted name of the submodule; all of the module without one.
+        trust: Whether to read files whose reading may run code.
+
+    Raises:
+        ConfigurationError: There is no such checkpoint, or it has no such part.
+        CheckpointError: The file is damaged.
+    """
+    path = newest(path)
+    if not path.exists():
+        raise ConfigurationError(f"there is no checkpoint {path}")
+    if is_sharded(path):
+        source = FolderSource(path)
+        own_names = _inside(source.shapes, part)
+        found = source.tensors(own_names)
+    else:
+        found = _state_dict(path, trust=trust)
+        own_names = _inside(found, part)
+    prefix = f"{part}." if part else ""
+    return {name.removeprefix(prefix).replace(_COMPILED, ""): found[name] for name in own_names}
+
+
+def _state_dict(path: Path, *, trust: bool) -> dict[str, Tensor]:
+    with explain_damage(path):
+        try:
+            checkpoint = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
+        except pickle.UnpicklingError as error:
+            raise ConfigurationError(
+                f"{path} holds more than tensors and plain values, and reading it may run code. "
+                "If you know who made it: --trust"
+            ) from error
+    found = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(found, Mapping):
+        raise ConfigurationError(f"{path} is no checkpoint of Lightning: it has no state_dict")
+    return dict(found)
+
+
+def _inside(names: Collection[str], part: str) -> list[str]:
+    found = [name for name in names if not part or name.startswith(f"{part}.")]
+    if not found:
+        parts = sorted({name.rpartition(".")[0] for name in names if "." in name})
+        roots = sorted({name.partition(".")[0] for name in parts})
+        inner = part.partition(".")[0]
+        near = [name for name in parts if name.startswith(f"{inner}.")][:8] or roots
+        raise ConfigurationError(
+            f"the checkpoint has no part {part!r}; it has {', '.join(near) or 'none'}"
+        )
+    return found
+
+
+def renamed(
+    weights: Mapping[str, Tensor], wanted: Mapping[str, Shape], *, ordered: bool = True
+) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights under the names of another model that begins alike.
+
+    A backbone is often made of the first children of a model
+    (``nn.Sequential(*list(resnet18().children())[:-1])``): their order is the model's.
+
+    Args:
+        weights: By name, in the module's order.
+        wanted: Shapes by name, in the model's order.
+        ordered: Whether the weights really are in the module's order.
+
+    Returns:
+        The weights, and the model's names that none has.
+
+    Raises:
+        ConfigurationError: They are not alike.
+    """
+    if weights.keys() <= wanted.keys():
+        names = list(weights)
+    elif not ordered:
+        raise ConfigurationError(
+            "a folder of shards does not keep the module's order, by which --like would give names "
+            "to the weights. Load it into the module and save it as one file"
+        )
+    elif len(weights) <= len(wanted):
+        names = list(wanted)[: len(weights)]
+    else:
+        raise ConfigurationError(
+            f"the part has {len(weights)} tensors, the model of --like {len(wanted)}"
+        )
+    for (name, tensor), other in zip(weights.items(), names, strict=True):
+        if tuple(tensor.shape) != wanted[other]:
+            raise ConfigurationError(
+                f"{name!r} has shape {tuple(tensor.shape)}, but {other!r} of the model of --like, "
+                f"which stands at its place, has {wanted[other]}"
+            )
+    missing = [name for name in wanted if name not in set(names)]
+    return dict(zip(names, weights.values(), strict=True)), missing
+
+
+def _shapes_of(target: str) -> dict[str, Shape]:
+    path, _, name = target.replace(":", ".").rpartition(".")
+    try:
+        function: Callable[[], nn.Module] = getattr(importlib.import_module(path), name)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise ConfigurationError(f"--like {target}: {error}") from error
+    with torch.device("meta"):
+        model = function()
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def _write(weights: Mapping[str, Tensor], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Copies: tied weights, and views of larger tensors, are written as what they are alone.
+    copies = {name: tensor.detach().clone().contiguous() for name, tensor in weights.items()}
+    part = path.with_name(f".{path.name}.part")
+    if path.suffix == ".safetensors":
+        save_file(copies, part, metadata={"format": "pt"})
+    else:
+        torch.save(copies, part)
+    part.replace(path)
