@@ -109,14 +109,10 @@ class World:
         if any(getattr(callback, "is_metrics_sync", False) for callback in trainer.callbacks):
             return
 
-        def share(*_args: Any, **_kwargs: Any) -> None:
-            metrics = {k: v.detach().cpu() for k, v in trainer.callback_metrics.items()}
-            shared = strategy.broadcast(metrics)
-            if not strategy.is_global_zero:
-                connector = trainer._logger_connector  # noqa: SLF001
-                connector._callback_metrics.update(shared)  # noqa: SLF001
+        def share() -> None:
+            _share_metrics(trainer, strategy)
 
-        def share_if_due(*_args: Any, **_kwargs: Any) -> None:
+        def share_if_due() -> None:
             if _compares_now(trainer):
                 share()
 
@@ -146,7 +142,7 @@ class World:
         return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
 
     def insert_step_sync(self, trainer: Any, strategy: PipelineHooks) -> None:
-        """Have the other ranks know what steps left, before all other callbacks."""
+        """Have the other ranks know what steps left and logged, before all other callbacks."""
         if any(hasattr(callback, "is_step_sync") for callback in trainer.callbacks):
             return
 
@@ -158,12 +154,25 @@ class World:
             sync().batch_starts(trainer, batch)
 
         def ends(stage: str) -> Any:
-            return lambda _self, trainer, _module: sync().epoch_ends(stage, trainer)
+            def epoch_ends(_self: Any, trainer: Any, _module: Any) -> None:
+                sync().epoch_ends(stage, trainer)
+                if stage != "predict":
+                    _share_metrics(trainer, strategy)
+
+            return epoch_ends
 
         hooks = {f"on_{stage}_batch_start": starts for stage in STAGES}
         hooks |= {f"on_{stage}_epoch_end": ends(stage) for stage in STAGES}
         base = self.callbacks.Callback
         trainer.callbacks.insert(0, type("StepSync", (base,), {"is_step_sync": True, **hooks})())
+
+
+def _share_metrics(trainer: Any, strategy: PipelineHooks) -> None:
+    """All ranks get the metrics of rank 0."""
+    metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
+    shared = strategy.broadcast(metrics)
+    if not strategy.is_global_zero:
+        trainer._logger_connector._callback_metrics.update(shared)  # noqa: SLF001
 
 
 def _compares_now(trainer: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
@@ -54,6 +55,10 @@ def evaluate_in_parts(module: Any) -> None:
         step(batch, batch_idx)
         direction = 1 - 2 * getattr(module.trainer.strategy, "replica", 0)
         module.log("apart", direction * float(module.current_epoch + 1))
+        module.log(
+            "grouped", batch[1].sum().double(), reduce_fx="sum", sync_dist=True,
+            sync_dist_group=dist.group.WORLD,
+        )  # fmt: skip
 
     def configure_optimizers() -> Any:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -76,6 +81,7 @@ class Decided:
     """What a rank knows after a fit, a test and a prediction."""
 
     epoch: int
+    grouped: float
     rate: float
     best: str
     tested: Any
@@ -94,11 +100,12 @@ def fit_test_and_predict(training: Training) -> Decided:
     trainer = trainer_of(training, module)
     trainer.fit(module, train, DataLoader(dataset(12, 2), 4 // number))
     epoch, rate = trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
+    grouped = float(trainer.callback_metrics["grouped"])
     tested = trainer.test(module, DataLoader(dataset(12, 3), 4 // number), verbose=False)
     predicted = trainer.predict(module, DataLoader(dataset(12, 3), 4 // number))
     best = Path(trainer.checkpoint_callback.best_model_path).name
     weights = {k: v for k, v in module.state_dict().items() if not v.is_meta}
-    return Decided(epoch, rate, best, tested[0], predicted, weights)
+    return Decided(epoch, grouped, rate, best, tested[0], predicted, weights)
 
 
 def test_decisions_tests_and_predictions(tmp_path: Path) -> None:
@@ -109,8 +116,8 @@ def test_decisions_tests_and_predictions(tmp_path: Path) -> None:
     assert expected.epoch == 2  # of 6
     assert expected.rate < 0.1
     for rank in ranks:
-        assert (rank.epoch, rank.rate, rank.best) == (
-            expected.epoch, expected.rate, expected.best,
+        assert (rank.epoch, rank.grouped, rank.rate, rank.best) == (
+            expected.epoch, expected.grouped, expected.rate, expected.best,
         )  # fmt: skip
         assert rank.tested == pytest.approx(expected.tested, rel=1e-9)
     # Both ranks of a replica know the predictions of its part, as each rank does under ddp.
