@@ -10,6 +10,7 @@ from lightning_tspipe.callbacks import (
     DelayedTeacherUpdate,
     KNNEvaluator,
     MomentumEMA,
+    OnlineLinearProbe,
     PipelineThroughputMonitor,
     PipelineTimeline,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "DelayedTeacherUpdate",
     "KNNEvaluator",
     "MomentumEMA",
+    "OnlineLinearProbe",
     "PartitionError",
     "PipelineThroughputMonitor",
     "PipelineTimeline",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from lightning_tspipe.callbacks.delayed_teacher import DelayedTeacherUpdate
 from lightning_tspipe.callbacks.knn import KNNEvaluator
 from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
+from lightning_tspipe.callbacks.probe import OnlineLinearProbe
 from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor
 from lightning_tspipe.callbacks.timeline import PipelineTimeline
 
@@ -12,6 +13,7 @@ __all__ = [
     "DelayedTeacherUpdate",
     "KNNEvaluator",
     "MomentumEMA",
+    "OnlineLinearProbe",
     "PipelineThroughputMonitor",
     "PipelineTimeline",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -47,10 +48,9 @@ class Peers:
         """
         if self.number == 1:
             return [tensor]
-        gather = self._trainer.strategy.all_gather
         is_double = tensor.dtype == torch.float64 and len(tensor) > 0
         header = torch.tensor([is_double, *tensor.shape], device=tensor.device)
-        headers = gather(header)
+        headers = self._gather(header)
         (any_double, *shape) = headers.amax(dim=0).tolist()
         if any_double:
             tensor = tensor.double()
@@ -58,7 +58,13 @@ class Peers:
         if len(tensor):
             padded[: len(tensor)] = tensor
         sizes = headers[:, 1].tolist()
-        return [part[:size] for part, size in zip(gather(padded), sizes, strict=True)]
+        return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            # Lightning 2.6 gathers by a function that torch 2.14 calls deprecated.
+            warnings.filterwarnings("ignore", message=".*all_gather is deprecated")
+            return self._trainer.strategy.all_gather(tensor)
 
     @contextmanager
     def buffers_of_first(self, module: nn.Module) -> Iterator[None]:
