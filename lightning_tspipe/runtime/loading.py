@@ -10,6 +10,7 @@ begins its epoch again from the random state that it began with, and what was tr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class LookaheadLoader:
             the other ranks don't know.
         on_read: Called after each batch with the time at which its reading began.
         trains: Whether the batches are trained; else reading leaves the random states alone.
+        num_batches: Of an epoch, at most; nothing behind them is read. A sampler that is asked for
+            more draws from its generator, and the next epoch would have another order.
 
     Attributes:
         current: Number of the batch in training, over all epochs.
@@ -92,9 +95,11 @@ class LookaheadLoader:
         on_read: Callable[[float], None] | None = None,
         *,
         trains: bool = True,
+        num_batches: float = math.inf,
     ) -> None:
         self._loader = loader
         self._trains = trains
+        self._num_batches = num_batches
         self._announce = announce
         self._on_read = on_read
         self._read: dict[int, Any] = {}
@@ -181,6 +186,8 @@ class LookaheadLoader:
         return iter(self._loader) if self._trains else isolated(self._loader)
 
     def _read_from(self, iterator: Iterator[Any]) -> Any:
+        if self._num_read - self._first >= self._num_batches:
+            return _END
         started = time.perf_counter()
         before = _Before(RandomStates.now(), self._loader_state())
         batch = next(iterator, _END)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,10 @@ class DataHooks(ProcessHooks):
     ) -> LookaheadLoader:
         trains = self._trainer.training
         on_read = self.pipelined.read if trains else None
-        loader = LookaheadLoader(dataloader, announce, on_read, trains=trains)
+        num_batches = self._num_batches(_length(dataloader)) if trains else math.inf
+        loader = LookaheadLoader(
+            dataloader, announce, on_read, trains=trains, num_batches=num_batches
+        )
         if _length(dataloader) is None and self.num_replicas > 1:
             loader.agree = self.replicas.all_say
         if trains:
@@ -101,6 +105,13 @@ class DataHooks(ProcessHooks):
             if self._resumed is not None and self._resumed["loader"] is not None:
                 loader.resume(self._resumed["loader"])
         return loader
+
+    def _num_batches(self, length: int | None) -> float:
+        """Batches of an epoch, as the Trainer counts them."""
+        limit = self._trainer.limit_train_batches
+        if isinstance(limit, int):
+            return limit if length is None else min(length, limit)
+        return math.inf if length is None else int(length * limit)
 
     @override
     def batch_to_device(

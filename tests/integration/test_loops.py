@@ -243,6 +243,21 @@ def test_streams_of_unknown_length(arguments: dict[str, Any], tmp_path: Path) ->
     assert_same(expected, results, "stream")
 
 
+def fit_shuffled(training: Training) -> Run:
+    module, _ = build(training)
+    batches = make_epochs(module, training.sizes)[0]
+    order = torch.Generator().manual_seed(3)
+    loader: DataLoader[Any] = DataLoader(batches, batch_size=None, shuffle=True, generator=order)
+    return fit_one(training, train_dataloaders=loader, val_dataloaders=labelled(50))
+
+
+def test_epochs_are_shuffled_as_on_one_device(tmp_path: Path) -> None:
+    # A sampler that is asked for more than the epoch's batches draws from the loader's generator.
+    training = replace(BYOL, trainer={"max_epochs": 3})
+    expected, results = both(fit_shuffled, training, tmp_path)
+    assert_same(expected, results, "shuffled")
+
+
 class Data(LightningDataModule):
     """A data module with everything that one may have."""
 
