@@ -182,6 +182,9 @@ class PipelineHooks(EndHooks):
         self.refuse_other_io()
         world.insert_metrics_sync(trainer, self)
         if self.num_ranks > 1:
+            # Lightning tells them the rank only if the world is larger than one, and there it means
+            # replicas: the ranks would write the same file.
+            trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)  # type: ignore[attr-defined]
             self._share_what_steps_leave(trainer)
         if trainer.state.fn == "fit":
             self._left = self._left_shards = None

@@ -142,6 +142,8 @@ MODES: dict[str, dict[str, Any]] = {
     "no inference mode": {"inference_mode": False},
     "no sampler": {"use_distributed_sampler": False},
     "profiler": {"profiler": "simple", "max_epochs": 1},
+    "deterministic": {"deterministic": True, "max_epochs": 1},
+    "benchmark": {"benchmark": True, "min_steps": 6, "max_epochs": 1, "min_epochs": None},
     "bare": {"barebones": True, "log_every_n_steps": None},
     "reloaded": {"reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1},
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 from functools import cache
 from pathlib import Path
@@ -54,6 +56,22 @@ def assert_they_exist(text: str) -> None:
     for file, name in named:
         assert (ROOT / file).is_file(), file
         assert name in names_in(file), f"{file} has no {name}"
+
+
+def words() -> set[str]:
+    """What the tables' first columns, between them all, speak of."""
+    return set(re.findall(r"\w+", " ".join(row.strip("|").split(" | ")[0] for row in rows())))
+
+
+@pytest.mark.parametrize("world", ["lightning.pytorch", "pytorch_lightning"])
+def test_there_are_no_silent_gaps(world: str) -> None:
+    """Each argument of a Trainer has its line, and so has each of Lightning's callbacks."""
+    package = importlib.import_module(world)
+    arguments = set(inspect.signature(package.Trainer).parameters)
+    callbacks = set(importlib.import_module(f"{world}.callbacks").__all__)
+    # What the page is about; what another package's callback reads; base classes.
+    others = {"strategy", "model_registry", "Callback", "Checkpoint"}
+    assert sorted((arguments | callbacks) - others - words()) == []
 
 
 def test_the_list_of_conformance_names_tests_that_exist() -> None:
