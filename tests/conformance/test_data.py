@@ -110,6 +110,7 @@ def use_everything(training: Training) -> Any:
     return trained, tested, predicted, data.calls
 
 
+@pytest.mark.slow
 def test_everything_that_a_data_module_has(tmp_path: Path) -> None:
     expected, results = both(use_everything, CLASSIFIER, tmp_path)
     assert expected[3][-2:] == ["failed by ZeroDivisionError", "left"]
