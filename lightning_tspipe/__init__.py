@@ -22,6 +22,7 @@ from lightning_tspipe.errors import (
     TransportError,
     TSPipeError,
 )
+from lightning_tspipe.evaluation import knn_evaluation, linear_evaluation
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 from lightning_tspipe.strategy.worlds import installed_worlds
 
@@ -39,6 +40,8 @@ __all__ = [
     "TSPipeError",
     "TSPipeStrategy",
     "TransportError",
+    "knn_evaluation",
+    "linear_evaluation",
 ]
 
 for _world in installed_worlds():

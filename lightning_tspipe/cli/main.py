@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from lightning_tspipe.cli import checking, drawing, exporting, planning, plotting
+from lightning_tspipe.cli import checking, drawing, evaluating, exporting, planning, plotting
 from lightning_tspipe.errors import TSPipeError
 
 
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("check", "compare with one device", checking.add_arguments, checking.run),
         ("timeline", "draw a recorded run", drawing.add_timeline_arguments, drawing.run_timeline),
         ("plot", "draw what a run logged", plotting.add_arguments, plotting.run),
+        ("evaluate", "classify by frozen features", evaluating.add_arguments, evaluating.run),
         ("export", "write weights for others", exporting.add_arguments, exporting.run),
     ):
         command = commands.add_parser(name, help=help_, description=help_)

@@ -42,23 +42,40 @@ def load(target: str) -> tuple[LightningModule, Data]:
     Raises:
         ConfigurationError: No such file or function, or it returns something else.
     """
-    path, _, name = target.partition(":")
-    name = name or DEFAULT_NAME
-    function = getattr(_import(Path(path)), name, None)
-    if not callable(function):
-        raise ConfigurationError(
-            f"{path} has no function {name}(); write one that returns the LightningModule and its "
-            f"training data (a DataLoader or a LightningDataModule), or name another: {path}:NAME"
-        )
-    found = function()
+    found = call(
+        target, DEFAULT_NAME, "the LightningModule and its training data (a DataLoader or a "
+        "LightningDataModule)",
+    )  # fmt: skip
     is_pair = isinstance(found, tuple) and len(found) == 2
     if not is_pair or not isinstance(found[0], LightningModule):
         raise ConfigurationError(
-            f"{name}() in {path} returned {type(found).__name__}: it must return a LightningModule "
+            f"{target} returned {type(found).__name__}: it must return a LightningModule "
             "and its training data"
         )
     module, data = found
     return module, data
+
+
+def call(target: str, default: str, wanted: str) -> Any:  # noqa: ANN401 - as the user writes it
+    """Call a function of a user's file.
+
+    Args:
+        target: ``FILE.py`` or ``FILE.py:FUNCTION``.
+        default: What the function is called without a name.
+        wanted: What it is to return, for the message.
+
+    Raises:
+        ConfigurationError: No such file or function.
+    """
+    path, _, name = target.partition(":")
+    name = name or default
+    function = getattr(_import(Path(path)), name, None)
+    if not callable(function):
+        raise ConfigurationError(
+            f"{path} has no function {name}(); write one that returns {wanted}, or name another: "
+            f"{path}:NAME"
+        )
+    return function()
 
 
 def _import(path: Path) -> ModuleType:

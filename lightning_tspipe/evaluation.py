@@ -1,0 +1,180 @@
+"""How good features are, after training: k-NN and linear classification, the features frozen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, normalize
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_tspipe.callbacks.features import (
+    Features,
+    Source,
+    as_vectors,
+    evaluating,
+    feature_step,
+)
+from lightning_tspipe.callbacks.knn import Neighbours
+from lightning_tspipe.errors import ConfigurationError
+
+Labelled = Iterator[tuple[Tensor, Tensor]]
+
+
+def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
+    module: nn.Module,
+    train: Source,
+    validation: Source,
+    features: Features = "student",
+    *,
+    num_classes: int | None = None,
+    epochs: int = 90,
+    lr: float = 0.1,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    batch_size: int = 256,
+    on_epoch: Callable[[int, float], None] | None = None,
+) -> dict[str, float]:
+    """Train a linear classifier on frozen features, and classify with it.
+
+    The usual protocol (that of lightly's benchmarks): SGD with momentum, no weight decay, a
+    learning rate of ``lr * batch_size / 256`` that falls to zero on a cosine, epoch by epoch. The
+    features are computed anew in each epoch, so that ``train`` may augment. Everything happens on
+    the module's device. The module is not changed.
+
+    Args:
+        module: A LightningModule, or any module.
+        train: Labelled images: a loader, or a dataset (then in random order).
+        validation: Labelled images that are classified.
+        features: Dotted name of the submodule whose output is the feature, or
+            ``fn(module, images) -> features``.
+        num_classes: Number of classes; None: one more than the largest label of ``train``, through
+            which one more pass is made.
+        epochs: Passes over ``train``.
+        lr: Learning rate for 256 samples per batch.
+        momentum: Of SGD.
+        weight_decay: Of SGD.
+        batch_size: Of datasets; loaders have their own.
+        on_epoch: Called with the epoch, from 0, and its mean loss.
+
+    Returns:
+        ``linear_top1`` and ``linear_top5`` as fractions.
+
+    Raises:
+        ConfigurationError: There is nothing to train on, or batches are no ``(images, labels)``.
+    """
+    with evaluating(module):
+        training = _Images(module, train, features, batch_size, shuffle=True)
+        if num_classes is None:
+            num_classes = 1 + max((int(labels.max()) for _, labels in training), default=-1)
+        classifier: nn.Linear | None = None
+        optimizer: torch.optim.Optimizer | None = None
+        rate = lr
+        for epoch in range(epochs):
+            falling = (1 + math.cos(math.pi * epoch / epochs)) / 2
+            losses = []
+            for vectors, labels in training:
+                if classifier is None or optimizer is None:
+                    classifier = nn.Linear(vectors.shape[1], num_classes).to(vectors)
+                    optimizer = torch.optim.SGD(
+                        classifier.parameters(), lr, momentum=momentum, weight_decay=weight_decay
+                    )
+                    rate = lr * len(vectors) / 256
+                optimizer.param_groups[0]["lr"] = rate * falling
+                losses.append(_step(classifier, optimizer, vectors, labels))
+            if on_epoch is not None and losses:
+                on_epoch(epoch, torch.stack(losses).mean().item())
+        if classifier is None:
+            raise ConfigurationError("linear_evaluation: there is nothing to train on")
+        found = _Images(module, validation, features, batch_size)
+        return _accuracy("linear", ((classifier(v), labels) for v, labels in found))
+
+
+def _step(
+    classifier: nn.Linear, optimizer: torch.optim.Optimizer, vectors: Tensor, labels: Tensor
+) -> Tensor:
+    optimizer.zero_grad()
+    with torch.enable_grad():
+        loss = cross_entropy(classifier(vectors), labels)
+        loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
+    module: nn.Module,
+    bank: Source,
+    queries: Source,
+    features: Features = "student",
+    *,
+    k: int = 20,
+    temperature: float = 0.07,
+    num_classes: int | None = None,
+    batch_size: int = 256,
+) -> dict[str, float]:
+    """Classify by weighted k-NN, as :class:`~lightning_tspipe.KNNEvaluator` does in training.
+
+    Args:
+        module: A LightningModule, or any module.
+        bank: Labelled images that vote: a loader or a dataset.
+        queries: Labelled images that are classified.
+        features: As in :func:`linear_evaluation`.
+        k: Number of neighbours.
+        temperature: Of the votes' weights.
+        num_classes: Number of classes; None counts the bank's labels.
+        batch_size: Of datasets; loaders have their own.
+
+    Returns:
+        ``knn_top1`` and ``knn_top5`` as fractions.
+
+    Raises:
+        ConfigurationError: The bank or the queries are empty, or no ``(images, labels)``.
+    """
+    with evaluating(module):
+        asked = list(_Images(module, queries, features, batch_size))
+        if not asked:
+            raise ConfigurationError("knn_evaluation: there are no queries")
+        neighbours = Neighbours(normalize(torch.cat([v for v, _ in asked]), dim=1), k)
+        for vectors, labels in _Images(module, bank, features, batch_size):
+            neighbours.add(normalize(vectors, dim=1), labels)
+        if not neighbours.num_classes:
+            raise ConfigurationError("knn_evaluation: the bank is empty")
+        scores = neighbours.scores(num_classes or neighbours.num_classes, temperature)
+        return _accuracy("knn", [(scores, torch.cat([labels for _, labels in asked]))])
+
+
+class _Images:
+    """Features and labels, computed anew whenever they are asked for."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        source: Source,
+        features: Features,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+    ) -> None:
+        self._loader: Any = source
+        if isinstance(source, Dataset):
+            self._loader = DataLoader(source, batch_size, shuffle=shuffle)
+        self._step = feature_step(module, features)
+        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def __iter__(self) -> Labelled:
+        for batch in self._loader:
+            features, labels = self._step(move_data_to_device(batch, self._device))
+            yield as_vectors(features), torch.as_tensor(labels).to(features.device).flatten()
+
+
+def _accuracy(name: str, scored: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    top1 = top5 = total = 0
+    for scores, labels in scored:
+        hits = scores.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
+        top1, top5 = top1 + int(hits[:, :1].sum()), top5 + int(hits.sum())
+        total += len(labels)
+    return {f"{name}_top1": top1 / max(total, 1), f"{name}_top5": top5 / max(total, 1)}
