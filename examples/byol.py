@@ -1,44 +1,63 @@
-"""BYOL with ResNet-18 on images of 64 pixels: ``tspipe plan examples/byol.py --devices 4``.
+"""BYOL (Grill et al., 2020): a student that predicts what a slowly following teacher sees.
 
-``python examples/byol.py`` trains it on random images; put your own dataset in ``images``. With
-``--plan`` it carries a saved plan out, with ``--timeline`` it records some steps.
+``python examples/byol.py --fast`` trains it for some steps over two CPU processes,
+``python examples/byol.py fit --config examples/configs/byol.yaml`` on CIFAR-10.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import OrderedDict
 from copy import deepcopy
 
 import torch
 from lightly.models.modules.heads import BYOLPredictionHead, BYOLProjectionHead
 from lightly.models.utils import update_momentum
-from lightning.pytorch import LightningModule, Trainer
+from lightly.transforms.byol_transform import (
+    BYOLTransform,
+    BYOLView1Transform,
+    BYOLView2Transform,
+)
+from lightning.pytorch import LightningModule
+from pictures import Loaders, Transform
+from running import run
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
-from torch.utils.data import DataLoader, TensorDataset
-from torchvision.models import resnet18
-
-from lightning_tspipe import PipelineTimeline, TSPipeStrategy
+from torchvision import models
 
 
 class BYOL(LightningModule):
-    """Bootstrap Your Own Latent (Grill et al., 2020), as in lightly's examples."""
+    """BYOL with a ResNet of torchvision.
 
-    def __init__(self) -> None:
+    Args:
+        backbone: Name of the ResNet.
+        num_hidden: Width of the heads.
+        momentum: Of the teacher.
+        lr: Of SGD.
+    """
+
+    def __init__(
+        self,
+        backbone: str = "resnet18",
+        num_hidden: int = 1024,
+        momentum: float = 0.99,
+        lr: float = 0.06,
+    ) -> None:
         super().__init__()
-        backbone = resnet18()
-        backbone.fc = nn.Identity()
-        encoder = OrderedDict(backbone=backbone, projector=BYOLProjectionHead(512, 1024, 256))
+        self.momentum, self.lr = momentum, lr
+        resnet = models.get_model(backbone, weights=None)
+        num_features = resnet.fc.in_features
+        resnet.fc = nn.Identity()
+        projector = BYOLProjectionHead(num_features, num_hidden, 256)
+        encoder = OrderedDict(backbone=resnet, projector=projector)
         self.teacher = nn.Sequential(deepcopy(encoder)).requires_grad_(requires_grad=False)
         self.student = nn.Sequential(encoder)
-        self.student.add_module("predictor", BYOLPredictionHead(256, 1024, 256))
+        self.student.add_module("predictor", BYOLPredictionHead(256, num_hidden, 256))
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:  # noqa: ARG002
-        """One symmetrised loss of two views, each ``(batch, 3, 64, 64)``."""
-        update_momentum(self.student.backbone, self.teacher.backbone, m=0.99)
-        update_momentum(self.student.projector, self.teacher.projector, m=0.99)
-        view0, view1 = batch
+    def training_step(self, batch: tuple[list[Tensor], Tensor]) -> Tensor:
+        """One symmetrised loss of two views, each ``(batch, 3, size, size)``."""
+        update_momentum(self.student.backbone, self.teacher.backbone, m=self.momentum)
+        update_momentum(self.student.projector, self.teacher.projector, m=self.momentum)
+        (view0, view1), _ = batch
         prediction0, prediction1 = self.student(view0), self.student(view1)
         with torch.no_grad():
             target0, target1 = self.teacher(view0), self.teacher(view1)
@@ -51,39 +70,26 @@ class BYOL(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """SGD with momentum."""
-        return torch.optim.SGD(self.student.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4)
+        return torch.optim.SGD(
+            self.student.parameters(), lr=self.lr, momentum=0.9, weight_decay=5e-4
+        )
 
 
-def images(number: int = 512) -> TensorDataset:
-    """Two random views of each image."""
-    return TensorDataset(torch.randn(number, 3, 64, 64), torch.randn(number, 3, 64, 64))
+class Views(Loaders):
+    """Two views of each picture."""
+
+    def transform(self) -> Transform:
+        """BYOL's two, as gentle as small pictures need it."""
+        return BYOLTransform(
+            BYOLView1Transform(self.size, cj_strength=0.5, gaussian_blur=0.0),
+            BYOLView2Transform(self.size, cj_strength=0.5, gaussian_blur=0.0),
+        )
 
 
-def module_and_data() -> tuple[BYOL, DataLoader[tuple[Tensor, ...]]]:
-    """What ``tspipe plan`` measures."""
-    return BYOL(), DataLoader(images(), batch_size=64, drop_last=True)
-
-
-def main() -> None:
-    """Train."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strategy", default="tspipe")
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--max-steps", type=int, default=8)
-    parser.add_argument("--plan", help="what `tspipe plan --save` wrote; decides the strategy")
-    parser.add_argument("--timeline", help="folder for the timeline of steps 2 to 6")
-    options = parser.parse_args()
-    module, data = module_and_data()
-    trainer = Trainer(
-        strategy=TSPipeStrategy(plan=options.plan) if options.plan else options.strategy,
-        devices=options.devices,
-        max_steps=options.max_steps,
-        logger=False,
-        enable_checkpointing=False,
-        callbacks=[PipelineTimeline(2, 5, options.timeline)] if options.timeline else [],
-    )
-    trainer.fit(module, data)
+def module_and_data() -> tuple[BYOL, Views]:
+    """For ``tspipe plan`` and ``tspipe check``: ResNet-18, bundled pictures of 64 pixels."""
+    return BYOL(), Views("digits", size=64, batch_size=64)
 
 
 if __name__ == "__main__":
-    main()
+    run(BYOL, Views)

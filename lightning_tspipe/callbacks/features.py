@@ -20,7 +20,8 @@ from lightning_tspipe.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-Source = DataLoader[Any] | Dataset[Any] | Iterable[Any]
+# Without [Any]: from a LightningCLI's config, objects are made for plain types only.
+Source = DataLoader | Dataset | Iterable  # type: ignore[type-arg]
 """Labelled images: a loader or a dataset of ``(image, label, ...)``."""
 Extractor = Callable[[Any, Tensor], Tensor]
 Features = str | Extractor

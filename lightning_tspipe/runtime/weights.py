@@ -93,6 +93,7 @@ class Shards:
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
+        _forget_graphs(self._module)
         for name, parameter in self._module.named_parameters():
             here = self.holds(name, rank)
             _move(parameter, device if here else torch.device("meta"))
@@ -223,6 +224,18 @@ def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
 
 def _cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def _forget_graphs(module: nn.Module) -> None:
+    """Let go of parameters that computed attributes hold, such as ``weight_norm``'s weight.
+
+    The graph of such a tensor, which the next forward computes anew, refers to the parameters, and
+    these could not be exchanged.
+    """
+    for child in module.modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                vars(child)[name] = value.detach()
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:

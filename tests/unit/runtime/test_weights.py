@@ -87,6 +87,19 @@ def test_an_optimizer_made_before_keeps_its_parameters() -> None:
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
 
 
+def test_a_weight_that_was_computed_from_parameters_does_not_hold_them() -> None:
+    torch.manual_seed(0)
+    module = Module()
+    with pytest.warns(FutureWarning):  # as lightly uses it
+        module.student[2] = nn.utils.weight_norm(module.student[2])
+    plan = Tracer(module, Networks(("student",)), CPU).trace(
+        module.training_step, torch.randn(4, 3), 0
+    )
+    network = ChainNetwork("student", module, plan, CPU)
+    Shards(module, {"student": network}, CUTS, RANKS).place(1, CPU)  # type: ignore[arg-type]
+    assert module.student[2].weight_v.is_meta
+
+
 def test_the_whole_state_comes_together_on_the_loss_rank() -> None:
     torch.manual_seed(0)
     expected = dict(Module().state_dict())

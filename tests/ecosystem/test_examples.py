@@ -1,0 +1,87 @@
+"""Every example trains in its fast mode, over two stages; and it trains what one device trains."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.ecosystem.examples import (
+    DISTILLATION,
+    EXAMPLES,
+    NAMES,
+    SELF_SUPERVISED,
+    column,
+    command,
+    in_forks,
+)
+
+pytestmark = pytest.mark.distributed
+EXACT = ["--trainer.precision", "64-true"]
+
+
+def check(folder: Path, name: str) -> None:
+    losses = column(folder, name, "loss")
+    assert len(losses) >= 3
+    assert all(map(math.isfinite, losses))
+    assert len(column(folder, name, "samples_per_second")) > 0
+    metric = "val_knn_top1" if name in SELF_SUPERVISED else "val_accuracy"
+    (accuracy,) = column(folder, name, metric)
+    assert 0 <= accuracy <= 1
+
+
+def test_an_example_is_a_command(tmp_path: Path) -> None:
+    command(tmp_path, str(EXAMPLES / "byol.py"), "--fast")
+    check(tmp_path, "byol")
+    (config,) = (tmp_path / "runs" / "byol").glob("version_*/config.yaml")
+    assert "strategy: tspipe" in config.read_text()  # and one rank wrote it
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "byol"])
+def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:
+    in_forks(tmp_path, name, "--fast")
+    check(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "byol"])
+def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
+    command(tmp_path, str(EXAMPLES / f"{name}.py"), "--fast")
+    check(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
+    in_forks(tmp_path, name, "--fast", *EXACT)
+    over_two = column(tmp_path, name, "loss")
+    alone = ["--trainer.strategy", "auto", "--trainer.devices", "1"]
+    if name not in DISTILLATION:  # whose teacher never changes
+        alone += ["--trainer.callbacks+=lightning_tspipe.DelayedTeacherUpdate"]
+    in_forks(tmp_path, name, "--fast", *EXACT, *alone, num_ranks=1)
+    assert over_two == pytest.approx(column(tmp_path, name, "loss"), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_planned_and_checked(name: str, tmp_path: Path) -> None:
+    file = str(EXAMPLES / f"{name}.py")
+    tspipe = ["-m", "lightning_tspipe.cli"]
+    assert "rank 3" in command(tmp_path, *tspipe, "plan", file, "--devices", "4")
+    assert "the same" in command(tmp_path, *tspipe, "check", file, "--steps", "2")
+
+
+@pytest.mark.slow
+def test_the_strategy_is_configured_and_a_checkpoint_is_validated(tmp_path: Path) -> None:
+    strategy = [
+        "--trainer.strategy=lightning_tspipe.TSPipeStrategy",
+        "--trainer.strategy.schedule=gpipe",
+        "--trainer.strategy.num_microbatches=2",
+    ]
+    file = str(EXAMPLES / "kd.py")
+    command(tmp_path, file, "--fast", *strategy)
+    (checkpoint,) = (tmp_path / "runs" / "kd").glob("version_*/checkpoints/*.ckpt")
+    config = ["--config", str(EXAMPLES / "configs" / "kd_fast.yaml")]
+    output = command(tmp_path, file, "validate", *config, "--ckpt_path", str(checkpoint))
+    assert "val_accuracy" in output
