@@ -22,8 +22,8 @@ def run(module: type[LightningModule], data: type[LightningDataModule]) -> None:
         module: What is trained.
         data: What on.
     """
-    script = Path(sys.argv[0])
-    LightningCLI(module, data, args=expanded(script, sys.argv[1:]), seed_everything_default=0)
+    sys.argv[1:] = expanded(Path(sys.argv[0]), sys.argv[1:])  # the other ranks are started by it
+    LightningCLI(module, data, seed_everything_default=0)
 
 
 def expanded(script: Path, arguments: Sequence[str]) -> list[str]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.networks.arguments import Arguments
+
 NetworkName = Literal["student", "teacher"]
 
 
@@ -42,13 +44,15 @@ class Block:
     Attributes:
         name: Dotted name within the LightningModule.
         grad: Whether gradients were enabled at the call.
+        arguments: How it is called; None: with one tensor.
     """
 
     name: str
     grad: bool
+    arguments: Arguments | None = None
 
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.arguments is None else f"{self.name}{self.arguments}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ class Interception:
         output: Pytree structure of what it returns.
         leaves: Specs of the tensors that it returned at the trace; None for other leaves.
         constants: The leaves that are not tensors, by index.
+        arguments: How it is called; None: with one tensor.
     """
 
     block: str
@@ -114,6 +119,7 @@ class Interception:
     output: pytree.TreeSpec
     leaves: tuple[TensorSpec | None, ...]
     constants: dict[int, Any] = field(hash=False)
+    arguments: Arguments | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from lightning_tspipe.capture.meta import MetaWins
 from lightning_tspipe.capture.plan import Interception, StepPlan, ValueRef
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Outputs = Callable[[int, ValueRef], Tensor]
 
@@ -183,8 +184,8 @@ class StepRunner:
         return MetaWins() if self._plan.mixes else nullcontext()
 
     def _stubs(self, answers: _Answers) -> dict[nn.Module, Callable[..., Any]]:
-        def stub(name: str) -> Callable[[Tensor], Any]:
-            return lambda value: answers.answer(name, value)
+        def stub(name: str) -> Callable[..., Any]:
+            return lambda *args, **kwargs: answers.answer(name, args, kwargs)
 
         return {block: stub(name) for name, block in self._blocks.items()}
 
@@ -196,7 +197,7 @@ class _Answers(ABC):
         self._plan = plan
         self.count = 0
 
-    def answer(self, name: str, value: Tensor) -> Any:
+    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.count >= len(self._plan.interceptions):
             raise CaptureError(
                 f"the step calls {name!r} once more than when it was traced. The calls of a step "
@@ -208,11 +209,17 @@ class _Answers(ABC):
                 f"the step calls {name!r} where it called {interception.block!r} when it was "
                 "traced. The calls of a step must not depend on the batch"
             )
+        arguments = Arguments.of(args, kwargs)
+        if not _is_same(arguments, interception):
+            raise CaptureError(
+                f"the step calls {name!r} with other arguments, {arguments}, than when it was "
+                "traced. What is no tensor must be the same in each call"
+            )
         self.count += 1
-        return self._reply(interception, value)
+        return self._reply(interception, tensors_of(args, kwargs))
 
     @abstractmethod
-    def _reply(self, interception: Interception, value: Tensor) -> Any:
+    def _reply(self, interception: Interception, tensors: list[Tensor]) -> Any:
         """What the block would return."""
 
 
@@ -221,14 +228,20 @@ class _Prologue(_Answers):
         super().__init__(plan)
         self.real = real
         self.inputs: list[Tensor] = []
+        self._sizes: dict[int, tuple[int, int]] = {}
 
-    def _reply(self, interception: Interception, value: Tensor) -> Any:
+    def _reply(self, interception: Interception, tensors: list[Tensor]) -> Any:
         if interception.position == 0:
+            known = interception.arguments
+            value = tensors[0] if known is None else known.pack(tensors)
             self.inputs.append(value.detach())
+            traced = self._plan.calls[interception.call].input.shape
+            size = tensors[0].shape[0] if traced else 0
+            self._sizes[interception.call] = (traced[0] if traced else 0), size
         if self.count == len(self._plan.interceptions):
             raise _PrologueDoneError
-        device = value.device if self.real else torch.device("meta")
-        return _stand_ins(interception, device)
+        device = tensors[0].device if self.real else torch.device("meta")
+        return _stand_ins(interception, device, self._sizes[interception.call])
 
 
 class _Replay(_Answers):
@@ -237,7 +250,7 @@ class _Replay(_Answers):
         self._outputs = outputs
         self._used = {network: set(refs) for network, refs in plan.used.items()}
 
-    def _reply(self, interception: Interception, value: Tensor) -> Any:  # noqa: ARG002
+    def _reply(self, interception: Interception, tensors: list[Tensor]) -> Any:  # noqa: ARG002
         network = self._plan.calls[interception.call].network
         leaves = []
         for slot, spec in enumerate(interception.leaves):
@@ -251,14 +264,30 @@ class _Replay(_Answers):
         return pytree.tree_unflatten(leaves, interception.output)
 
 
-def _stand_ins(interception: Interception, device: torch.device) -> Any:
-    """Answers without meaning, for what the step computes between its calls."""
+def _is_same(arguments: Arguments, interception: Interception) -> bool:
+    """Whether a call is made as when it was traced; lengths of sequences may differ."""
+    known = interception.arguments
+    if known is None:
+        return arguments.is_plain
+    return str(arguments) == str(known) and known.takes(arguments)
+
+
+def _stand_ins(interception: Interception, device: torch.device, sizes: tuple[int, int]) -> Any:
+    """Answers without meaning, for what the step computes between its calls.
+
+    Args:
+        interception: What is answered.
+        device: Where.
+        sizes: Samples of the call when it was traced, and now.
+    """
+    traced, size = sizes
     leaves: list[Any] = []
     for slot, spec in enumerate(interception.leaves):
         if spec is None:
             leaves.append(interception.constants[slot])
         else:
-            zeros = torch.zeros((), dtype=spec.dtype, device=device).expand(spec.shape)
+            shape = (size, *spec.shape[1:]) if spec.shape[:1] == (traced,) else spec.shape
+            zeros = torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
             leaves.append(zeros)
     return pytree.tree_unflatten(leaves, interception.output)
 

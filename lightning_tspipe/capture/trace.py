@@ -32,6 +32,7 @@ from lightning_tspipe.capture.plan import (
 )
 from lightning_tspipe.capture.provenance import ProvenanceMode, Value
 from lightning_tspipe.errors import CaptureError, TSPipeError
+from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -187,21 +188,27 @@ class Tracer:
         def stub(*args: Any, **kwargs: Any) -> Any:
             if self._running_block:
                 return original(*args, **kwargs)
-            if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            tensors = tensors_of(args, kwargs)
+            if not tensors:
                 raise CaptureError(
-                    f"{name!r} is called with more than one tensor, at {current_line()}. Pipelined "
-                    "networks take one tensor: bind other arguments in a wrapping module"
+                    f"{name!r} is called without a tensor, at {current_line()}. Pipelined networks "
+                    "take tensors, with the batch as their first dimension"
                 )
-            call, position = self._place(name, args[0])
-            output = self._run_on_fakes(block, args[0])
-            return self._answer(name, call, position, output)
+            arguments: Arguments | None = Arguments.of(args, kwargs)
+            if arguments is not None and arguments.is_plain:
+                arguments = None
+            link = Block(name, torch.is_grad_enabled(), arguments)
+            call, position = self._place(link, tensors)
+            output = self._run_on_fakes(block, args, kwargs)
+            return self._answer(link, call, position, output)
 
         return stub
 
-    def _place(self, name: str, value: Tensor) -> tuple[int, int]:
+    def _place(self, block: Block, tensors: list[Tensor]) -> tuple[int, int]:
         """The call that this block belongs to (a new one, or one that goes on), and its place."""
+        name = block.name
         network = self._network_of[name]
-        grad = torch.is_grad_enabled()
+        value = self._packed(block, tensors)
         known = self._mode.lookup(value)
         sources = known.sources() if known is not None else []
         previous = [v for v in sources if isinstance(v.source, _BlockOutput)]
@@ -209,7 +216,7 @@ class Tracer:
             known.feeds_block = True
         if not previous:
             self._check_input(name, value, sources)
-            self._calls.append(_Call(network, value, [Block(name, grad)]))
+            self._calls.append(_Call(network, value, [block]))
             return len(self._calls) - 1, 0
         chain = known.glue_from_source() if known is not None else None
         index = previous[0].source.call
@@ -230,8 +237,25 @@ class Tracer:
                 "branches, which returns a tuple"
             )
         call.links += [Glue(v.label, v.function) for v in glue if v.function is not None]
-        call.links.append(Block(name, grad))
+        call.links.append(block)
         return index, len(call.links) - 1
+
+    def _packed(self, block: Block, tensors: list[Tensor]) -> Tensor:
+        """The one tensor that travels; its provenance is that of all of them."""
+        if block.arguments is None or len(tensors) == 1:
+            return tensors[0]
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+            raise CaptureError(
+                f"{block.name!r} is called with tensors of shapes {shapes}, at {current_line()}: "
+                "the first dimension of each must be the batch. Make the others in the network"
+            )
+        if any(tensor.requires_grad for tensor in tensors):
+            raise CaptureError(
+                f"{block.name!r} is called with several tensors, of which one requires gradients, "
+                f"at {current_line()}. Make what computes it a part of the network"
+            )
+        return block.arguments.pack(tensors)
 
     def _describe(self, value: Value) -> str:
         return repr(str(self._calls[value.source.call].links[value.source.position]))
@@ -244,32 +268,35 @@ class Tracer:
                 f"TSPipeStrategy({self._network_of[name]}=['...', {name!r}, ...])"
             )
 
-    def _run_on_fakes(self, block: nn.Module, value: Tensor) -> Any:
+    def _run_on_fakes(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         self._running_block = True
         self._mode.pause(on=True)
         try:
             with self._fake:
-                fake = torch.empty(value.shape, dtype=value.dtype, device=self._device)
-                if value.requires_grad:
-                    fake.requires_grad_()
-                return block(fake)
+                args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
+                return block(*args, **kwargs)
         finally:
             self._running_block = False
             self._mode.pause(on=False)
 
-    def _answer(self, name: str, call: int, position: int, output: Any) -> Any:
+    def _fake_like(self, value: Tensor) -> Tensor:
+        fake = torch.empty(value.shape, dtype=value.dtype, device=self._device)
+        return fake.requires_grad_(value.requires_grad)
+
+    def _answer(self, block: Block, call: int, position: int, output: Any) -> Any:
         fakes, spec = pytree.tree_flatten(output)
         self._mode.pause(on=True)
         answers = [self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes]
         self._mode.pause(on=False)
         self._interceptions.append(
             Interception(
-                name,
+                block.name,
                 call,
                 position,
                 spec,
                 tuple(TensorSpec.of(a) if isinstance(a, Tensor) else None for a in answers),
                 {i: a for i, a in enumerate(answers) if not isinstance(a, Tensor)},
+                block.arguments,
             )
         )
         for slot, answer in enumerate(answers):
@@ -361,7 +388,8 @@ class Tracer:
                 raise CaptureError(
                     f"two calls of the {call.network} go different ways: "
                     f"{' -> '.join(map(str, shorter))} and {' -> '.join(map(str, longer))}. All "
-                    "calls of one network must start with the same blocks"
+                    "calls of one network must start with the same blocks, called with the same "
+                    "constants"
                 )
             chains[call.network] = longer
         return chains

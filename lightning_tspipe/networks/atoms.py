@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.chain import (
     Atom,
     AtomChain,
@@ -22,7 +23,12 @@ from lightning_tspipe.networks.chain import (
     join_atoms,
 )
 from lightning_tspipe.networks.modules import blocks_of, is_leaf, returns_tuple, title
-from lightning_tspipe.networks.program import LeafProgram, TracedProgram, module_program
+from lightning_tspipe.networks.program import (
+    LeafProgram,
+    TracedProgram,
+    module_program,
+    unpacking_program,
+)
 
 __all__ = [
     "Atom",
@@ -52,7 +58,13 @@ class Atomized:
     notes: tuple[str, ...] = ()
 
 
-def atomize(module: nn.Module, name: str = "", *, allow_whole: bool = False) -> Atomized:
+def atomize(
+    module: nn.Module,
+    name: str = "",
+    arguments: Arguments | None = None,
+    *,
+    allow_whole: bool = False,
+) -> Atomized:
     """Cut a network into the smallest parts that can be placed on a device.
 
     An ``nn.Sequential`` is cut into the atoms of its children, a module with a method
@@ -60,13 +72,17 @@ def atomize(module: nn.Module, name: str = "", *, allow_whole: bool = False) -> 
     module without submodules, or one of torch's own, is one atom.
 
     Args:
-        module: A network whose ``forward`` takes one tensor.
+        module: A network.
         name: What messages call it.
+        arguments: How it is called; None: with one tensor. With several, the first atom gets them
+            packed.
         allow_whole: Make one atom of what cannot be cut, and a note; it must return one tensor.
 
     Raises:
         PartitionError: ``forward`` cannot be recorded; the message says why, and what to do.
     """
+    if arguments is not None and not arguments.is_plain:
+        return _canonical(module, _called(module, name, arguments))
     parts = _parts(module, name)
     if parts is not None:
         pieces = [_atomize_part(child, name, key, allow_whole) for key, child in parts]
@@ -124,8 +140,17 @@ def _leaf(module: nn.Module) -> Atomized:
 _LEAF = pytree.tree_structure(0)
 
 
-def _traced(module: nn.Module, name: str) -> Atomized:
-    program = TracedProgram(module, name)
+def _called(module: nn.Module, name: str, arguments: Arguments) -> Atomized:
+    traced = _traced(module, name, arguments)
+    if len(arguments.tensors) == 1:
+        return traced
+    unpack = _program_atoms(unpacking_program(arguments), returns_value=False)
+    outputs = tuple(OutputRef(output.atom + 1, output.slot) for output in traced.outputs)
+    return replace(traced, atoms=(*unpack, *traced.atoms), outputs=outputs)
+
+
+def _traced(module: nn.Module, name: str, arguments: Arguments | None = None) -> Atomized:
+    program = TracedProgram(module, name, arguments)
     atoms = _program_atoms(program, returns_value=program.is_plain)
     refs = [(len(atoms) - 1, 0)] if program.is_plain else program.outputs
     return Atomized(atoms, program.spec, tuple(OutputRef(*ref) for ref in refs))

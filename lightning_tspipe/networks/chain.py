@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.codegen import RangeFunction, Tensors
-from lightning_tspipe.networks.program import AtomInfo, LeafProgram, TracedProgram
+from lightning_tspipe.networks.program import (
+    AtomInfo,
+    LeafProgram,
+    TracedProgram,
+    function_program,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,7 @@ def function_atom(function: Callable[[Tensor], Tensor], name: str) -> Atom:
         name,
         (),
         (),
-        (Segment(LeafProgram(function, info), 0, 1, returns_value=True),),
+        (Segment(function_program(function, info), 0, 1, returns_value=True),),
         writes_input=info.writes_input,
     )
 

@@ -53,7 +53,7 @@ def sink_constants(trace: Trace) -> list[fx.Node]:
     So a bias that ``forward`` prepares at its top is not live through the whole network.
     Calls that draw random numbers stay in place.
     """
-    fixed = {trace.input}
+    fixed = set(trace.inputs)
     for node in trace.nodes:
         if _is_pinned(node) or fixed.intersection(node.all_input_nodes):
             fixed.add(node)
@@ -89,9 +89,9 @@ def find_cuts(
     forbidden = [
         span for node in nodes for span in _write_spans(node, position) if span[0] < span[1]
     ]
-    live = {trace.input: _last_use(trace.input, position)}
+    live = {node: _last_use(node, position) for node in trace.inputs}
     cuts = []
-    moving = {trace.input}  # what depends on the input; the rest is made again where it is read
+    moving = set(trace.inputs)  # what depends on the input; the rest is made again where it is read
     has_product = False  # since the last cut
     for index, node in enumerate(nodes[:-1]):
         live[node] = _last_use(node, position)

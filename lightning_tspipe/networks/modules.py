@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from lightning_tspipe.networks.huggingface import is_recording
+
 
 def names_in(text: str) -> frozenset[str]:
     """The words of a text."""
@@ -21,7 +23,8 @@ def title(module: nn.Module, name: str) -> str:
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more than its ``forward``."""
     return bool(
-        module._forward_hooks  # noqa: SLF001 - nn.Module has no public way to ask
+        # nn.Module has no public way to ask.
+        any(not is_recording(hook) for hook in module._forward_hooks.values())  # noqa: SLF001
         or module._forward_pre_hooks  # noqa: SLF001
         or module._backward_hooks  # noqa: SLF001
         or module._backward_pre_hooks  # noqa: SLF001

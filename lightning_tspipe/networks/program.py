@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.codegen import Calls, RangeFunction, write_function
 from lightning_tspipe.networks.cuts import (
     allocates,
@@ -51,22 +52,37 @@ class AtomInfo:
 
 
 class LeafProgram:
-    """A function that is one atom."""
+    """A function that is one atom.
 
-    def __init__(
-        self,
-        function: Callable[[Tensor], Tensor],
-        info: AtomInfo,
-        module: nn.Module | None = None,
-    ) -> None:
+    Args:
+        run: What it runs.
+        info: What the atom is.
+        module: Whose parameters it reads.
+    """
+
+    def __init__(self, run: RangeFunction, info: AtomInfo, module: nn.Module | None = None) -> None:
         self.module = module
         self.infos = (info,)
-        self._run: RangeFunction = lambda received: ((function(*received),), ())
+        self._run = run
 
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function of the one atom."""
         del start, stop
         return self._run
+
+
+def unpacking_program(arguments: Arguments) -> LeafProgram:
+    """What makes the tensors of a call from the one that travels."""
+    return LeafProgram(
+        lambda received: (arguments.unpack(received[0]), ()), AtomInfo("unpack", (), ())
+    )
+
+
+def function_program(
+    function: Callable[[Tensor], Tensor], info: AtomInfo, module: nn.Module | None = None
+) -> LeafProgram:
+    """A function from one tensor to one tensor."""
+    return LeafProgram(lambda received: ((function(*received),), ()), info, module)
 
 
 def module_program(module: nn.Module) -> LeafProgram:
@@ -78,21 +94,22 @@ def module_program(module: nn.Module) -> LeafProgram:
         writes_input=bool(getattr(module, "inplace", False)),
         passes_input=not allocates(module),
     )
-    return LeafProgram(module, info, module)
+    return function_program(module, info, module)
 
 
 class TracedProgram:
     """A traced module, cut into atoms; one trace for each combination of train and eval modes."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    def __init__(self, module: nn.Module, name: str, arguments: Arguments | None = None) -> None:
         self.module = module
         self._name = name
+        self._arguments = arguments
         self._watched = tuple(
             child
             for child in module.modules()
             if (child is module or not is_leaf(child)) and type(child) not in _MODELESS
         )
-        self._first = first = TracedVariant(module, name)
+        self._first = first = TracedVariant(module, name, arguments)
         self._variants = {self._modes(): first}
         self.infos = first.infos
         self.outputs = first.outputs
@@ -115,7 +132,7 @@ class TracedProgram:
         return variant.function(start, stop)
 
     def _retraced(self) -> TracedVariant:
-        variant = TracedVariant(self.module, self._name)
+        variant = TracedVariant(self.module, self._name, self._arguments)
         if (
             [info.parameter_names for info in variant.infos]
             != [info.parameter_names for info in self.infos]
@@ -140,8 +157,8 @@ class TracedVariant:
         outputs: For each tensor of the return value: the atom that computes it, its place there.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.trace = trace(module, name)
+    def __init__(self, module: nn.Module, name: str, arguments: Arguments | None = None) -> None:
+        self.trace = trace(module, name, arguments)
         self._root = module
         self._nodes = sink_constants(self.trace)
         if not self.trace.leaves or number_nodes(self._nodes).intersection(self.trace.leaves):
@@ -152,7 +169,7 @@ class TracedVariant:
         cuts = find_cuts(self.trace, self._nodes, module)
         self._bounds = [0, *(index + 1 for index, _ in cuts), len(self._nodes)]
         last = self.trace.leaves if self.trace.is_plain else ()
-        self._passed = [(self.trace.input,), *(values for _, values in cuts), tuple(last)]
+        self._passed = [self.trace.inputs, *(values for _, values in cuts), tuple(last)]
         self._functions: dict[tuple[int, int], RangeFunction] = {}
         self._emitted: list[list[fx.Node]] = [[] for _ in self._bounds[1:]]
         self.outputs = () if self.trace.is_plain else tuple(map(self._emit, self.trace.leaves))
@@ -161,7 +178,7 @@ class TracedVariant:
         self.infos = tuple(self._info(k, names, buffers) for k in range(len(self._emitted)))
 
     def _emit(self, leaf: fx.Node) -> tuple[int, int]:
-        if leaf is self.trace.input:
+        if leaf in self.trace.inputs:
             atom = 0
         elif leaf.op == "get_attr":
             atom = len(self._emitted) - 1

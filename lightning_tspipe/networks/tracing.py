@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -24,6 +25,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.huggingface import (
+    hooks_removed,
+    is_recorded,
+    masks_as_calls,
+)
 from lightning_tspipe.networks.modules import (
     attributes_restored,
     blocks_of,
@@ -69,7 +76,7 @@ class Trace:
 
     Attributes:
         nodes: All calls, in the order in which they run.
-        input: The node of the one argument.
+        inputs: The nodes of the tensors that it takes.
         leaves: The nodes of the return value's tensors, in ``tree_flatten`` order.
         spec: Structure of the return value; constants are part of it.
         is_plain: Whether the return value is one tensor and nothing around it.
@@ -77,7 +84,7 @@ class Trace:
     """
 
     nodes: tuple[fx.Node, ...]
-    input: fx.Node
+    inputs: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
     spec: pytree.TreeSpec
     is_plain: bool
@@ -98,13 +105,19 @@ class _State(fx.Proxy):
 
 
 class _Tracer(fx.Tracer):
-    """Records the calls of one ``forward`` on one tensor."""
+    """Records the calls of one ``forward``."""
 
     trace_asserts = True
 
-    def __init__(self, module: nn.Module, opaque: frozenset[type[nn.Module]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        opaque: frozenset[type[nn.Module]],
+        arguments: Arguments | None = None,
+    ) -> None:
         super().__init__()
         self.opaque = opaque
+        self._arguments = arguments
         self._state = {
             id(tensor): name
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
@@ -126,14 +139,20 @@ class _Tracer(fx.Tracer):
     ) -> Any:
         if threading.get_ident() != self._thread:  # another rank of this process runs its network
             return forward(*args, **kwargs)
-        blocks = None if self.is_leaf_module(m, "") else blocks_of(m)
+        is_whole = self.is_leaf_module(m, "")
+        blocks = None if is_whole else blocks_of(m)
         try:
-            if blocks is None:
-                return super().call_module(m, forward, args, kwargs)
-            return _apply(blocks, *args, **kwargs)
+            if blocks is not None:
+                return _apply(blocks, *args, **kwargs)
+            return self._called(m, super().call_module(m, forward, args, kwargs), args, is_whole)
         except Exception:
             self.failed = self.failed or m  # the innermost one
             raise
+
+    def _called(self, m: nn.Module, output: Any, args: tuple[Any, ...], is_whole: bool) -> Any:
+        if is_whole and is_recorded(m, args, output):
+            raise _OpaqueError(f"the network returns what hooks note of {type(m).__name__}")
+        return output
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         del attr
@@ -154,12 +173,20 @@ class _Tracer(fx.Tracer):
     ) -> tuple[Any, list[Any]]:
         del is_module, concrete_args
         blocks = blocks_of(self.root)
+        arguments = self._arguments
 
-        def forward(root: nn.Module, x: object) -> tuple[()]:
-            self.returned = root_fn(root, x) if blocks is None else _apply(blocks, x)
+        def forward(root: nn.Module, *tensors: object) -> tuple[()]:
+            args, kwargs = (tensors, {}) if arguments is None else arguments.bind(tensors)
+            call = partial(root_fn, root) if blocks is None else partial(_apply, blocks)
+            self.returned = call(*args, **kwargs)
             return ()
 
-        return forward, [self.root, self.create_proxy("placeholder", "x", (), {})]
+        number = 1 if arguments is None else len(arguments.tensors)
+        names = [f"x{index}" if index else "x" for index in range(number)]
+        return forward, [
+            self.root,
+            *(self.create_proxy("placeholder", name, (), {}) for name in names),
+        ]
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(*args, **kwargs)
@@ -213,8 +240,13 @@ def _refusing_autocast() -> Callable[..., Any]:
     return refuse
 
 
-def trace(module: nn.Module, name: str) -> Trace:
-    """Record what the module's ``forward`` does with one tensor, in its present modes.
+def trace(module: nn.Module, name: str, arguments: Arguments | None = None) -> Trace:
+    """Record what the module's ``forward`` does, in its present modes.
+
+    Args:
+        module: The network.
+        name: What messages call it.
+        arguments: How it is called; None: with one tensor.
 
     Raises:
         PartitionError: ``forward`` cannot be recorded.
@@ -226,7 +258,7 @@ def trace(module: nn.Module, name: str) -> Trace:
         )
     opaque: frozenset[type[nn.Module]] = frozenset()
     while True:
-        tracer = _Tracer(module, opaque)
+        tracer = _Tracer(module, opaque, arguments)
         try:
             return _trace_once(tracer, module, name)
         except PartitionError:
@@ -241,7 +273,9 @@ def trace(module: nn.Module, name: str) -> Trace:
 def _trace_once(tracer: _Tracer, module: nn.Module, name: str) -> Trace:
     with ExitStack() as stack:
         stack.enter_context(_TRACING)
+        stack.enter_context(masks_as_calls(module, tracer))
         written = stack.enter_context(attributes_restored(module))
+        stack.enter_context(hooks_removed(module))
         with (
             mock.patch.object(torch.amp.autocast_mode.autocast, "__enter__", _refusing_autocast()),
             torch.enable_grad(),
@@ -254,10 +288,10 @@ def _trace_once(tracer: _Tracer, module: nn.Module, name: str) -> Trace:
         raise _OpaqueError(f"{type(owner).__name__}.forward writes attributes of the module")
     read_batch_size_in_place(graph)
     nodes = tuple(node for node in graph.nodes if node.op.startswith("call_"))
-    (x,) = (node for node in graph.nodes if node.op == "placeholder")
+    inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     devices = frozenset(t.device for t in (*module.parameters(), *module.buffers()))
     is_plain = isinstance(tracer.returned, fx.Proxy)
-    return Trace(nodes, x, leaves, spec, is_plain, devices)
+    return Trace(nodes, inputs, leaves, spec, is_plain, devices)
 
 
 def _flatten(

@@ -77,7 +77,7 @@ class ChainNetwork:
         pieces = []
         for link in self._links:
             if isinstance(link, Block):
-                pieces.append(atomize(module.get_submodule(link.name), link.name))
+                pieces.append(atomize(module.get_submodule(link.name), link.name, link.arguments))
             else:
                 pieces.append(_glue_atom(link))
         raw: list[Atom] = []

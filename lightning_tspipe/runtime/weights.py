@@ -6,6 +6,7 @@ identity, name and shape. So optimizers and EMA loops run unmodified and touch o
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -247,4 +248,8 @@ def _move(parameter: nn.Parameter, device: torch.device) -> None:
         )
     else:
         moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, moved)
+    try:
+        torch.utils.swap_tensors(parameter, moved)
+    except RuntimeError:  # a graph that nobody needs any more refers to it
+        gc.collect()
+        torch.utils.swap_tensors(parameter, moved)

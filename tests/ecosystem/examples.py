@@ -18,7 +18,7 @@ from tests.integration.jobs import run_job
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SELF_SUPERVISED = ("byol", "mocov3", "dino")
-DISTILLATION = ("kd", "feature_kd")
+DISTILLATION = ("kd", "feature_kd", "distilbert")
 NAMES = (*SELF_SUPERVISED, *DISTILLATION, "mean_teacher")
 
 

@@ -26,9 +26,10 @@ def check(folder: Path, name: str) -> None:
     assert len(losses) >= 3
     assert all(map(math.isfinite, losses))
     assert len(column(folder, name, "samples_per_second")) > 0
-    metric = "val_knn_top1" if name in SELF_SUPERVISED else "val_accuracy"
-    (accuracy,) = column(folder, name, metric)
-    assert 0 <= accuracy <= 1
+    if name != "distilbert":
+        metric = "val_knn_top1" if name in SELF_SUPERVISED else "val_accuracy"
+        (accuracy,) = column(folder, name, metric)
+        assert 0 <= accuracy <= 1
 
 
 def test_an_example_is_a_command(tmp_path: Path) -> None:

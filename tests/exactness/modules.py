@@ -369,6 +369,59 @@ class TupleStudent(Trained):
         return images(size, seed), labels(size, seed)
 
 
+class Words(nn.Module):
+    """Takes tokens and a weight for each of them or for all, and returns inner values too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(9, 6)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.fc = nn.Linear(6, NUM_CLASSES)
+
+    def forward(
+        self, tokens: Tensor, weight: Tensor | None = None, *, scale: float = 1.0
+    ) -> dict[str, Any]:
+        assert weight is not None
+        weight = weight.reshape(tokens.shape[0], -1, 1)
+        first = self.first(self.words(tokens) * weight).tanh()
+        second = self.second(first * weight).tanh() * scale
+        return {"logits": self.fc(second.mean(1)), "hidden": (first, second)}
+
+
+class Keywords(Trained):
+    """Calls with two tensors, one of them by keyword, and a constant; gradients in all outputs."""
+
+    def __init__(self, weights: str = "of tokens") -> None:
+        super().__init__()
+        self.weights = weights
+        self.student = Words()
+        self.teacher = frozen_copy(self.student)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.teacher, self.student)
+        loss = torch.zeros(())
+        for tokens, weight in batch[:-1]:
+            student = self.student(tokens, weight=weight, scale=2.0)
+            with torch.no_grad():
+                teacher = self.teacher(tokens, weight=weight, scale=2.0)
+            loss = loss + F.cross_entropy(student["logits"], batch[-1])
+            for mine, theirs in zip(student["hidden"], teacher["hidden"], strict=True):
+                loss = loss + F.mse_loss(mine, theirs + 0.1)
+        return loss
+
+    def batch(self, size: int, seed: int) -> Any:
+        views = [self._view(size, seed, 4 + seed % 2), self._view(size, seed + 100, 4)]
+        return *views, labels(size, seed)
+
+    def _view(self, size: int, seed: int, length: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        # Of one shape, sentences may be of any length; else the first call tells the shapes.
+        length = length if self.weights == "of tokens" else 4
+        tokens = torch.randint(9, (size, length), generator=generator)
+        shape = (size, length) if self.weights == "of tokens" else (size,)
+        return tokens, torch.rand(shape, generator=generator, dtype=torch.float64)
+
+
 class ComputedInputs(Byol):
     """The step concatenates the views for the student and shuffles those of the teacher."""
 
@@ -425,6 +478,7 @@ CASES: dict[str, Case] = {
         *_both(Classifier), *_both(Contrastive), *_both(Moco), *_both(Dino),
         *_both(Tap, detach=True), *_both(Tap, detach=False), *_both(PartialCalls),
         *_both(SimSiam), *_both(TupleStudent), *_both(ComputedInputs),
+        Case(Keywords, {"weights": "of tokens"}), Case(Keywords, {"weights": "of sentences"}),
     )
 }  # fmt: skip
 # Threads share the random generators, so that these need processes, or one rank.

@@ -44,19 +44,27 @@ class MicroBatched:
         """The network is as it was."""
         del vars(self._network)["forward"]
 
-    def _call(self, x: Tensor) -> Any:
+    def _call(self, x: Tensor, **others: Any) -> Any:
         self.remove()
-        parts = [part for part in torch.tensor_split(x, self._num_microbatches) if len(part)]
-        output = self._run(x) if len(parts) == 1 else self._run_parts(parts)
+        parts = list(zip(self._split(x), *map(self._split, others.values()), strict=True))
+        calls = [dict(zip(("", *others), part, strict=True)) for part in parts if len(part[0])]
+        output = self._run({"": x, **others}) if len(calls) == 1 else self._run_parts(calls)
         self.install()
         return output
 
-    def _run(self, x: Tensor) -> Any:
-        if self._stale is None:
-            return self._network(x)
-        return functional_call(self._network, self._stale, (x,))
+    def _split(self, value: Any) -> Sequence[Any]:
+        if not isinstance(value, Tensor):
+            return [value] * self._num_microbatches
+        return torch.tensor_split(value, self._num_microbatches)
 
-    def _run_parts(self, parts: list[Tensor]) -> Any:
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        """Call the network with the argument without name, and those with one."""
+        others = {name: value for name, value in arguments.items() if name}
+        if self._stale is None:
+            return self._network(arguments[""], **others)
+        return functional_call(self._network, self._stale, (arguments[""],), others)
+
+    def _run_parts(self, parts: list[dict[str, Any]]) -> Any:
         norms = [m for m in self._network.modules() if isinstance(m, _BatchNorm) and m.training]
         seen: dict[nn.Module, list[Tensor]] = {norm: [] for norm in norms}
         saved = {norm: dict(norm.named_buffers()) for norm in norms}

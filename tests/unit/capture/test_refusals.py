@@ -211,17 +211,32 @@ def test_two_outputs_in_one_input() -> None:
 
 
 @pytest.mark.parametrize(
-    "step",
+    ("step", "reason"),
     [
-        lambda m, x: m.student(input=x).sum(),
-        lambda m, x: m.student(x, x).sum(),
-        lambda m, x: m.student([x]).sum(),
-        lambda m, _x: m.student().sum(),
+        (lambda m, _x: m.student(2).sum(), "without a tensor"),
+        (lambda m, x: m.student(x, mask=x[:2]).sum(), "first dimension"),
+        (lambda m, x: m.student(x, mask=x[0].sum()).sum(), "first dimension"),
+        (lambda m, x: m.student(x, m.stem(x)).sum(), "requires gradients"),
     ],
-    ids=["keyword", "two", "list", "none"],
+    ids=["none", "batch", "scalar", "gradient"],
 )
-def test_calls_with_anything_but_one_tensor(step: Step) -> None:
-    fails_with(step, "'student' is called with", "one tensor", "test_refusals.py:", "wrapping")
+def test_calls_with_tensors_that_cannot_travel(step: Step, reason: str) -> None:
+    fails_with(step, "'student' is called", reason)
+
+
+def test_calls_of_one_network_with_other_constants() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+            return super().forward(x) * scale
+
+    def step(m: Module, x: Tensor) -> Tensor:
+        return m.student(x, scale=2.0).sum() + m.student(x, scale=3.0).sum()  # type: ignore[no-any-return]
+
+    module = Module()
+    module.student = Scaled(3, 3)  # type: ignore[assignment]
+    tracer = Tracer(module, Networks(("student",)), torch.device("cpu"))
+    with pytest.raises(CaptureError, match=r"different ways.*scale=3.0.*scale=2.0.*same constants"):
+        tracer.trace(lambda batch: step(module, batch), torch.randn(4, 3), seed=0)
 
 
 def test_a_batch_that_is_changed_in_place() -> None:

@@ -1,0 +1,151 @@
+"""Networks that take more than one tensor: ``forward(input_ids, attention_mask=mask, ...)``.
+
+One tensor travels to the first stage of a pipeline. So the tensors of a call are packed into one
+where the batch is, and unpacked by an atom in front of the network; all else about the call (which
+arguments are tensors, the values of the others) is part of the network that is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a call, in order."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """What is known of a tensor argument.
+
+    Attributes:
+        dtype: Its type.
+        tail: Its shape behind the batch dimension.
+    """
+
+    dtype: torch.dtype
+    tail: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """How a network is called.
+
+    Attributes:
+        structure: Pytree structure of ``(args, kwargs)``.
+        leaves: Its leaves: of a tensor what is known of it, else the constant itself.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
+        """The arguments of a call."""
+        leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        return cls(
+            structure,
+            tuple(
+                TensorKind(leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ),
+        )
+
+    @property
+    def tensors(self) -> tuple[TensorKind, ...]:
+        """What is known of the tensors, in order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorKind))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one tensor and nothing else."""
+        return len(self.leaves) == 1 and self.structure == _PLAIN
+
+    def bind(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """``(args, kwargs)`` with the given tensors."""
+        values = iter(tensors)
+        leaves = [next(values) if isinstance(leaf, TensorKind) else leaf for leaf in self.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        return args, kwargs
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One tensor with the bits of all of them, the batch first.
+
+        Args:
+            tensors: In order; either all of one shape, or of the shapes that ``self`` tells.
+
+        Returns:
+            A single tensor as it is; else int64 ``(batch, tensors, ...)`` if their shapes are one,
+            or ``(batch, elements)``.
+        """
+        if len(tensors) == 1:
+            return tensors[0]
+        words = [_as_words(tensor) for tensor in tensors]
+        if self._have_one_shape:
+            return torch.stack(words, dim=1)
+        return torch.cat([word.reshape(word.shape[0], -1) for word in words], dim=1)
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """What was packed."""
+        kinds = self.tensors
+        if len(kinds) == 1:
+            return (packed,)
+        if self._have_one_shape:
+            parts: Sequence[Tensor] = packed.unbind(1)
+        else:
+            sizes = [torch.Size(kind.tail).numel() for kind in kinds]
+            pieces = zip(packed.split(sizes, dim=1), kinds, strict=True)
+            parts = [part.reshape(part.shape[0], *kind.tail) for part, kind in pieces]
+        return tuple(_from_words(p, kind.dtype) for p, kind in zip(parts, kinds, strict=True))
+
+    def takes(self, other: Arguments) -> bool:
+        """Whether the tensors of another call can be packed and unpacked by these."""
+        if len(self.tensors) == 1:
+            return True
+        if [kind.dtype for kind in self.tensors] != [kind.dtype for kind in other.tensors]:
+            return False
+        if self._have_one_shape:
+            return other._have_one_shape
+        return self.tensors == other.tensors
+
+    @property
+    def _have_one_shape(self) -> bool:
+        return len({kind.tail for kind in self.tensors}) == 1
+
+    def __str__(self) -> str:
+        args, kwargs = self.bind([_Star()] * len(self.tensors))
+        words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
+        return f"({', '.join(words)})"
+
+
+class _Star:
+    """Stands for a tensor in print."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+_PLAIN = pytree.tree_structure(((0,), {}))
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """The bits of each element as an integer."""
+    if tensor.is_floating_point():
+        tensor = tensor.contiguous().view(_WORDS[tensor.element_size()])
+    return tensor.to(torch.int64)
+
+
+def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point:
+        return words.to(_WORDS[dtype.itemsize]).view(dtype)
+    return words.to(dtype)

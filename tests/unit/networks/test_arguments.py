@@ -1,0 +1,118 @@
+"""Calls with several tensors: packed into one, unpacked, and part of the network that is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.atoms import AtomChain, Atomized, atomize
+
+IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
+
+
+def run(atomized: Atomized, packed: Tensor) -> list[Tensor]:
+    """Atom by atom; the leaves of the return value."""
+    chain = AtomChain(atomized.atoms)
+    values: tuple[Tensor, ...] = (packed,)
+    found: dict[tuple[int, int], Tensor] = {}
+    for index in range(len(atomized.atoms)):
+        values, new = chain.run(values, index, index + 1)
+        found.update({(atom, slot): tensor for atom, slot, tensor in new})
+    return [found[output.atom, output.slot] for output in atomized.outputs]
+
+
+@pytest.mark.parametrize("dtype", [
+    torch.bool, torch.uint8, torch.int32, torch.int64,
+    torch.bfloat16, torch.float16, torch.float32, torch.float64,
+])  # fmt: skip
+@pytest.mark.parametrize("shape", [(3, 4), (3,), (3, 2, 5)])
+def test_what_is_packed_comes_back_bit_by_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    other = (torch.randn(shape) * 3).to(dtype)
+    arguments = Arguments.of((IDS,), {"other": other})
+    packed = arguments.pack([IDS, other])
+    assert packed.shape[0] == 3
+    ids, back = arguments.unpack(packed)
+    assert torch.equal(ids, IDS)
+    assert back.dtype == dtype
+    assert torch.equal(back, other)
+
+
+def test_tensors_of_one_shape_may_have_another_one_later() -> None:
+    arguments = Arguments.of((IDS,), {"mask": IDS > 0})
+    longer = torch.arange(14).reshape(2, 7)
+    assert arguments.takes(Arguments.of((longer,), {"mask": longer > 3}))
+    ids, mask = arguments.unpack(arguments.pack([longer, longer > 3]))
+    assert torch.equal(ids, longer)
+    assert torch.equal(mask, longer > 3)
+    assert not arguments.takes(Arguments.of((longer,), {"mask": longer}))
+
+
+def test_a_call_prints_its_constants() -> None:
+    arguments = Arguments.of((IDS, 2), {"mask": IDS, "both": True})
+    assert str(arguments) == "(*, 2, mask=*, both=True)"
+    assert Arguments.of((IDS,), {}).is_plain
+    assert not Arguments.of((), {"x": IDS}).is_plain
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["DistilBert", "Bert", "Llama"])
+def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (extra `text`)")
+    sizes: dict[str, Any] = {"vocab_size": 10, "max_position_embeddings": 8}
+    if kind == "DistilBert":
+        sizes |= {"dim": 8, "hidden_dim": 16, "n_layers": 2, "n_heads": 2}
+    else:
+        sizes |= {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        sizes |= {"intermediate_size": 16}
+    config = getattr(transformers, f"{kind}Config")(**sizes, attn_implementation=attention)
+    task = "CausalLM" if kind == "Llama" else "MaskedLM"
+    model = getattr(transformers, f"{kind}For{task}")(config).eval()
+    kwargs = {"attention_mask": (IDS > 0).long(), "output_hidden_states": True, "use_cache": False}
+    if kind == "DistilBert":
+        del kwargs["use_cache"]
+    arguments = Arguments.of((IDS,), kwargs)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    atomized = atomize(model, "model", arguments)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
+    assert len(atomized.atoms) > 6
+    expected = pytree.tree_leaves(model(IDS, **kwargs))
+    assert len(expected) == 4  # logits, and hidden states in front of and behind each layer
+    actual = run(atomized, arguments.pack(tensors_of((IDS,), kwargs)))
+    for one, other in zip(expected, actual, strict=True):
+        assert torch.equal(one, other)
+    assert len(atomize(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
+
+
+def test_recorded_values_of_what_cannot_be_looked_into_are_refused() -> None:
+    transformers = pytest.importorskip("transformers", reason="needs transformers (extra `text`)")
+    config = transformers.DistilBertConfig(
+        vocab_size=10, dim=8, hidden_dim=16, n_layers=1, n_heads=2, attn_implementation="eager"
+    )
+    model = transformers.DistilBertForMaskedLM(config)
+    arguments = Arguments.of((IDS,), {"output_attentions": True})
+    with pytest.raises(PartitionError, match="what hooks note of DistilBertSelfAttention"):
+        atomize(model, "model", arguments)
+
+
+def test_a_network_that_is_called_by_keyword_is_cut() -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+            return self.last(self.first(x) * gate)  # type: ignore[no-any-return]
+
+    network, x, gate = Gated(), torch.randn(4, 3), torch.randn(4, 3)
+    arguments = Arguments.of((), {"x": x, "gate": gate})
+    atomized = atomize(network, "network", arguments)
+    assert [atom.parameter_names for atom in atomized.atoms if atom.parameter_names] == [
+        ("first.weight", "first.bias"), ("last.weight", "last.bias"),
+    ]  # fmt: skip
+    assert torch.equal(run(atomized, arguments.pack([x, gate]))[0], network(x, gate))
