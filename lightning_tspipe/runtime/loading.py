@@ -258,8 +258,24 @@ class LookaheadLoader:
         self.load_state_dict(progress["loader"] or {})
 
 
-class _Stateless:
-    """Resumes with the data rank; Lightning would warn of a loader that can't be resumed."""
+class _NotRead:
+    """In the place of a loader on a rank that does not read it; its dataset can be looked at.
+
+    It resumes with the data rank; Lightning would warn of a loader that can't be resumed.
+
+    Args:
+        loader: The user's loader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"dataset", "batch_size"}:
+            return getattr(self._loader, name)
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}: another rank reads the data"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing."""
@@ -269,14 +285,16 @@ class _Stateless:
         """Nothing to load."""
 
 
-class UnsizedRemoteLoader(_Stateless):
+class UnsizedRemoteLoader(_NotRead):
     """The loader of the other ranks, for data of unknown length.
 
     Args:
+        loader: The user's loader.
         hear: Waits for the data rank's word whether another batch comes.
     """
 
-    def __init__(self, hear: Callable[[], bool]) -> None:
+    def __init__(self, loader: Any, hear: Callable[[], bool]) -> None:
+        super().__init__(loader)
         self._hear = hear
 
     def __iter__(self) -> Iterator[Remote]:
@@ -284,10 +302,16 @@ class UnsizedRemoteLoader(_Stateless):
             yield REMOTE
 
 
-class RemoteLoader(_Stateless):
-    """The loader of the other ranks: as many batches as the data rank's."""
+class RemoteLoader(_NotRead):
+    """The loader of the other ranks: as many batches as the data rank's.
 
-    def __init__(self, length: int) -> None:
+    Args:
+        loader: The user's loader.
+        length: Batches.
+    """
+
+    def __init__(self, loader: Any, length: int) -> None:
+        super().__init__(loader)
         self._length = length
 
     def __len__(self) -> int:

@@ -58,8 +58,8 @@ class DataHooks(ProcessHooks):
         length = self.transport.broadcast_object(length, data_rank)
         if not self.is_data_rank:
             if length is not None:
-                return RemoteLoader(length)
-            return UnsizedRemoteLoader(self._hear)
+                return RemoteLoader(dataloader, length)
+            return UnsizedRemoteLoader(dataloader, self._hear)
         return self._look_ahead(dataloader, None if length is not None else self._announce)
 
     def _agreed_length(self, dataloader: object) -> int | None:

@@ -143,12 +143,17 @@ def refuse_compiled(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def refuse_optimizers(optimizers: Iterable[Any]) -> None:
-    """Refuse optimizers that run the step several times per batch.
+    """Refuse optimizers that run the step several times per batch, or divide themselves.
 
     Raises:
-        ConfigurationError: LBFGS.
+        ConfigurationError: LBFGS, or ZeRO's.
     """
     for optimizer in optimizers:
+        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
+            raise ConfigurationError(
+                "ZeroRedundancyOptimizer divides parameters among processes that hold all of them, "
+                "and the stages of a pipeline are divided already. Use the optimizer that it wraps"
+            )
         if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
             raise ConfigurationError(
                 "LBFGS runs the step several times per batch, as often as each rank finds fit. Use "

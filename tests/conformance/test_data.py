@@ -73,6 +73,19 @@ def evaluate_loaders(module: Any) -> None:
     module.predict_step = lambda batch, batch_idx, dataloader_idx=0: module.net(batch[0])
 
 
+class Look(Callback):
+    """Hooks may look at what is read, on every rank."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        loader = trainer.train_dataloader
+        self.seen += [len(loader), len(loader.dataset), loader.batch_size]
+        self.seen += [len(each.dataset) for each in trainer.val_dataloaders]
+        self.seen += [trainer.num_training_batches, trainer.num_val_batches]
+
+
 class Leave(Callback):
     """All ranks leave the training in the second epoch."""
 
@@ -136,15 +149,17 @@ def overfit(training: Training) -> Any:
     module, _ = build(training)
     evaluate_loaders(module)
     data = TensorDataset(images(12, 1), labels(12, 1))
-    recorder = Recorder()
-    trainer = trainer_of(replace(training, trainer={"overfit_batches": 2}), module, recorder)
-    loaders = [DataLoader(data, batch_size=4, shuffle=True) for _ in range(2)]
-    trainer.fit(module, *loaders)
-    return report(trainer, module, recorder)
+    recorder, look = Recorder(), Look()
+    trainer = trainer_of(replace(training, trainer={"overfit_batches": 2}), module, recorder, look)
+    first, *others = (DataLoader(data, batch_size=4, shuffle=True) for _ in range(3))
+    trainer.fit(module, first, others)
+    return report(trainer, module, recorder), look.seen
 
 
 def test_overfitting_takes_the_first_batches(tmp_path: Path) -> None:
     expected, results = both(overfit, CLASSIFIER, tmp_path)
-    assert len(expected.losses) == 4
-    torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
-    assert results[1].metrics == pytest.approx(expected.metrics, rel=1e-9)
+    assert len(expected[0].losses) == 4
+    torch.testing.assert_close(results[0][0].losses, expected[0].losses, **CLOSE)
+    for trained, seen in results:
+        assert trained.metrics == pytest.approx(expected[0].metrics, rel=1e-9)
+        assert seen == expected[1]

@@ -12,6 +12,7 @@ import pytest
 import pytorch_lightning
 import torch
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
@@ -191,6 +192,12 @@ def lbfgs(module: Any) -> None:
     module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
 
 
+def zero(module: Any) -> None:
+    module.configure_optimizers = lambda: ZeroRedundancyOptimizer(
+        module.parameters(), torch.optim.AdamW, lr=0.1
+    )
+
+
 def no_calls(module: Any, batch: Any) -> Tensor:
     return (batch["views"][0].mean() * module.student[2].bias.new_ones(())).requires_grad_()
 
@@ -307,6 +314,10 @@ CASES: dict[str, tuple[Training, str, str]] = {
         "ConfigurationError", "Leave start_step out",
     ),
     "LBFGS": (replace(BYOL, change=lbfgs), "ConfigurationError", "such as SGD or AdamW"),
+    "ZeRO": (
+        replace(BYOL, change=zero),
+        "ConfigurationError", "Use the optimizer that it wraps",
+    ),
 }  # fmt: skip
 
 
