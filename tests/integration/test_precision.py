@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import Precision
+from torch import Tensor, nn
 
-from tests.integration.comparing import alone, labelled
+from tests.integration.comparing import alone, both, labelled
 from tests.integration.jobs import run
 from tests.integration.trainings import (
+    CLOSE,
     Recorder,
     Trained,
     Training,
@@ -21,10 +24,11 @@ from tests.integration.trainings import (
     strict,
     trainer_of,
 )
+from tests.integration.trainings import train as train_plainly
 
 DTYPES = {
     "32-true": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16,
-    "bf16-mixed": torch.float32,
+    "bf16-mixed": torch.float32, "16-true": torch.float16,
 }  # fmt: skip
 
 
@@ -83,3 +87,37 @@ def test_bits_are_those_of_one_device(num_ranks: int, tmp_path: Path) -> None:
         assert floats == {dtype}, name
         for rank in results:
             assert rank[index][1] <= {dtype}, name
+
+
+class Doubled(nn.Linear):
+    """A layer of a plugin's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+class Replacing(Precision):
+    """Replaces layers, as plugins for 8-bit precisions do."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        for parent in list(module.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    new = Doubled(child.in_features, child.out_features)
+                    new.load_state_dict(child.state_dict())
+                    new.requires_grad_(child.weight.requires_grad)
+                    setattr(parent, name, new)
+        return module
+
+
+def train_replaced(training: Training) -> Trained:
+    return train_plainly(replace(training, trainer={"plugins": [Replacing()]}))
+
+
+def test_a_plugin_that_replaces_layers(tmp_path: Path) -> None:
+    training = replace(BYOL, case="Byol-group-2-by hand")
+    plain = run(train_plainly, alone(training), num_ranks=1, folder=tmp_path)[0]
+    expected, results = both(train_replaced, training, tmp_path)
+    assert expected.losses[0] != plain.losses[0]
+    torch.testing.assert_close(results[0].losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(results[0].weights, expected.weights, **CLOSE)
