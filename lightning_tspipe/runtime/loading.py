@@ -155,6 +155,9 @@ class LookaheadLoader:
             return
         now = RandomStates.from_dict(resume["now"])
         if not resume["held"]:  # the epoch had ended
+            if getattr(self._loader, "next_iter_state", None) is not None:
+                # torchdata's then makes two iterators, each of which draws random numbers.
+                iter(self._loader)
             now.restore()
             self._set_own(resume["own"]["now"])
             yield from self._epoch(now)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ from lightning.pytorch import Callback
 from pytorch_lightning import Callback as OtherCallback
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
 from tests.exactness.modules import images
 from tests.integration.by_hand import ByHand, body_and_tail, sample_by_sample
 from tests.integration.jobs import run, run_job
 from tests.integration.on_meta import meta_module
+from tests.integration.replicas import place as place_of
 from tests.integration.trainings import (
     CLOSE,
     Recorder,
@@ -92,21 +96,36 @@ class Fixed(Stateful):
         self.place = 0
 
 
-def loader_of(kind: str) -> Any:
-    if kind == "stream":
-        return DataLoader(Stream(), batch_size=4)
-    if kind == "generator":
-        generator = torch.Generator().manual_seed(5)
-        return DataLoader(Augmented(), batch_size=4, shuffle=True, generator=generator)
-    if kind == "fixed":
-        return Fixed(Augmented(), batch_size=4)
-    if kind == "stateful":
-        return Stateful(Augmented(), batch_size=4)
-    if kind == "workers":
-        return DataLoader(
-            Augmented(), batch_size=4, shuffle=True, num_workers=1, multiprocessing_context="fork"
-        )  # as float64
-    return DataLoader(Augmented(), batch_size=4, shuffle=True)
+class Plain(Dataset[Any]):
+    """The same samples whenever they are read."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        views = [images(1, index + 100 * view)[0] for view in range(2)]
+        return {"views": views, "weight": 1.0, "name": str(index)}
+
+
+def loader_of(kind: str, replica: int = 0, num_replicas: int = 1) -> Any:
+    generator = torch.Generator().manual_seed(5)
+    share = DistributedSampler(Plain(), num_replicas, replica, shuffle=False)
+    kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "shuffled": (DataLoader, Augmented(), {"shuffle": True}),
+        "generator": (DataLoader, Augmented(), {"shuffle": True, "generator": generator}),
+        "workers": (DataLoader, Augmented(), {"shuffle": True, "num_workers": 1,
+                                              "multiprocessing_context": "fork"}),  # as float64
+        "stream": (DataLoader, Stream(), {}),
+        "plain": (DataLoader, Plain(), {"batch_size": 4 // num_replicas, "sampler": share}),
+        "stateful": (Stateful, Augmented(), {}),
+        "fixed": (Fixed, Augmented(), {}),
+    }  # fmt: skip
+    if kind == "torchdata":
+        warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+        make = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
+        kinds[kind] = (make, Augmented(), {"shuffle": True})
+    made, data, options = kinds[kind]
+    return made(data, **{"batch_size": 4, **options})
 
 
 class SaveAll(Callback, OtherCallback):
@@ -166,7 +185,9 @@ class Went:
     names: list[list[str]] = field(default_factory=list)
 
 
-def go(it: Run, path: str | None = None, *, saves: bool = False) -> Went:
+def go(
+    it: Run, path: str | None = None, *, saves: bool = False, callbacks: Sequence[Any] = ()
+) -> Went:
     """Fit, from a checkpoint or from the beginning."""
     strict()
     torch.manual_seed(3)
@@ -177,12 +198,12 @@ def go(it: Run, path: str | None = None, *, saves: bool = False) -> Went:
         training.change(module)
     recorder = Recorder()
     seen = Seen()
-    trainer = trainer_of(training, module, recorder, seen, *[SaveAll()] * saves)
+    trainer = trainer_of(training, module, recorder, seen, *[SaveAll()] * saves, *callbacks)
     arguments: dict[str, Any] = {"ckpt_path": path} if path is not None else {}
     if it.validates:
         module.validation_step = lambda batch: module.log("v", module.student(batch).mean())
         arguments["val_dataloaders"] = DataLoader(images(6, 9), batch_size=3)
-    trainer.fit(module, loader_of(it.loader), **arguments)
+    trainer.fit(module, loader_of(it.loader, *place_of(training)), **arguments)
     trainer.save_checkpoint("end.ckpt")
     done = report(trainer, module, recorder)
     is_file = trainer.is_global_zero and Path("end.ckpt").is_file()
@@ -231,19 +252,22 @@ RUNS = {
     "by hand": Run(replace(BYOL, change=ByHand(sample_by_sample, body_and_tail))),
     "validation": Run(replace(BYOL, trainer={**EPOCHS, "val_check_interval": 2}), validates=True),
     "stateful": Run(BYOL, "stateful"),
+    "torchdata": Run(BYOL, "torchdata"),
     "stream": Run(BYOL, "stream"),
     "workers": Run(BYOL, "workers"),
     "generator": Run(BYOL, "generator"),
     "gpipe": Run(replace(BYOL, options={"num_microbatches": 1, "schedule": "gpipe"})),
 }
 STOPS = ["batch-1", "batch-2", "batch-3", "epoch-4", "batch-6"]
-SLOW = {"batchnorm", "generator", "gpipe", "workers", "stateful", "stream"}
+SLOW = {"batchnorm", "generator", "gpipe", "workers", "stateful", "stream", "torchdata"}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in RUNS]
 )
 def test_a_stopped_run_goes_on_exactly(name: str, tmp_path: Path) -> None:
+    if name == "torchdata":
+        pytest.importorskip("torchdata")
     it = RUNS[name]
     stops = [*STOPS, "validation-2"] if it.validates else STOPS
     ranks = run(stop_and_go, it, stops, folder=tmp_path)
