@@ -46,6 +46,15 @@ def test_names_are_registered_in_both_worlds(world: str) -> None:
     assert "schedule" in registry["tspipe"]["description"]
 
 
+class Own(TSPipeStrategy):  # type: ignore[misc] # made at import
+    """A user's."""
+
+
+def test_a_users_subclass_stays_what_it_is() -> None:
+    strategy = Own(num_microbatches=2)
+    assert type(make_trainer(strategy=strategy).strategy) is Own
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", [*NAMES, "TSPipe"])
 def test_a_name_gives_a_strategy_of_the_trainers_world(name: str, world: str) -> None:
@@ -53,6 +62,7 @@ def test_a_name_gives_a_strategy_of_the_trainers_world(name: str, world: str) ->
     trainer = package.Trainer(strategy=name, accelerator="cpu", devices=2, **QUIET)
     base = importlib.import_module(f"{world}.strategies").ParallelStrategy
     assert isinstance(trainer.strategy, PipelineHooks)
+    assert isinstance(trainer.strategy, TSPipeStrategy)
     assert isinstance(trainer.strategy, base)
     expected = name.lower().removeprefix("tspipe").removeprefix("_") or "tspipe"
     assert trainer.strategy.options.schedule == expected

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,21 @@ def test_saving_while_the_training_goes_on(tmp_path: Path) -> None:
         torch.testing.assert_close(ours["state_dict"], theirs["state_dict"], **CLOSE)
         ours, theirs = ours["optimizer_states"][0]["state"], theirs["optimizer_states"][0]["state"]
         torch.testing.assert_close(ours, theirs, **CLOSE)
+
+
+def train_by_the_clock(training: Training) -> list[str]:
+    """After so many seconds there is a checkpoint; rank 0's clock counts."""
+    due = timedelta(days=1) if os.environ.get("LOCAL_RANK") == "1" else timedelta(microseconds=1)
+    timed = ModelCheckpoint("timed", "{step}", save_top_k=-1, train_time_interval=due)
+    train(replace(training, callbacks=lambda: [timed]))
+    return sorted(path.stem for path in Path("timed").iterdir())
+
+
+def test_checkpoints_by_the_clock_of_rank_0(tmp_path: Path) -> None:
+    training = replace(BYOL, sizes=((4, 4, 4),))
+    saved = run(train_by_the_clock, training, folder=tmp_path)
+    assert saved[0] == ["step=1", "step=2", "step=3"]
+    assert load(tmp_path / "timed" / "step=2.ckpt")["global_step"] == 2
 
 
 class Configured:

@@ -109,7 +109,9 @@ class Plain(Dataset[Any]):
 
 def loader_of(kind: str, replica: int = 0, num_replicas: int = 1) -> Any:
     generator = torch.Generator().manual_seed(5)
-    share = DistributedSampler(Plain(), num_replicas, replica, shuffle=False)
+    share: DistributedSampler[Any] = DistributedSampler(
+        Plain(), num_replicas, replica, shuffle=False
+    )
     kinds: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "shuffled": (DataLoader, Augmented(), {"shuffle": True}),
         "generator": (DataLoader, Augmented(), {"shuffle": True, "generator": generator}),
