@@ -325,9 +325,13 @@ def fit_then_take_the_best(training: Training) -> Any:
     tested = trainer.test(
         dataloaders=labelled(50), ckpt_path="best", verbose=False, weights_only=False
     )
+    validated = trainer.validate(
+        dataloaders=labelled(50), ckpt_path="best", verbose=False, weights_only=False
+    )
     predicted = trainer.predict(
         module, labelled(50), ckpt_path=best.best_model_path, weights_only=False
     )
+    assert validated == tested
     return last["score"], tested[0]["score"], predicted
 
 
