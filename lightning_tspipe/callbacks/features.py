@@ -11,6 +11,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tspipe.callbacks.common import pipelined_of, submodules
@@ -25,7 +26,10 @@ Source = DataLoader | Dataset | Iterable  # type: ignore[type-arg]
 """Labelled images: a loader or a dataset of ``(image, label, ...)``."""
 Extractor = Callable[[Any, Tensor], Tensor]
 Features = str | Extractor
-"""Dotted name of the submodule whose output is the feature, or ``fn(pl_module, images)``."""
+"""Dotted name of the submodule whose output is the feature, or ``fn(pl_module, images)``.
+
+A part of a network is asked while the network runs, which ends there.
+"""
 
 
 def check_features(pl_module: LightningModule, features: Features) -> None:
@@ -48,10 +52,53 @@ def feature_step(pl_module: nn.Module, features: Features) -> Callable[[Any], tu
                 f"{type(batch).__name__}"
             )
         if isinstance(features, str):
-            return pl_module.get_submodule(features)(batch[0]), batch[1]
+            return _output_of(pl_module, features, batch[0]), batch[1]
         return features(pl_module, batch[0]), batch[1]
 
     return step
+
+
+class _FoundError(BaseException):
+    """Leaves a network where its feature is known; users' ``except Exception`` do not catch it."""
+
+    def __init__(self, feature: Tensor) -> None:
+        super().__init__()
+        self.feature = feature
+
+
+def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
+    """What a submodule returns when the network that it belongs to is given images."""
+    network, inner = _network_of(pl_module, name), pl_module.get_submodule(name)
+    if network is inner:
+        feature: Tensor = network(images)
+        return feature
+
+    def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        # While a pipeline finds out shapes, there are tensors without values.
+        if not isinstance(output, FakeTensor):
+            raise _FoundError(output)
+
+    handle = inner.register_forward_hook(leave)
+    try:
+        network(images)
+    except _FoundError as found:
+        return found.feature
+    finally:
+        handle.remove()
+    raise ConfigurationError(
+        f"{name!r} is not called when its network is given images; or a pipeline holds that "
+        f"network in one: declare its parts in their order, TSPipeStrategy(student=[..., {name!r}])"
+    )
+
+
+def _network_of(pl_module: nn.Module, name: str) -> nn.Module:
+    """The outermost submodule on the way to ``name`` that can be called."""
+    module = pl_module
+    for part in name.split("."):
+        module = module.get_submodule(part)
+        if type(module).forward is not nn.Module.forward:
+            break
+    return module
 
 
 def as_vectors(features: Tensor) -> Tensor:

@@ -149,7 +149,8 @@ class KNNEvaluator(Callback):
         bank: Labelled images that vote: a loader or a dataset of ``(image, label, ...)``.
         queries: Labelled images that are classified, in the same form.
         features: Dotted name of the submodule whose output is the feature, or
-            ``fn(pl_module, images) -> features``.
+            ``fn(pl_module, images) -> features``. A part of a network (``"student.layer3"``) is
+            asked while the network runs; a pipeline must know it as one of its submodules.
         k: Number of neighbours (at most the size of the bank).
         temperature: Of the votes' weights.
         num_classes: Number of classes; None counts the bank's labels.

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator, PipelineThroughputMonitor
 from tests.exactness.modules import images, labels
 from tests.integration.comparing import both
-from tests.integration.jobs import run
+from tests.integration.jobs import run, run_job
 from tests.integration.trainings import Recorder, Training, build, report, strict, trainer_of
 
 BYOL = Training("Byol-group-2-by hand", "instance", {"num_microbatches": 2})
@@ -134,3 +134,30 @@ def test_accumulation_in_other_pipelines(num_ranks: int, tmp_path: Path) -> None
     # Of two batches, the first follows an update; numbers are logged with updates.
     assert column(rows, "teacher_staleness")[-2:] == pytest.approx([1 / 3, 1 / 3])
     assert f"peak_memory/rank{num_ranks - 1}" in rows[0]
+
+
+def by_parts() -> list[Any]:
+    bank = [(images(6, seed), labels(6, seed)) for seed in range(60, 63)]
+    return [
+        DelayedTeacherUpdate(),
+        *(
+            KNNEvaluator(bank, bank[:2], features=f"student.{part}", k=3, name=f"knn{part}")
+            for part in range(3)
+        ),
+    ]
+
+
+def test_features_from_within_a_network(tmp_path: Path) -> None:
+    parts = {"student": [f"student.{part}" for part in range(3)]}
+    training = replace(BYOL, callbacks=by_parts, options=parts, sizes=((4, 4),))
+    expected, ranks = both(train_and_log, training, tmp_path)
+    for part in range(3):
+        name = f"knn{part}_top1"
+        assert ranks[0].metrics[name] == pytest.approx(expected.metrics[name], rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_part_of_what_is_pipelined_as_one(tmp_path: Path) -> None:
+    training = replace(BYOL, callbacks=by_parts, sizes=((4, 4),))
+    job = run_job(train_and_log, training, num_ranks=2, folder=tmp_path)
+    assert "declare its parts in their order" in job.errors[0]

@@ -104,6 +104,22 @@ def test_features_by_function_and_in_double_precision(lab: SimpleNamespace) -> N
     )
 
 
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_features_of_a_part_of_a_network(lab: SimpleNamespace, part: int) -> None:
+    class Nested(lab.module):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.networks = nn.ModuleDict({"student": self.student})  # has no forward
+
+    module = Nested()
+    knn = KNNEvaluator(Classes(48), Classes(30), f"networks.student.{part}", k=5)
+    trainer = lab.trainer(callbacks=[knn])
+    trainer.fit(module, lab.loader(2))
+    expected = expected_accuracy(module.student[: part + 1], 5)
+    assert trainer.callback_metrics["val_knn_top1"] == pytest.approx(expected[0])
+    assert not module.student[part]._forward_hooks
+
+
 def test_every_n_epochs_and_after_the_last(lab: SimpleNamespace) -> None:
     class Counting(KNNEvaluator):
         epochs: list[int]
