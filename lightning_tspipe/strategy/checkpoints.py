@@ -43,8 +43,10 @@ class CheckpointHooks(ShardedHooks):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        # Of shards that were made one file.
+        # Of shards that were made one file, in which nothing that is empty is left.
         apart = checkpoint.pop(GRADIENTS, {})
+        for state in checkpoint.get("optimizer_states", ()):
+            state.setdefault("state", {})
         if self._trainer.state.fn == "fit":
             replicas = checkpoint.get(ENTRY, [])
             for index, gradients in apart.items():
