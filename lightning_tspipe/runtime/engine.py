@@ -307,7 +307,7 @@ class Engine:
         header = StepHeader.of(
             batch, inputs[0], inputs.get(1),
             continues=was_ahead if continues is None else was_ahead and continues,
-            stop=self.stop.next_word(training=True),
+            stop=self.stop.next_word(),
         )  # fmt: skip
         header.send(self.transport)
         self.executor.recorder.ran(self._index, Action(Op.DATA, self.rank), started)

@@ -82,25 +82,26 @@ class Evaluation:
 
         self._units: Callable[[tuple[TensorSpec, ...]], StepUnits] = units
 
-    def run(self, step: Step, batch: Any) -> Any:
+    def run(self, step: Step, batch: Any, stop: str = "") -> Any:
         """One batch.
 
         Args:
             step: The step.
             batch: The batch, on the data rank.
+            stop: On the data rank, what all ranks do after this batch, see ``stopping``.
 
         Returns:
             On the loss rank what the step returns, elsewhere None.
         """
         with _no_grad():
-            return self._run(step, batch)
+            return self._run(step, batch, stop)
 
-    def _run(self, step: Step, batch: Any) -> Any:
+    def _run(self, step: Step, batch: Any, stop: str) -> Any:
         engine, executor, plan = self._engine, self._executor, self._plan
         inputs: dict[int, tuple[Tensor, ...]] = {}
         if engine.is_data_rank:
             inputs[0] = self._runner.inputs(step, batch, self._index, effects=False)
-            header = StepHeader.of(batch, inputs[0], stop=engine.stop.next_word(training=False))
+            header = StepHeader.of(batch, inputs[0], stop=stop)
             header.send(engine.transport)
         else:
             header = StepHeader.receive(engine.transport, engine.placement.data_rank)

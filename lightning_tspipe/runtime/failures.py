@@ -12,7 +12,6 @@ long, is ended by its own watch::
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from lightning_tspipe.errors import TransportError
 _SIGNS = ("gloo", "closed by peer", "reset by peer", "Broken pipe", "remote server shutdown")
 _PATIENCE = 5.0
 _PERIOD = 1.0
-_RUNS = itertools.count()
 
 
 def is_consequence(exception: BaseException) -> bool:
@@ -61,20 +59,21 @@ def waiting(what: str) -> Iterator[None]:
 class Failures:
     """What the ranks of a job know of each other's failures, through the store that connects them.
 
-    All ranks make one at the start of each run; before they are connected, each is on its own.
+    All ranks make one at the start of each run; before that, each is on its own.
 
     Args:
         rank: This rank.
         store: Connects the ranks; None: they are not connected yet.
+        run: Number of the run; the same on all ranks, and another one in each run.
         head_start: How many seconds a rank that fails because of another one lets that one end
             first; for launchers that report the process that ended first.
     """
 
-    def __init__(self, rank: int, store: Any = None, head_start: float = 0.0) -> None:
+    def __init__(self, rank: int, store: Any = None, run: int = 0, head_start: float = 0.0) -> None:
         self._rank = rank
         self._store = store
         self._head_start = head_start
-        prefix = f"lightning_tspipe/{next(_RUNS)}/"
+        prefix = f"lightning_tspipe/{run}/"
         self._first, self._any = prefix + "first", prefix + "any"
         self._is_over = threading.Event()
         self._is_settled = False

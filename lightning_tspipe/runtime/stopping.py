@@ -9,16 +9,23 @@ tells all::
     all ranks                                step 9 is the last
 
 With replicas of the pipeline, the first one's data rank names the step, one that no data rank can
-have reached: they can't be further apart than one update of the weights.
+have reached: they can't be further apart than one update of the weights. An evaluation has no
+updates, and replicas may have other numbers of batches. There the data ranks meet once, when they
+have seen a note or are at their last batch, and stop where they are::
+
+    replica 0   batch 1 .. 7   looks: a note   meets .─────────. batch 8 is its last
+    replica 1   batch 1 .. 5, the last of its batches │ waits   | this batch too
 """
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
+
+from lightning_tspipe.errors import TransportError
 
 END = "end"
 """Stop after this step."""
@@ -27,7 +34,7 @@ REQUEUE = "requeue"
 
 _WORDS = (REQUEUE, END)
 _PERIOD = 1.0
-_RUNS = itertools.count()
+_PAUSE = 0.002
 
 
 class Stop:
@@ -36,30 +43,36 @@ class Stop:
     Args:
         on_agreed: Called on every rank in the step in which it is to happen.
         store: Connects the ranks; None: there are no others.
+        run: Number of the run; the same on all ranks, and another one in each run.
         replica: Which pipeline this rank belongs to.
         num_replicas: How many there are.
         batches_per_update: How many batches an update of the weights takes; None: one.
+        timeout: How long a replica may wait for another one at the end of an evaluation.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a place among replicas, and what connects them
         self,
         on_agreed: Callable[[str], None] | None = None,
         store: Any = None,
+        *,
+        run: int = 0,
         replica: int = 0,
         num_replicas: int = 1,
         batches_per_update: Callable[[], int] | None = None,
+        timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self._on_agreed = on_agreed
         self._store = store
         self._replica, self._num_replicas = replica, num_replicas
         self._batches_per_update = batches_per_update
-        # Counted only where ranks are connected: one of them may use others for itself.
-        self._prefix = f"lightning_tspipe/{next(_RUNS)}/" if store is not None else ""
+        self._timeout = timeout
+        self._prefix = f"lightning_tspipe/{run}/"
         self._asked: set[str] = set()
         self._agreed: set[str] = set()
         self._due: dict[str, int] = {}
         self._next_look = 0.0
         self._step = 0
+        self._num_evaluations = 0
 
     @property
     def has_ended(self) -> bool:
@@ -67,9 +80,9 @@ class Stop:
         return END in self._agreed
 
     @property
-    def is_connected(self) -> bool:
-        """Whether a note of this rank reaches the others."""
-        return self._store is not None
+    def was_asked(self) -> bool:
+        """Whether this rank itself was asked to stop."""
+        return END in self._asked
 
     def ask(self, word: str) -> None:
         """Ask for something, on any rank; may be called in a signal handler."""
@@ -78,29 +91,58 @@ class Stop:
             with suppress(RuntimeError):  # gone with rank 0: all ranks end anyway
                 self._store.set(self._prefix + word, "")
 
-    def next_word(self, *, training: bool) -> str:
-        """On a data rank, once per step: what to tell the others; "" for nothing.
+    def hear(self, word: str) -> None:
+        """On every rank, the data rank too: what this step's header says."""
+        if word and word not in self._agreed:
+            self._agreed.add(word)
+            if self._on_agreed is not None:
+                self._on_agreed(word)
 
-        Args:
-            training: Whether the step trains; replicas don't evaluate in step with each other.
-        """
-        self._step += training
+    # On data ranks: what to tell the others, "" for nothing
+
+    def next_word(self) -> str:
+        """Once per training step."""
+        self._step += 1
+        self._look()
         if self._num_replicas == 1:
-            return self._asked_word()
-        if not training:
-            return ""
+            return self._pending()
         if self._replica == 0:
-            self._announce(self._asked_word())
+            self._announce(self._pending())
         else:
             self._hear_announcements()
         due = (word for word, step in self._due.items() if step <= self._step)
         return next((word for word in due if word not in self._agreed), "")
 
-    def _asked_word(self) -> str:
+    def next_word_in_evaluation(self, *, is_last: bool) -> str:
+        """Once per batch of an evaluation that all replicas run; nothing if all are at its end.
+
+        Args:
+            is_last: Whether this is the last batch of this replica.
+
+        Raises:
+            TransportError: Another replica does not come to an end.
+        """
+        if self.has_ended:
+            return ""
+        self._look(at_once=is_last)
+        if self._num_replicas == 1:
+            return END if self.was_asked and not is_last else ""
+        return self._meet(is_last=is_last) if self.was_asked or is_last else ""
+
+    def next_word_alone(self) -> str:
+        """Once per batch of an evaluation that a callback runs; replicas may run others."""
+        if self._num_replicas > 1 or self.has_ended:
+            return ""
+        self._look()
+        return END if self.was_asked else ""
+
+    def _look(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if now >= self._next_look and self._store is not None:
+        if self._store is not None and (at_once or now >= self._next_look):
             self._next_look = now + _PERIOD
             self._asked.update(w for w in _WORDS if self._store.check([self._prefix + w]))
+
+    def _pending(self) -> str:
         return next((w for w in _WORDS if w in self._asked - self._agreed), "")
 
     def _announce(self, word: str) -> None:
@@ -119,9 +161,28 @@ class Stop:
     def _due_key(self, word: str) -> str:
         return f"{self._prefix}due/{word}"
 
-    def hear(self, word: str) -> None:
-        """On every rank, the data rank too: what this step's header says."""
-        if word and word not in self._agreed:
-            self._agreed.add(word)
-            if self._on_agreed is not None:
-                self._on_agreed(word)
+    def _meet(self, *, is_last: bool) -> str:
+        keys = [
+            f"{self._prefix}evaluation/{self._num_evaluations}/{replica}"
+            for replica in range(self._num_replicas)
+        ]
+        self._num_evaluations += 1
+        self._store.set(keys[self._replica], f"{int(self.was_asked)}{int(is_last)}")
+        found = [self._wait_for(key, replica) for replica, key in enumerate(keys)]
+        someone_was_asked = any(text[0] == "1" for text in found)
+        all_are_done = all(text[1] == "1" for text in found)
+        # Otherwise replicas that go on would wait in vain for those that don't.
+        return END if someone_was_asked and not all_are_done else ""
+
+    def _wait_for(self, key: str, replica: int) -> str:
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        # Not in the store: there no signal would be heard.
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise TransportError(
+                    f"replica {replica} did not come to the end of its evaluation within "
+                    f"{self._timeout.total_seconds():.0f} s; replica {self._replica} waits there"
+                )
+            time.sleep(_PAUSE)
+        text: str = self._store.get(key).decode()
+        return text

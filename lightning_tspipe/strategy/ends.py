@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ log = logging.getLogger("lightning_tspipe")
 
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 _HEAD_START = 2.0
+_RUNS = itertools.count()
+"""Of rank 0 only: the others may have begun runs that it never came to."""
 
 
 class EndHooks(CheckpointHooks):
@@ -37,26 +41,31 @@ class EndHooks(CheckpointHooks):
     _ends_together: bool
     _requeues: bool
     _has_told: bool
+    _hears_no_more: bool
     have_workers_failed: bool
     _muted: list[Any]
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        self._ends_together = self._requeues = self._has_told = self._hears_no_more = False
+        if self.total_ranks == 1:
+            self._stop = Stop(self._on_agreed)
+            return
+        store = connecting_store()
+        run = self.broadcast(next(_RUNS))
         self._stop = Stop(
-            self._on_agreed, connecting_store() if self.total_ranks > 1 else None,
-            self.replica, self.num_replicas,
-            lambda: int(self._trainer.accumulate_grad_batches),
+            self._on_agreed, store, run=run, replica=self.replica, num_replicas=self.num_replicas,
+            batches_per_update=lambda: int(self._trainer.accumulate_grad_batches),
+            timeout=self._timeout,
         )  # fmt: skip
-        self._ends_together = self._requeues = self._has_told = False
-        if self.total_ranks > 1:
-            self._failures = self._make_failures()
-            self._failures.watch()
+        self._failures = self._make_failures(store, run)
+        self._failures.watch()
 
-    def _make_failures(self) -> Failures:
+    def _make_failures(self, store: Any = None, run: int = 0) -> Failures:
         # A launcher that starts functions tells of the process that ended first, and of no other.
         head_start = 0.0 if self._start_method == "popen" else _HEAD_START
-        return Failures(self.global_rank, connecting_store(), head_start)
+        return Failures(self.global_rank, store, run, head_start)
 
     # Failures
 
@@ -93,7 +102,7 @@ class EndHooks(CheckpointHooks):
         self._muted = []
         if self.is_failing:
             self._transport = None  # the next run needs one that is open
-        if self.total_ranks > 1 and type(exception).__name__ == "SIGTERMException":
+        if type(exception).__name__ == "SIGTERMException":
             assert isinstance(exception, SystemExit)
             # Not 0: whoever started the job must not take it for complete.
             exception.code = _SIGTERM_EXIT_CODE
@@ -179,12 +188,25 @@ class EndHooks(CheckpointHooks):
     def checkpoint_io(self, io: Any) -> None:
         self._checkpoint_io = io
 
+    def finish_files(self) -> None:
+        """Wait for files that are still being written.
+
+        Raises:
+            Exception: One of them was not, and no rank has ended yet; later it is too late to say.
+        """
+        try:
+            self.checkpoint_io.teardown()
+        except Exception as error:
+            if self._trainer.interrupted:
+                if not self._has_told:
+                    log.warning("a checkpoint was not saved: %s", first_line(error))
+                return
+            raise
+
     # Signals
 
     def prepare_ends(self, trainer: Any) -> None:
         """Let exceptions and signals be heard here first; once for each run."""
-        if self.total_ranks == 1:
-            return
         self._catch_signals(trainer)
         if any(getattr(callback, "is_end_hook", False) for callback in trainer.callbacks):
             return
@@ -195,10 +217,18 @@ class EndHooks(CheckpointHooks):
             if self.is_failing:
                 self._mute(trainer)
 
+        def end_of_batch(trainer: Any, *_: Any) -> None:
+            # Lightning itself looks after training batches, and after all but the last of others.
+            loop = trainer._active_loop  # noqa: SLF001
+            if trainer.predicting or loop.batch_progress.is_last_batch:
+                self.end_if_agreed()
+
         first = world.callback(is_end_hook=True, on_exception=on_exception)
         last = world.callback(
-            is_end_hook=True, on_train_batch_end=lambda trainer, *_: self._requeue_if_due(trainer)
-        )
+            is_end_hook=True, on_validation_batch_end=end_of_batch,
+            on_test_batch_end=end_of_batch, on_predict_batch_end=end_of_batch,
+            on_train_batch_end=lambda trainer, *_: self._requeue_if_due(trainer),
+        )  # fmt: skip
         trainer.callbacks = [first, *trainer.callbacks, last]
 
     def _catch_signals(self, trainer: Any) -> None:
@@ -206,12 +236,11 @@ class EndHooks(CheckpointHooks):
         connector: Any = trainer._signal_connector  # noqa: SLF001 - no public way
 
         def on_sigterm(signum: int, _frame: Any) -> None:
+            if self._hears_no_more:
+                # Whatever was to be saved is, and nobody would ever look at a note.
+                signal.signal(signum, signal.SIG_DFL)
+                os.kill(os.getpid(), signum)
             self._stop.ask(END)
-            if self._engine is None and not (trainer.training and self._stop.is_connected):
-                # No step is going to come whose header would tell the others.
-                if self._launcher is not None:
-                    self._launcher.kill(signum)
-                connector.received_sigterm = True
 
         # Lightning takes them as handlers when the loops begin.
         connector._sigterm_notifier_fn = on_sigterm  # noqa: SLF001
@@ -224,6 +253,34 @@ class EndHooks(CheckpointHooks):
         if self.is_global_zero:
             log.warning("SIGTERM: all ranks stop after this batch")
         self._trainer._signal_connector.received_sigterm = True  # noqa: SLF001
+
+    def _end_if_asked(self) -> None:
+        """After the last batch of a run no header tells of a signal; every rank calls it."""
+        self._hears_no_more = True
+        if self.reduce_boolean_decision(self._stop.was_asked, all=False):
+            self._stop.hear(END)
+        self.end_if_agreed()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._end_if_asked()
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._trainer.state.fn != "fit":  # there, more steps follow
+            self._end_if_asked()
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._end_if_asked()
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._end_if_asked()
 
     def _requeue_if_due(self, trainer: Any) -> None:
         """Save and requeue, as Lightning does it in the signal handler of each rank on its own."""

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import CaptureError, ConfigurationError, PartitionError
 from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.materializing import is_on_meta
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
@@ -73,14 +74,41 @@ class EvaluationHooks(TrainingHooks):
         batch, *rest = (*args, *kwargs.values())
         step = self._step(name, rest, rest[0] if rest else 0)
         dataloader_idx = rest[1] if len(rest) > 1 else 0
-        return self.evaluate_batch(step, batch, key=(name, dataloader_idx))
+        stop = ""
+        if self.is_data_rank:
+            loop: Any = self._trainer._active_loop  # noqa: SLF001
+            is_last = loop.batch_progress.is_last_batch
+            stop = self._stop.next_word_in_evaluation(is_last=is_last)
+        return self._evaluate(step, batch, (name, dataloader_idx), stop)
 
     def evaluate_batch(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
-        """Run a forward-only step on one batch; its result on the loss rank, None elsewhere."""
+        """Run a callback's forward-only step on one batch.
+
+        Returns:
+            Its result on the loss rank, None elsewhere.
+
+        Raises:
+            SIGTERMException: On all ranks, if one of them got the signal.
+        """
+        stop = self._stop.next_word_alone() if self.is_data_rank else ""
+        result = self._evaluate(step, batch, key, stop)
+        self.end_if_agreed()
+        return result
+
+    def _evaluate(self, step: Callable[[Any], Any], batch: Any, key: Any, stop: str) -> Any:
         evaluation = self._evaluation_of(step, batch, key)
         if evaluation is None:
-            return self._evaluate_whole(step, batch)
-        return evaluation.run(step, batch)
+            return self._evaluate_whole(step, batch, stop)
+        return evaluation.run(step, batch, stop)
+
+    def end_if_agreed(self) -> None:
+        """Stop here, on every rank, if all have heard of a SIGTERM.
+
+        Raises:
+            SIGTERMException: Lightning's own.
+        """
+        if self._stop.has_ended:
+            raise world_of(self).sigterm_exception
 
     def forget_evaluation(self, key: Any) -> None:
         """A forward-only step will not be run again."""
@@ -149,20 +177,23 @@ class EvaluationHooks(TrainingHooks):
         self._evaluations = {}
         self._is_forward_only = False
 
-    def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any) -> Any:
+    def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any, stop: str) -> Any:
         """Without a pipeline, the loss rank holds all networks."""
         if is_on_meta(self._module) and self.is_loss_rank:
             raise ConfigurationError(
                 "the module was built on the meta device and has no weights before the first "
                 "training batch, so that nothing can be evaluated in a training before it"
             )
-        data_rank = self.num_ranks - 1
-        if self.is_data_rank and not self.is_loss_rank:
-            self.transport.send_object(on_cpu(batch), LOSS_RANK)
+        if self.is_data_rank:
+            for rank in range(self.num_ranks - 1):
+                said = stop, on_cpu(batch) if rank == LOSS_RANK else None
+                self.transport.send_object(said, rank)
             self.transport.finish_step()
+        else:
+            with waiting("the start of a step"):
+                stop, batch = self.transport.receive_object(self.num_ranks - 1)
+        self._stop.hear(stop)
         if not self.is_loss_rank:
             return None
-        if not self.is_data_rank:
-            batch = self.transport.receive_object(data_rank)
         device = next((p.device for p in self._module.parameters()), self.root_device)
         return step(to_device(batch, device))

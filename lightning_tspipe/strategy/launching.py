@@ -6,11 +6,61 @@ would tell the other ranks, and the parent reports whichever process ended first
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_tspipe.strategy.worlds import installed_worlds, world_of
+
+
+class _PassedOn:
+    """A SIGTERM is one to the workers, which stop together; then it ends the parent too.
+
+    Ended at once, the parent would take the workers with it before they could save.
+
+    Args:
+        launcher: Knows the workers.
+    """
+
+    def __init__(self, launcher: Any) -> None:
+        self._launcher = launcher
+        self._previous = signal.getsignal(signal.SIGTERM)
+        self._signum = 0
+
+    def __call__(self, signum: int, _frame: Any) -> None:
+        """Handle the signal."""
+        if self._launcher.procs:
+            self._signum = signum
+            self._launcher.kill(signum)
+        else:
+            self.give_back()
+            os.kill(os.getpid(), signum)
+
+    def give_back(self) -> None:
+        """Have the signal handled as before."""
+        known = self._previous is not None
+        signal.signal(signal.SIGTERM, self._previous if known else signal.SIG_DFL)
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Be the handler while inside."""
+        signal.signal(signal.SIGTERM, self)
+        try:
+            yield
+        finally:
+            self.give_back()
+            if self._signum:
+                os.kill(os.getpid(), self._signum)
+
+
+def _sigterm_passed_on(launcher: Any) -> AbstractContextManager[None]:
+    if threading.current_thread() is not threading.main_thread():
+        return nullcontext()  # only the main thread can do something about signals
+    return _PassedOn(launcher).during()
 
 
 @dataclass
@@ -25,6 +75,9 @@ class InWorker:
         Raises:
             BaseException: Whatever the function raises, when callbacks and ranks know of it.
         """
+        parents = signal.getsignal(signal.SIGTERM)
+        if isinstance(parents, _PassedOn):  # inherited by a fork
+            parents.give_back()
         try:
             return self.function(*args, **kwargs)
         except BaseException as exception:
@@ -46,7 +99,8 @@ class _Launching:
         self._strategy.have_workers_failed = False
         try:
             launch = super().launch  # type: ignore[misc]
-            return launch(InWorker(function), *args, trainer=trainer, **kwargs)
+            with _sigterm_passed_on(self):
+                return launch(InWorker(function), *args, trainer=trainer, **kwargs)
         except BaseException:
             self._strategy.have_workers_failed = True
             raise

@@ -149,7 +149,7 @@ class PipelineHooks(EndHooks):
         self.step_sync: StepSync | None = None
         self._failures: Failures | None = None
         self._stop = Stop()
-        self._ends_together = self._requeues = self._has_told = False
+        self._ends_together = self._requeues = self._has_told = self._hears_no_more = False
         self._muted: list[Any] = []
         self.have_workers_failed = False
         self._manual = ManualOptimization(self)
@@ -246,6 +246,7 @@ class PipelineHooks(EndHooks):
         if module is not None:
             vars(module).pop("_on_before_batch_transfer", None)
         self.end_writing(waits=not self.is_failing)
+        self.finish_files()
         if module is not None and not self.is_failing:
             # A process that ends takes what it sent with it, unless it has arrived.
             self.barrier("teardown")
@@ -265,7 +266,6 @@ class PipelineHooks(EndHooks):
         world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self.checkpoint_io.teardown()
 
     @classmethod
     @override

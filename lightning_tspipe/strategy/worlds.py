@@ -90,6 +90,12 @@ class World:
         trainer._signal_connector.teardown()  # noqa: SLF001
 
     @property
+    def sigterm_exception(self) -> type[SystemExit]:
+        """What the loops raise after a SIGTERM."""
+        found: type[SystemExit] = self._module("utilities.exceptions").SIGTERMException
+        return found
+
+    @property
     def rank_zero_only(self) -> Any:
         """The decorator that holds this process's rank."""
         return self._module("utilities.rank_zero").rank_zero_only

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,14 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
-from tests.exactness.modules import make_epochs
+from tests.exactness.modules import ALL_CASES, Byol, make_epochs
 from tests.integration.jobs import Job, run_job
-from tests.integration.trainings import Epochs, Training, lightning_module, trainer_of
+from tests.integration.trainings import Epochs, Training, _Steps, lightning_module, trainer_of
 
 TEXT = "this is the user's own mistake"
 SECONDS = 20.0
 STEP = 5
+EVALUATED = 3
 STRUCK = "struck"
 SAVED = "saved"
 
@@ -33,9 +36,11 @@ class Fault:
     """What goes wrong.
 
     Attributes:
-        how: ``raise``, ``kill``, ``stall``, ``sigterm`` or ``sigusr1``.
+        how: ``raise``, ``full`` (as a full disk does), ``kill``, ``stall``, ``sigterm``,
+            ``sigusr1`` or ``nothing``.
         where: A hook of :class:`Breaking`, ``plan`` (the trace of the first batch), ``step``,
-            ``dataset``, ``worker`` (of a loader) or ``write`` (within a checkpoint's file).
+            ``dataset``, ``worker`` (of a loader), ``write`` (within a checkpoint's file) or
+            ``sync`` (when a file is to reach the disk).
         rank: Where.
     """
 
@@ -48,6 +53,10 @@ def strike(fault: Fault) -> None:
     Path(STRUCK).touch()
     if fault.how == "raise":
         raise ValueError(TEXT)
+    if fault.how == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if fault.how == "nothing":
+        return
     if fault.how == "stall":
         time.sleep(1000)
     number = "SIGKILL" if fault.how == "kill" else fault.how.upper()
@@ -75,14 +84,46 @@ class Breaking(lightning.pytorch.Callback, pytorch_lightning.Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         self._strike("train", trainer)
 
-    def on_validation_batch_start(self, trainer: Any, *_: Any) -> None:
-        self._strike("validate", trainer)
+    def on_validation_batch_start(self, trainer: Any, *args: Any) -> None:
+        if trainer.state.fn == "fit":
+            self._strike("validate", trainer)
+        else:
+            self._strike_outside("validate", trainer, *args)
+
+    def on_test_batch_start(self, trainer: Any, *args: Any) -> None:
+        self._strike_outside("test", trainer, *args)
+
+    def on_predict_batch_start(self, trainer: Any, *args: Any) -> None:
+        self._strike_outside("predict", trainer, *args)
+
+    def _strike_outside(self, where: str, trainer: Any, _: Any, batch: Any, index: int) -> None:
+        if index == EVALUATED:
+            self._strike(where, trainer, 0)
 
     def on_save_checkpoint(self, trainer: Any, *_: Any) -> None:
         self._strike("save", trainer)
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         self._strike("end", trainer)
+
+
+class Module(_Steps, Byol, lightning.pytorch.LightningModule):  # type: ignore[misc]
+    """At the top of a file, since it travels to workers."""
+
+    optimizer_name = "sgd"
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.student(batch).mean())
+
+
+def module_of(training: Training) -> Module:
+    known = ALL_CASES[training.case]
+    assert known.make is Byol
+    torch.manual_seed(0)
+    module = Module(**known.kwargs)
+    if training.change is not None:
+        training.change(module)
+    return module
 
 
 class Batches(Dataset[Any]):
@@ -109,20 +150,20 @@ class Broken:
         fault: What goes wrong; None: nothing.
         callbacks: Makes further callbacks; module-level.
         ckpt_path: Where to resume from.
+        validated: How many batches each replica has to validate.
     """
 
     training: Training
     fault: Fault | None = None
     callbacks: Callable[[], list[Any]] = field(default=list)
     ckpt_path: str | None = None
+    validated: tuple[int, ...] = (3, 3)
 
 
 def fit(broken: Broken) -> int:
     """Train; the number of steps."""
     training, fault = broken.training, broken.fault
-    module = lightning_module(training.case, training.world, training.optimizer)
-    if training.change is not None:
-        training.change(module)
+    module = module_of(training)
     epochs = make_epochs(module, training.sizes)
     loader: Any = Epochs(epochs)
     callbacks = [Breaking(fault)] if fault is not None else []
@@ -136,14 +177,41 @@ def fit(broken: Broken) -> int:
     if fault is not None and fault.where == "write":
         break_writing(fault)
 
-    def validation_step(batch: Any, batch_idx: int) -> None:
-        module.log("val", module.student(batch).mean())
-
-    module.validation_step = validation_step
-    validation = Epochs([[batch["views"][0] for batch in epochs[0][:3]]])
     trainer = trainer_of(training, module, *broken.callbacks(), *callbacks)
+    if fault is not None and fault.where == "sync":
+        break_syncing(fault, trainer)
+    validation = Repeated(epochs[0][0]["views"][0], broken.validated, trainer)
     trainer.fit(module, loader, validation, ckpt_path=broken.ckpt_path)
     return int(trainer.global_step)
+
+
+class Repeated:
+    """One batch, as often as the replica has to evaluate it."""
+
+    def __init__(self, batch: Any, numbers: tuple[int, ...], trainer: Any) -> None:
+        self._batch, self._numbers, self._trainer = batch, numbers, trainer
+
+    def __len__(self) -> int:
+        return self._numbers[getattr(self._trainer.strategy, "replica", 0)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self._batch, len(self))
+
+
+def evaluate(broken: Broken) -> None:
+    """Validate, test or predict, which is where the fault is."""
+    training, fault = broken.training, broken.fault
+    assert fault is not None
+    module = module_of(training)
+
+    def step(batch: Any, batch_idx: int) -> Any:
+        return module.student(batch).mean()
+
+    for name in ("validation_step", "test_step", "predict_step"):
+        vars(module)[name] = getattr(module, "evaluated", step)
+    trainer = trainer_of(training, module, Breaking(fault))
+    batch = make_epochs(module, ((5,),))[0][0]["views"][0]
+    getattr(trainer, fault.where)(module, Repeated(batch, broken.validated, trainer))
 
 
 def break_step(module: Any, fault: Fault) -> None:
@@ -176,6 +244,18 @@ def break_writing(fault: Fault) -> None:
         strike(fault)
 
     torch.save = half  # type: ignore[assignment] # on the rank that writes; the others never do
+
+
+def break_syncing(fault: Fault, trainer: Any) -> None:
+    """The first file after the step ``STEP`` does not reach the disk, nor do those after it."""
+    sync = os.fsync
+
+    def broken(file: int) -> None:
+        if trainer.global_step >= STEP and trainer.global_rank == fault.rank:
+            strike(fault)
+        sync(file)
+
+    os.fsync = broken  # type: ignore[assignment] # called with a number
 
 
 def saving() -> list[Any]:
@@ -216,6 +296,7 @@ def run_broken(
     """
     job = run_job(function, broken, num_ranks=broken.training.num_ranks, folder=folder)
     ended = time.time()
+    assert (folder / STRUCK).exists(), job.output
     struck = (folder / STRUCK).stat().st_mtime
     assert ended - struck < within, job.output
     assert all(rank.exit_code not in {0, None} for rank in job.ranks), job.output

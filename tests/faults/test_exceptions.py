@@ -13,6 +13,7 @@ from tests.faults.breaking import (
     TEXT,
     Broken,
     Fault,
+    evaluate,
     loads,
     num_tracebacks,
     over,
@@ -62,3 +63,27 @@ def test_nothing_is_saved_of_a_failure(rank: int, tmp_path: Path) -> None:
     saved = tmp_path / SAVED
     assert {path.name for path in saved.iterdir()} == {"same.ckpt", "last.ckpt"}
     assert loads(saved / "last.ckpt") == loads(saved / "same.ckpt") == 4
+
+
+OUTSIDE = [(2, "validate", 0), (2, "predict", 1), (3, "predict", 2)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "rank"),
+    [(2, "test", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in OUTSIDE)],
+)
+def test_it_is_told_once_outside_a_fit(
+    num_ranks: int, where: str, rank: int, tmp_path: Path
+) -> None:
+    broken = Broken(over(BYOL, num_ranks), Fault("raise", where, rank), validated=(10**7,))
+    told_once(run_broken(broken, tmp_path, function=evaluate), rank)
+
+
+@pytest.mark.slow
+def test_a_replica_that_evaluates_alone_is_ended(tmp_path: Path) -> None:
+    """It waits for nobody, so nothing but its watch tells it of a failure in another replica."""
+    broken = Broken(over(BYOL, 4), Fault("raise", "test", 0), validated=(10**7, 10**7))
+    job = run_broken(broken, tmp_path, function=evaluate)
+    assert job.ranks[0].error.startswith("ValueError")
+    assert num_tracebacks(job) == 1, job.output
+    assert job.output.count("is ended: another rank has failed") == 2

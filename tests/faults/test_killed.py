@@ -12,6 +12,7 @@ from tests.faults.breaking import (
     SAVED,
     Broken,
     Fault,
+    evaluate,
     loads,
     num_tracebacks,
     over,
@@ -44,3 +45,20 @@ def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Pat
     if where not in {"setup", "plan"}:
         # "write": killed in the third file, which would have replaced this one.
         assert loads(tmp_path / SAVED / "same.ckpt") >= 4
+
+
+OUTSIDE = [(2, "validate", 1), (2, "predict", 0), (3, "predict", 1), (4, "test", 2)]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "rank"),
+    [(2, "test", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in OUTSIDE)],
+)
+def test_it_ends_the_others_outside_a_fit(
+    num_ranks: int, where: str, rank: int, tmp_path: Path
+) -> None:
+    broken = Broken(over(BYOL, num_ranks), Fault("kill", where, rank), validated=(10**7, 10**7))
+    job = run_broken(broken, tmp_path, function=evaluate)
+    assert job.ranks[rank].exit_code == -signal.SIGKILL
+    assert "Traceback" not in job.output, job.output
+    assert "stops too" in job.output or "is ended: another rank has failed" in job.output

@@ -2,54 +2,174 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import resource
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.files import explain_damage, write_whole
+from lightning_tspipe.strategy.sharded import META_FILE
+from lightning_tspipe.strategy.shards import FolderSource
 from tests.faults.breaking import (
     BYOL,
     SAVED,
+    SECONDS,
     STRUCK,
+    TEXT,
     Broken,
+    Fault,
     fit,
     loads,
     num_tracebacks,
+    over,
     run_broken,
     saving,
+    strike,
 )
+from tests.integration.trainings import lightning_module
 
-
-def fit_on_a_full_disk(broken: Broken) -> int:
-    """The system says so when the third file is to reach the disk."""
-    sync, count = os.fsync, [0]
-
-    def full(file: int) -> None:
-        count[0] += 1
-        if count[0] == 3:
-            Path(STRUCK).touch()
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        sync(file)
-
-    os.fsync = full  # type: ignore[assignment] # called with a number
-    return fit(broken)
+SLOW = pytest.mark.slow
+LIMIT = 4
 
 
 def test_a_full_disk_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
-    job = run_broken(Broken(BYOL, None, saving), tmp_path, function=fit_on_a_full_disk)
+    job = run_broken(Broken(BYOL, Fault("full", "sync", 0), saving), tmp_path)
     assert num_tracebacks(job) == 1, job.output
     assert "No space left on device, so the checkpoint was not saved" in job.ranks[0].output
     assert "rank 1 stops too" in job.ranks[1].output
     saved = tmp_path / SAVED
     assert {path.name for path in saved.iterdir()} == {"same.ckpt", "last.ckpt"}
     assert loads(saved / "same.ckpt") == 4
+
+
+class Slowly(TorchCheckpointIO):
+    """Writes for so long that other things happen meanwhile."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        Path("writing").touch()
+        time.sleep(3)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class KilledWhileWriting(Callback):
+    """Rank 1 ends while rank 0 writes."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_rank == 1 and Path("writing").exists():
+            strike(Fault("kill", "", 1))
+
+
+def fit_async(broken: Broken) -> int:
+    """A thread writes."""
+    assert broken.fault is not None
+    io = AsyncCheckpointIO(Slowly() if broken.fault.rank == 1 else None)
+    training = replace(broken.training, trainer={**broken.training.trainer, "plugins": [io]})
+    return fit(replace(broken, training=training))
+
+
+def saving_often() -> list[Any]:
+    return [ModelCheckpoint(SAVED, "{step}", every_n_train_steps=2, save_top_k=-1)]
+
+
+def saving_often_and_dying() -> list[Any]:
+    return [*saving_often(), KilledWhileWriting()]
+
+
+@pytest.mark.parametrize("how", ["full", *(pytest.param(h, marks=SLOW) for h in ("raise", "kill"))])
+def test_a_fault_in_a_thread_that_saves(how: str, tmp_path: Path) -> None:
+    broken = Broken(BYOL, Fault(how, "sync", 0), saving_often)
+    job = run_broken(broken, tmp_path, function=fit_async)
+    assert num_tracebacks(job) == (how != "kill"), job.output
+    assert "rank 1 stops too" in job.ranks[1].output
+    if how == "full":
+        assert "No space left on device, so the checkpoint was not saved" in job.ranks[0].output
+    # What comes after the fault is not written either.
+    assert last_of(tmp_path / SAVED) == 4
+
+
+def last_of(folder: Path) -> int:
+    """All checkpoints of a folder are whole; the step of the newest."""
+    return max(loads(path) for path in folder.glob("*.ckpt"))
+
+
+@SLOW
+def test_a_fault_in_the_last_file_that_a_thread_saves(tmp_path: Path) -> None:
+    """Nothing but the end of the run hears of it; the other rank does not end well either."""
+    training = replace(BYOL, sizes=((5,) * 6,))
+    broken = Broken(training, Fault("full", "sync", 0), saving_often)
+    job = run_broken(broken, tmp_path, function=fit_async)
+    assert num_tracebacks(job) == 1, job.output
+    assert last_of(tmp_path / SAVED) == 4
+
+
+@SLOW
+def test_a_rank_is_killed_while_another_ones_thread_saves(tmp_path: Path) -> None:
+    broken = Broken(BYOL, Fault("nothing", "", 1), saving_often_and_dying)
+    job = run_broken(broken, tmp_path, function=fit_async)
+    assert job.ranks[1].exit_code == -signal.SIGKILL
+    assert num_tracebacks(job) == 0, job.output
+    # The files that were under way are completed.
+    assert last_of(tmp_path / SAVED) >= 2
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "how", "rank"),
+    [
+        (2, "kill", 1),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in [
+                (2, "kill", 0), (2, "full", 0), (3, "full", 1), (2, "raise", 1), (4, "kill", 1),
+                (4, "kill", 2), (2, "stall", 1),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_a_fault_in_a_checkpoint_of_shards(
+    num_ranks: int, how: str, rank: int, tmp_path: Path
+) -> None:
+    training = over(BYOL, num_ranks)
+    options = {**training.options, "save_distributed_checkpoint": True}
+    if how == "stall":
+        options["timeout"] = timedelta(seconds=LIMIT)
+    # The second replica saves nothing.
+    fault = Fault(how, "save" if rank == 2 else "sync", rank)
+    broken = Broken(replace(training, options=options), fault, saving_often)
+    within = SECONDS + LIMIT * (how == "stall")
+    job = run_broken(broken, tmp_path, within=within)
+    if how in {"full", "raise"}:
+        text = "No space left on device" if how == "full" else TEXT
+        assert text in job.output
+        assert num_tracebacks(job) == 1, job.output
+    else:
+        assert num_tracebacks(job) == 0, job.output
+    # Its place, and that of a link to it, is taken by a checkpoint that is complete only.
+    folders = [path for path in (tmp_path / SAVED).glob("*.ckpt") if path.is_dir()]
+    assert max(map(loads_shards, folders)) == 4
+
+
+def loads_shards(path: Path) -> int:
+    """Whether a folder of shards is whole; its step."""
+    source = FolderSource(path)
+    module = lightning_module("Byol-group-2-by hand", "lightning.pytorch", "sgd")
+    module.load_state_dict(source.tensors(list(source.shapes)))
+    names = [name for name, _ in module.student.named_parameters()]
+    assert source.num_optimizers == 1
+    assert source.optimizer_state(0, [], [f"student.{name}" for name in names])
+    checkpoint = torch.load(path / META_FILE, weights_only=False)
+    return int(checkpoint["global_step"])
 
 
 @contextmanager

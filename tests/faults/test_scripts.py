@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.breaking import SECONDS, STRUCK, TEXT
+from tests.faults.breaking import SAVED, SECONDS, STRUCK, TEXT, loads
 from tests.integration.scripts import output_of, processes_in, started, wait_for
 
 SCRIPT = """
@@ -35,14 +36,40 @@ if __name__ == "__main__":
     finally:
         print("the script's own finally ran")
 """
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 CASES = [("popen", "raise", "train", 0), ("fork", "raise", "train", 1)]
+OTHERS = ("spawn", "forkserver", "torchrun")
 MORE = [
     *(("popen", "raise", *place) for place in [("step", 0), ("dataset", 1), ("train", 1)]),
     *(("fork", "raise", *place) for place in [("step", 0), ("dataset", 1)]),
     *((method, "kill", "train", rank) for method in ("popen", "fork") for rank in (0, 1)),
     *((method, "sigterm", "train", rank) for method in ("popen", "fork") for rank in (0, 1)),
     *((method, "stall", "step", rank) for method in ("popen", "fork") for rank in (0, 1)),
+    *((method, "raise", "train", 1) for method in OTHERS), ("torchrun", "raise", "step", 0),
+    ("spawn", "kill", "train", 0), ("forkserver", "kill", "train", 1),
+    *(("torchrun", "kill", "train", rank) for rank in (0, 1)),
+    ("spawn", "sigterm", "train", 1), ("torchrun", "sigterm", "train", 1),
 ]  # fmt: skip
+
+
+def command_of(method: str, how: str, where: str, rank: int) -> list[str]:
+    first = TORCHRUN if method == "torchrun" else [sys.executable]
+    start_method = "popen" if method == "torchrun" else method
+    return [*first, "script.py", start_method, how, where, str(rank)]
+
+
+def end_of(process: subprocess.Popen[bytes], folder: Path, seconds: float = SECONDS) -> str:
+    """Wait until all of a job has ended, not with 0; what it has printed."""
+    deadline = time.monotonic() + seconds
+    try:
+        code = process.wait(seconds)
+        while processes_in(folder) and time.monotonic() < deadline:
+            time.sleep(0.1)
+    except subprocess.TimeoutExpired:
+        code = 0
+    assert code != 0, output_of(folder)
+    assert not processes_in(folder), output_of(folder)
+    return output_of(folder)
 
 
 @pytest.mark.parametrize(
@@ -50,26 +77,39 @@ MORE = [
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_the_job_ends(method: str, how: str, where: str, rank: int, tmp_path: Path) -> None:
-    command = [sys.executable, "script.py", method, how, where, str(rank)]
-    with started(tmp_path, SCRIPT, command) as (process,):
+    with started(tmp_path, SCRIPT, command_of(method, how, where, rank)) as (process,):
         wait_for([tmp_path / STRUCK], process)
-        deadline = time.monotonic() + SECONDS + (4 if how == "stall" else 0)
-        try:
-            code = process.wait(deadline - time.monotonic())
-            while processes_in(tmp_path) and time.monotonic() < deadline:
-                time.sleep(0.1)
-        except subprocess.TimeoutExpired:
-            code = 0
-        assert code != 0, output_of(tmp_path)
-        assert not processes_in(tmp_path), output_of(tmp_path)
-    text = output_of(tmp_path)
+        text = end_of(process, tmp_path, SECONDS + (4 if how == "stall" else 0))
+    is_script = method in {"popen", "torchrun"}
     if how == "raise":
-        # A parent's traceback quotes the worker's.
+        # A parent's traceback quotes the worker's; torchrun's tells of itself.
         assert text.count("Traceback (most recent call last)") == (1 if method == "popen" else 2)
         assert text.count(f"ValueError: {TEXT}") == 1, text
         assert "the script's own finally ran" in text
     elif how == "sigterm":
         assert "all ranks stop after this batch" in text
-        assert code == 143 if method == "popen" else "exit code 143" in text, text
+        if method == "popen":
+            assert process.returncode == 143, text
+        elif not is_script:
+            assert "exit code 143" in text, text
     elif how == "stall" and rank == 1:
         assert re.search(r"rank 0 could not receive from rank 1", text), text
+    if how != "stall":
+        assert max(loads(path) for path in (tmp_path / SAVED).glob("*.ckpt")) >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["popen", "fork", "spawn", "forkserver", "torchrun"])
+def test_sigterm_to_the_process_that_was_started(method: str, tmp_path: Path) -> None:
+    """With workers, that is none of the ranks; they stop together, and save, all the same."""
+    with started(tmp_path, SCRIPT, command_of(method, "nothing", "train", 0)) as (process,):
+        wait_for([tmp_path / STRUCK], process)
+        process.terminate()
+        text = end_of(process, tmp_path)
+    assert text.count("all ranks stop after this batch") == 1, text
+    assert "stops too" not in text
+    if method == "popen":
+        assert process.returncode == 143
+    elif method != "torchrun":
+        assert process.returncode == -signal.SIGTERM
+    assert loads(tmp_path / SAVED / "exception.ckpt") >= 5

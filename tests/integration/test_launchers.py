@@ -115,6 +115,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
             [sys.executable, "script.py", "spawn"], id="spawn", marks=pytest.mark.slow
         ),
         pytest.param(
+            [sys.executable, "script.py", "forkserver"], id="forkserver", marks=pytest.mark.slow
+        ),
+        pytest.param(
             [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "script.py", "popen"],
             id="torchrun", marks=pytest.mark.slow,
         ),
@@ -123,7 +126,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 def test_all_launchers_train_the_same(
     command: list[str], expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    """With spawn and fork the weights are those of the module in the parent, after fit."""
+    """Where workers are functions, the weights are those of the module in the parent, after fit."""
     with started(tmp_path, SCRIPT, [*command, "1", "2"]) as processes:
         weights = finish(tmp_path, processes)
     torch.testing.assert_close(weights, expected, **CLOSE)
@@ -138,7 +141,10 @@ def test_slurm(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
 # Addresses
 
 
-@pytest.mark.parametrize("method", ["popen", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method",
+    ["popen", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "fork", "forkserver"))],
+)
 def test_one_machine_listens_on_the_loopback_interface_only(method: str, tmp_path: Path) -> None:
     command = [sys.executable, "script.py", method, "1", "2", "pause"]
     with started(tmp_path, SCRIPT, command) as processes:
