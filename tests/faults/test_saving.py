@@ -20,8 +20,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.files import explain_damage, write_whole
-from lightning_tspipe.strategy.sharded import META_FILE
-from lightning_tspipe.strategy.shards import FolderSource
+from lightning_tspipe.strategy.shards import META_FILE, FolderSource
 from tests.faults.breaking import (
     BYOL,
     SAVED,
