@@ -30,6 +30,7 @@ class DistilBERT(LightningModule):
         width: Of both.
         max_length: Tokens of a sentence.
         weights: File of the teacher's state dict; None: it has learned nothing.
+        dropout: Share of the student's activations that are dropped.
         temperature: Softens the targets.
         lr: Of AdamW.
     """
@@ -41,6 +42,7 @@ class DistilBERT(LightningModule):
         width: int = 256,
         max_length: int = 64,
         weights: str | None = None,
+        dropout: float = 0.1,
         temperature: float = 2.0,
         lr: float = 5e-4,
     ) -> None:
@@ -53,6 +55,8 @@ class DistilBERT(LightningModule):
             hidden_dim=4 * width,
             n_layers=num_layers,
             n_heads=width // 32,
+            dropout=dropout,
+            attention_dropout=dropout,
             pad_token_id=PAD,
             # The first and the last stage would share a parameter.
             tie_word_embeddings=False,
@@ -143,8 +147,8 @@ class MaskedSentences(LightningDataModule):
 
 
 def module_and_data() -> tuple[DistilBERT, MaskedSentences]:
-    """For ``tspipe plan`` and ``tspipe check``: twelve layers teach six, made-up sentences."""
-    return DistilBERT(), MaskedSentences(batch_size=16)
+    """For ``tspipe plan`` and ``tspipe check``: twelve layers teach six, without dropout."""
+    return DistilBERT(dropout=0.0), MaskedSentences(batch_size=16)
 
 
 if __name__ == "__main__":

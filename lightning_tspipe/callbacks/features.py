@@ -155,11 +155,12 @@ class LabelledFeatures:
 
     def _results(self, loader: Iterable[Any]) -> Iterator[Any]:
         step = feature_step(self._module, self._features)
-        pipelined = pipelined_of(self._trainer)
+        pipelined, precision = pipelined_of(self._trainer), self._trainer.precision_plugin
         if pipelined is not None:
-            yield from pipelined.evaluate(step, loader)
+            yield from pipelined.evaluate(
+                lambda batch: step(precision.convert_input(batch)), loader
+            )
             return
-        precision = self._trainer.precision_plugin
         for batch in loader:
             moved = move_data_to_device(batch, self._module.device)
             with precision.forward_context():

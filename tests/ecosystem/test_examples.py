@@ -19,6 +19,11 @@ from tests.ecosystem.examples import (
 
 pytestmark = pytest.mark.distributed
 EXACT = ["--trainer.precision", "64-true"]
+# BatchNorm sees micro-batches, where there are any.
+WHOLE = [
+    "--trainer.strategy=lightning_tspipe.TSPipeStrategy",
+    "--trainer.strategy.num_microbatches=1",
+]
 
 
 def check(folder: Path, name: str) -> None:
@@ -55,7 +60,7 @@ def test_each_example_is_a_command(name: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> None:
-    in_forks(tmp_path, name, "--fast", *EXACT)
+    in_forks(tmp_path, name, "--fast", *EXACT, *WHOLE)
     over_two = column(tmp_path, name, "loss")
     alone = ["--trainer.strategy", "auto", "--trainer.devices", "1"]
     if name not in DISTILLATION:  # whose teacher never changes
