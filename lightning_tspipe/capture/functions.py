@@ -24,7 +24,8 @@ HARMLESS = frozenset(
     )
 )  # fmt: skip
 MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.pin_memory})
-_IN_PLACE_NAMES = frozenset({"copy_", "__setitem__", "set_", "data.__set__"})
+_GRADIENT = "grad.__set__"
+_IN_PLACE_NAMES = frozenset({"copy_", "__setitem__", "set_", "data.__set__", _GRADIENT})
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -41,3 +42,8 @@ def writes_in_place(name: str) -> bool:
         or (last.endswith("_") and not last.endswith("__") and last != "requires_grad_")
         or (last.startswith("__i") and last.endswith("__"))
     )
+
+
+def writes_gradient(name: str) -> bool:
+    """Whether a function gives its first argument another gradient."""
+    return name.rsplit("Tensor.", 1)[-1] == _GRADIENT

@@ -134,6 +134,7 @@ class StepPlan:
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
         num_batch_leaves: Leaves of the batch.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
+        has_late_effects: Whether it does after its last call; then not before.
         mixes: Whether, before the last call, values of the batch meet other tensors or move to a
             device: where the batch has no values, this needs ``MetaWins``.
         ema_pairs: Parameter names (teacher's, student's) whose EMA was seen in the step.
@@ -146,8 +147,14 @@ class StepPlan:
     batch_fields: tuple[int, ...]
     num_batch_leaves: int
     has_effects: bool
+    has_late_effects: bool = False
     mixes: bool = False
     ema_pairs: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def has_ema(self) -> bool:
+        """Whether the step changes pipelined parameters, early or late."""
+        return self.has_effects or self.has_late_effects
 
     def calls_of(self, network: NetworkName) -> tuple[int, ...]:
         """Indices of the calls of one network, in order."""

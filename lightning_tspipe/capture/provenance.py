@@ -17,7 +17,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_tspipe.capture.functions import HARMLESS, MOVES, name_of, writes_in_place
+from lightning_tspipe.capture.functions import (
+    HARMLESS,
+    MOVES,
+    name_of,
+    writes_gradient,
+    writes_in_place,
+)
 from lightning_tspipe.capture.location import current_line
 
 _GRADIENT = "torch.Tensor.grad.__get__"
@@ -124,6 +130,7 @@ class ProvenanceMode(TorchFunctionMode):
     Attributes:
         reads: (value whose numbers were looked at, number of blocks called before, user's line).
         writes: (value written in place, number of blocks called before, user's line).
+        gradient_writes: The same for parameters whose gradient was set (to None).
         gradient_reads: The user's lines that looked at the gradient of a parameter.
         draws: To be entered as well, so that random numbers are noticed.
         draws_on_device: Whether random numbers were drawn on a device that the step named: it may
@@ -137,6 +144,7 @@ class ProvenanceMode(TorchFunctionMode):
         self._num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str]] = []
+        self.gradient_writes: list[tuple[Value, int, str]] = []
         self.gradient_reads: list[str] = []
         self.draws_on_device = False
         self.draws = DrawCounter()
@@ -219,7 +227,7 @@ class ProvenanceMode(TorchFunctionMode):
         result: Any,
     ) -> None:
         writes = writes_in_place(name)
-        to_parameter = writes and self._record_write(args)
+        to_parameter = writes and self._record_write(name, args)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         for parent in () if outputs else parents:
             if to_parameter:
@@ -240,14 +248,15 @@ class ProvenanceMode(TorchFunctionMode):
             for parent in parents:
                 parent.consumers.append(value)
 
-    def _record_write(self, args: tuple[Any, ...]) -> bool:
+    def _record_write(self, name: str, args: tuple[Any, ...]) -> bool:
         """Note the targets of a write; whether they are parameters."""
         line = current_line()
+        writes = self.gradient_writes if writes_gradient(name) else self.writes
         to_parameter = False
         targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         for target in targets:
             if isinstance(target, Tensor) and (value := self.lookup(target)) is not None:
-                self.writes.append((value, self._num_blocks, line))
+                writes.append((value, self._num_blocks, line))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
 

@@ -4,6 +4,7 @@
   real inputs on the data rank, and has the effects that the user wrote there (an EMA of
   parameters) on every rank.
 - The **replay** is the whole step on the loss rank, with the real outputs of the networks.
+- An EMA behind the last call happens in a run of the whole step without values, on every rank.
 """
 
 from __future__ import annotations
@@ -94,6 +95,42 @@ class StepRunner:
                 stack.enter_context(swap.attributes_restored(self._rest, tensors=False))
             stack.enter_context(self._meta_mode())
             self._run_prologue(_Prologue(self._plan, real=False), step, batch, seed)
+
+    def late_effects(self, step: Step, batch: Any, seed: int, *, rehearsal: bool = False) -> None:
+        """What the step does to this rank's parameters after its last call.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch; its values are not looked at.
+            seed: Seed of the step's random stream.
+            rehearsal: Change nothing; just see whether the step runs without values.
+
+        Raises:
+            CaptureError: It doesn't.
+        """
+        if not self._plan.has_late_effects:
+            return
+        whole = _Prologue(self._plan, real=False, ends_early=False)
+        with ExitStack() as stack:
+            stack.enter_context(self._hide_rest())
+            if rehearsal:
+                stack.enter_context(self._hide_pipelined())
+            stack.enter_context(swap.attributes_restored(self._rest, tensors=False))
+            stack.enter_context(swap.random_stream(seed))
+            stack.enter_context(swap.forwards_replaced(self._stubs(whole)))
+            stack.enter_context(_silenced(self._module))
+            stack.enter_context(MetaWins())
+            try:
+                step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
+            except CaptureError:
+                raise
+            except Exception as error:
+                raise CaptureError(
+                    "the step changes a teacher's parameter after its last call, so that all of it "
+                    "runs without values on each rank to do the same there, which failed at "
+                    f"{line_of(error)}: {error}. Move the change before the calls or into "
+                    "on_train_batch_end"
+                ) from error
 
     def _run_prologue(self, prologue: _Prologue, step: Step, batch: Any, seed: int) -> None:
         with (
@@ -224,9 +261,10 @@ class _Answers(ABC):
 
 
 class _Prologue(_Answers):
-    def __init__(self, plan: StepPlan, *, real: bool) -> None:
+    def __init__(self, plan: StepPlan, *, real: bool, ends_early: bool = True) -> None:
         super().__init__(plan)
         self.real = real
+        self._ends_early = ends_early
         self.inputs: list[Tensor] = []
         self._sizes: dict[int, tuple[int, int]] = {}
 
@@ -238,7 +276,7 @@ class _Prologue(_Answers):
             traced = self._plan.calls[interception.call].input.shape
             size = tensors[0].shape[0] if traced else 0
             self._sizes[interception.call] = (traced[0] if traced else 0), size
-        if self.count == len(self._plan.interceptions):
+        if self._ends_early and self.count == len(self._plan.interceptions):
             raise _PrologueDoneError
         device = tensors[0].device if self.real else torch.device("meta")
         return _stand_ins(interception, device, self._sizes[interception.call])

@@ -59,6 +59,7 @@ class _BatchLeaf:
 @dataclass(frozen=True)
 class _Parameter:
     name: str
+    network: NetworkName
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Tracer:
         self._writes_seen: list[int] = []
         self._generator = torch.Generator().manual_seed(seed)
         leaves = pytree.tree_leaves(batch)
-        originals = [p for block in self._blocks.values() for p in block.parameters()]
+        originals = self._parameters()
         with self._replacements(), swap.random_stream(seed):
             fields = [self._mode.track(leaf, _BatchLeaf(i)) if isinstance(leaf, Tensor) else None
                       for i, leaf in enumerate(leaves)]  # fmt: skip
@@ -314,13 +315,19 @@ class Tracer:
             answer = torch.zeros(fake.shape, dtype=fake.dtype, device=self._device)
         return answer.requires_grad_(fake.requires_grad)
 
-    def _track_parameters(self, originals: list[nn.Parameter]) -> list[Value]:
-        for parameter in originals:  # which optimizers hold
-            self._mode.track(parameter, _Parameter("?"), is_parameter=True)
+    def _parameters(self) -> list[tuple[_Parameter, nn.Parameter]]:
         return [
-            self._mode.track(parameter, _Parameter(f"{name}.{path}"), is_parameter=True)
+            (_Parameter(f"{name}.{path}", self._network_of[name]), parameter)
             for name, block in self._blocks.items()
             for path, parameter in block.named_parameters()
+        ]
+
+    def _track_parameters(self, originals: list[tuple[_Parameter, nn.Parameter]]) -> list[Value]:
+        for source, parameter in originals:  # which optimizers hold
+            self._mode.track(parameter, source, is_parameter=True)
+        return [
+            self._mode.track(parameter, source, is_parameter=True)
+            for source, parameter in self._parameters()
         ]
 
     def _plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
@@ -331,7 +338,7 @@ class Tracer:
             )
         self._check_reads(parameters)
         self._check_batch_writes([value for value in fields if value is not None])
-        has_effects = self._check_writes()
+        has_effects, has_late_effects = self._check_writes()
         chains = self._chains()
         used = self._used()
         calls = tuple(
@@ -357,6 +364,7 @@ class Tracer:
             ),
             num_batch_leaves=len(fields),
             has_effects=has_effects,
+            has_late_effects=has_late_effects,
             mixes=any(
                 not source.is_parameter
                 for value in self._mode.mixing()
@@ -430,16 +438,34 @@ class Tracer:
                     "in x = x - mean"
                 )
 
-    def _check_writes(self) -> bool:
-        has_effects = False
-        for value, when, line in self._mode.writes:
-            if not any(v.is_parameter for v in value.sources()):
-                continue
-            has_effects = True
-            if when >= len(self._interceptions):
+    def _check_writes(self) -> tuple[bool, bool]:
+        """Whether pipelined parameters change before the last call, and whether after it."""
+        last = len(self._interceptions)
+        writes = [
+            (source.network, when >= last, line)
+            for value, when, line in self._mode.writes
+            for source in (v.source for v in value.sources() if v.is_parameter)
+        ]
+        clears = [when >= last for value, when, _ in self._mode.gradient_writes
+                  if any(v.is_parameter for v in value.sources())]  # fmt: skip
+        early = any(not is_late for _, is_late, _ in writes) or False in clears
+        for network, is_late, line in writes:
+            if is_late and (early or network == "student" or not self._is_automatic):
                 raise CaptureError(
                     f"the step changes a pipelined parameter after its last call to a pipelined "
-                    f"network, at {line}. Move the line before the last call, into "
-                    "on_train_batch_end, or use lightning_tspipe.MomentumEMA"
+                    f"network, at {line}, and {self._why_not_late(network, early=early)}. Move the "
+                    "line before the last call, into on_train_batch_end, or use "
+                    "lightning_tspipe.MomentumEMA"
                 )
-        return has_effects
+        return early, any(is_late for _, is_late, _ in writes) or True in clears
+
+    def _why_not_late(self, network: NetworkName, *, early: bool) -> str:
+        if network == "student":
+            return "it is one of the student's, whose backward is still to come"
+        if early:
+            return "others before it: the two happen at different times"
+        return "the step has optimized by hand by then"
+
+    @property
+    def _is_automatic(self) -> bool:
+        return bool(getattr(self._module, "automatic_optimization", True))

@@ -40,13 +40,18 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.units import StepUnits
-from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
+from lightning_tspipe.runtime.weights import LOSS_RANK, Shards, forget_graphs
 from lightning_tspipe.schedules.phases import teacher_only
 from lightning_tspipe.simulation.cost import CostTable
 
 _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD, Op.OPTIMIZER})
 
 BatchAndStep = tuple[Any, Step]
+
+
+def _is_ahead(action: Action) -> bool:
+    """Whether it reads the teacher as this step leaves it behind."""
+    return action.op is Op.TEACHER and action.batch == 1
 
 
 class Engine:
@@ -126,9 +131,12 @@ class Engine:
         Raises:
             CaptureError: The step can't be captured.
         """
+        forget_graphs(self.module)  # before copies of attributes hold on to them
         tracer = Tracer(self.module, self.names, self.device)
         with nullcontext() if training else torch.no_grad():
             plan = tracer.trace(step, batch, self._seed)
+            runner = StepRunner(self.module, self.names, plan, is_loss_rank=self.is_loss_rank)
+            runner.late_effects(step, batch, self._seed, rehearsal=True)
         networks = {
             name: ChainNetwork(name, self.module, plan, self.device) for name in plan.chains
         }
@@ -262,7 +270,12 @@ class Engine:
             plan.batch_fields, batch, self.transport, self.placement.data_rank, BATCH_CHANNEL
         )
         recorder.paused("send", started)
-        executor.run(context, actions[:stop])
+        late = next(i for i, action in enumerate(actions) if i == stop or _is_ahead(action))
+        executor.run(context, actions[:late])
+        if plan.has_late_effects:
+            assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions
+        self._runner.late_effects(step, header.batch(), self._seed + self._index)
+        executor.run(context, actions[late:stop])
         self._rest_actions = actions[stop:]
         if actions[stop].op is not Op.LOSS:
             return None

@@ -94,7 +94,7 @@ class Shards:
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
-        _forget_graphs(self._module)
+        forget_graphs(self._module)
         for name, parameter in self._module.named_parameters():
             here = self.holds(name, rank)
             _move(parameter, device if here else torch.device("meta"))
@@ -223,20 +223,19 @@ def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
     return partial(exchange, old)
 
 
-def _cpu(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, Tensor) else value
+def forget_graphs(module: nn.Module) -> None:
+    """Keep no graph in attributes, such as ``weight_norm``'s weight, which is computed anew.
 
-
-def _forget_graphs(module: nn.Module) -> None:
-    """Let go of parameters that computed attributes hold, such as ``weight_norm``'s weight.
-
-    The graph of such a tensor, which the next forward computes anew, refers to the parameters, and
-    these could not be exchanged.
+    A graph holds on to its parameters, which then can't be exchanged in place.
     """
     for child in module.modules():
         for name, value in vars(child).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 vars(child)[name] = value.detach()
+
+
+def _cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
 def _move(parameter: nn.Parameter, device: torch.device) -> None:

@@ -57,7 +57,7 @@ def collect(
         "loader": data.get("loader"),
         "gradients": {k: v for rank in gathered for k, v in rank.get("gradients", {}).items()},
         "teacher_ahead": packed,
-        "ema_in_step": engine.captured.plan.has_effects,
+        "ema_in_step": engine.captured.plan.has_ema,
     }
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lightning_tspipe.capture.rebinding import refuse_rebinding
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.networks.compiling import Compiler
@@ -154,6 +155,7 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
             f"teacher=[...]) (its submodules: {children})"
         )
     refuse_compiled(module, (*student, *teacher))
+    refuse_rebinding(module, (*student, *teacher))
     seen: dict[int, str] = {}
     for name in (*student, *teacher):
         for path, child in module.get_submodule(name).named_modules():
@@ -345,7 +347,7 @@ def _decide(
     plan, networks = captured.plan, captured.networks
     student, teacher = networks["student"], networks.get("teacher")
     paired = teacher is not None and is_paired(student, teacher)
-    if plan.has_effects and not paired:
+    if plan.has_ema and not paired:
         raise PartitionError(
             "the step averages parameters of networks that are built differently, so that the "
             "parts of a pair could come to different ranks. Give the teacher the same structure "

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightly.models.utils import update_momentum
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
 from tests.exactness.reference import run_reference
@@ -149,6 +150,31 @@ def test_what_the_trainer_is_told(trainer: dict[str, Any], tmp_path: Path) -> No
     results = pipelined(training, tmp_path)
     assert_same(expected, results[0])
     assert {result.global_step for result in results} == {expected.global_step}
+
+
+def late_ema(module: Any) -> None:
+    """The update is the last thing of the step."""
+    module.ema = "none"
+    step = module.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss = step(batch, batch_idx)
+        update_momentum(module.student[0], module.teacher, m=0.8)
+        return loss
+
+    module.training_step = training_step
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_ema_at_the_end_of_the_step(num_ranks: int, tmp_path: Path) -> None:
+    training = Training(
+        "Byol-group-2-by hand", "instance", {"num_microbatches": 2}, num_ranks=num_ranks,
+        callbacks=delayed, change=late_ema, optimizer="adamw",
+    )  # fmt: skip
+    expected = on_one_device(training, tmp_path)
+    assert_same(expected, pipelined(training, tmp_path)[0])
+    in_time = on_one_device(replace(training, callbacks=undelayed), tmp_path)
+    assert_same(expected, in_time)  # it was late already
 
 
 def with_scheduler(module: Any) -> None:

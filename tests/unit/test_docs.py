@@ -75,7 +75,7 @@ def pages() -> list[Any]:
 @pytest.mark.parametrize("page", pages())
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     # A process of its own, because a strategy with several devices starts the script once for each.
-    script = tmp_path / f"{page.stem}.py"
+    script = tmp_path / f"page_{page.stem}.py"  # not lightly.py, which that page imports
     script.write_text(script_of(page.read_text()))
     with subprocess.Popen(  # noqa: S603 -- the script is a page of this repository
         [sys.executable, script],

@@ -1,4 +1,4 @@
-"""Each line of the support table names a test that exists; so does the list of conformance."""
+"""Each line of the tables of support names a test that exists; so does the list of conformance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/guide/lightning.md"
+LIGHTNING = ROOT / "docs/guide/lightning.md"
+PAGES = {LIGHTNING: 3, ROOT / "docs/guide/lightly.md": 4}
+"""The pages with such tables, and their numbers of columns."""
 LIST = ROOT / "tests/conformance/README.md"
 TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<name>\w+)`")
 
@@ -25,10 +27,10 @@ def names_in(file: str) -> frozenset[str]:
     return frozenset(name for name in found if name.startswith("test_"))
 
 
-def rows() -> list[str]:
+def rows(page: Path) -> list[str]:
     """The lines of tables that end in a column of tests."""
     found, inside = [], False
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in page.read_text(encoding="utf-8").splitlines():
         if line.endswith("| Test |"):
             inside = True
         elif not line.startswith("|"):
@@ -38,16 +40,20 @@ def rows() -> list[str]:
     return found
 
 
-def test_there_is_a_table() -> None:
-    assert len(rows()) > 40
+def test_there_are_tables() -> None:
+    assert [len(rows(page)) > 15 for page in PAGES] == [True, True]
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.strip("| ")[:40])
-def test_a_row_says_what_holds_and_names_its_test(row: str) -> None:
-    cells = [cell.strip() for cell in row.strip("|").split(" | ")]
-    assert len(cells) == 3, row
-    assert all(cells), row
-    assert_they_exist(cells[2])
+@pytest.mark.parametrize(
+    ("row", "num_columns"),
+    [(row, number) for page, number in PAGES.items() for row in rows(page)],
+    ids=lambda value: str(value).strip("| ")[:40],
+)
+def test_a_row_says_what_holds_and_names_its_test(row: str, num_columns: int) -> None:
+    cells = [cell.strip() for cell in row[1:-1].split("|")]
+    assert len(cells) == num_columns, row
+    assert all((cells[0], cells[1], cells[-1])), row
+    assert_they_exist(cells[-1])
 
 
 def assert_they_exist(text: str) -> None:
@@ -59,8 +65,10 @@ def assert_they_exist(text: str) -> None:
 
 
 def words() -> set[str]:
-    """What the tables' first columns, between them all, speak of."""
-    return set(re.findall(r"\w+", " ".join(row.strip("|").split(" | ")[0] for row in rows())))
+    """What the first columns of the page on Lightning, between them all, speak of."""
+    return set(
+        re.findall(r"\w+", " ".join(row.strip("|").split(" | ")[0] for row in rows(LIGHTNING)))
+    )
 
 
 @pytest.mark.parametrize("world", ["lightning.pytorch", "pytorch_lightning"])

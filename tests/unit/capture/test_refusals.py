@@ -101,12 +101,15 @@ def test_values_may_be_looked_at_behind_the_last_call() -> None:
     ids=["mul_", "data.mul_", "foreach", "copy_", "init", "setitem", "data"],
 )
 def test_edits_after_the_last_call(edit: Callable[[Tensor], Any]) -> None:
-    def step(m: Module, x: Tensor) -> Tensor:
+    """A backward of the student is still to come; the teacher's are late effects."""
+
+    def step(m: Module, x: Tensor, network: str = "student") -> Tensor:
         loss = (m.student(x) - m.teacher(x)).sum()
         with torch.no_grad():
-            edit(m.teacher[0].bias)  # type: ignore[arg-type]
+            edit(m.get_submodule(network)[0].bias)  # type: ignore[arg-type,index]
         return loss  # type: ignore[no-any-return]
 
+    assert trace(lambda m, x: step(m, x, "teacher")).has_late_effects
     fails_with(
         step, "changes a pipelined parameter after its last call", "test_refusals.py:",
         "before the last call", "on_train_batch_end", "MomentumEMA",
@@ -237,6 +240,11 @@ def test_calls_of_one_network_with_other_constants() -> None:
     tracer = Tracer(module, Networks(("student",)), torch.device("cpu"))
     with pytest.raises(CaptureError, match=r"different ways.*scale=3.0.*scale=2.0.*same constants"):
         tracer.trace(lambda batch: step(module, batch), torch.randn(4, 3), seed=0)
+
+
+def test_one_tensor_by_name() -> None:
+    plan = trace(lambda m, x: m.student(input=x).sum() + m.teacher(x).sum())
+    assert [call.network for call in plan.calls] == ["student", "teacher"]
 
 
 def test_a_batch_that_is_changed_in_place() -> None:

@@ -1,0 +1,52 @@
+"""MMCR as in lightly's examples: any number of views, and a step that calls a global module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightly.loss import MMCRLoss
+from lightly.models.modules import SimCLRProjectionHead
+from lightly.models.utils import deactivate_requires_grad, update_momentum
+from lightly.utils.scheduler import cosine_schedule
+from torch import Tensor
+
+from tests.ecosystem.lightly_modules.backbone import FEATURES, without_classifier
+
+
+class MMCR(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = without_classifier()
+        self.projection_head = SimCLRProjectionHead(FEATURES, 16, 6)
+        self.backbone_momentum = copy.deepcopy(self.backbone)
+        self.projection_head_momentum = copy.deepcopy(self.projection_head)
+        deactivate_requires_grad(self.backbone_momentum)
+        deactivate_requires_grad(self.projection_head_momentum)
+        self.criterion = MMCRLoss()
+        _models[:] = [self]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.projection_head(self.backbone(x).flatten(start_dim=1))
+
+    def forward_momentum(self, x: Tensor) -> Tensor:
+        features = self.backbone_momentum(x).flatten(start_dim=1)
+        return self.projection_head_momentum(features).detach()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        momentum = cosine_schedule(self.current_epoch, 10, 0.9, 1)
+        update_momentum(self.backbone, self.backbone_momentum, m=momentum)
+        update_momentum(self.projection_head, self.projection_head_momentum, m=momentum)
+        (model,) = _models
+        z_o = torch.stack([model(x) for x in batch[0]], dim=1)
+        z_m = torch.stack([model.forward_momentum(x) for x in batch[0]], dim=1)
+        return self.criterion(z_o, z_m)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.06)
+
+
+_models: list[MMCR] = []
+"""The script's global, which the step reads in place of ``self``."""
