@@ -53,6 +53,8 @@ class StepRunner:
         inside = [m for block in self._blocks.values() for m in block.modules()]
         inside_ids = {id(m) for m in inside}
         self._inside = inside
+        # Of a network that is called in part, the step may have called the parts.
+        self._blocks |= {i.block: module.get_submodule(i.block) for i in plan.interceptions}
         self._rest = [m for m in module.modules() if id(m) not in inside_ids]
         self._hide_pipelined = swap.TensorSwap(inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)

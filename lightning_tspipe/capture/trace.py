@@ -83,11 +83,16 @@ class Tracer:
         module: The LightningModule (or any module).
         networks: Which submodules are pipelined.
         device: Where the batches are.
+        parts: Whether the step may also call parts of them (the backbone alone, for its features);
+            a step with a backward may not.
     """
 
-    def __init__(self, module: nn.Module, networks: Networks, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, networks: Networks, device: torch.device, *, parts: bool = False
+    ) -> None:
         self._module = module
         self._device = device
+        self._parts = parts
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
@@ -163,6 +168,9 @@ class Tracer:
             for path, child in block.named_modules():
                 full = f"{name}.{path}" if path else name
                 if full in self._blocks:
+                    stubs[child] = self._block_stub(full, child, child.forward)
+                elif child not in stubs and self._parts:
+                    self._network_of[full] = self._network_of[name]
                     stubs[child] = self._block_stub(full, child, child.forward)
                 elif child not in stubs:
                     stubs[child] = self._inner_stub(full, name, child.forward)

@@ -126,13 +126,14 @@ class Engine:
         Args:
             step: The step, a function of the batch.
             batch: The batch.
-            training: Whether it takes part in a backward.
+            training: Whether it takes part in a backward; without one, it may call parts of the
+                networks too.
 
         Raises:
             CaptureError: The step can't be captured.
         """
         forget_graphs(self.module)  # before copies of attributes hold on to them
-        tracer = Tracer(self.module, self.names, self.device)
+        tracer = Tracer(self.module, self.names, self.device, parts=not training)
         with nullcontext() if training else torch.no_grad():
             plan = tracer.trace(step, batch, self._seed)
             runner = StepRunner(self.module, self.names, plan, is_loss_rank=self.is_loss_rank)

@@ -41,7 +41,7 @@ class Evaluation:
     Args:
         engine: The engine that holds the stages.
         step: The step, a function of the batch; calls pipelined submodules like a training step,
-            from the start of their chain up to any block of it.
+            from the start of their chain up to any block or part of it.
         batch: A first batch, the same on all ranks.
 
     Raises:
@@ -56,12 +56,14 @@ class Evaluation:
         trained = engine.captured.networks
         cuts: dict[NetworkName, tuple[int, ...]] = {}
         for name, network in networks.items():
-            if name not in trained or not trained[name].starts_like(network):
+            own = network.cuts_like(trained[name], engine.cuts[name]) if name in trained else None
+            if own is None:
                 raise CaptureError(
                     f"this step goes another way through the {name} than the step that the stages "
-                    "were cut for: call its blocks in the same order, from the first on"
+                    "were cut for: call its blocks, or their parts, in the same order, from the "
+                    "first on"
                 )
-            cuts[name] = tuple(min(cut, len(network.atoms)) for cut in engine.cuts[name])
+            cuts[name] = own
         self._plan = plan
         self._runner = StepRunner(
             engine.module, engine.names, plan, is_loss_rank=engine.is_loss_rank

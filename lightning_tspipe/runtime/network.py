@@ -127,11 +127,36 @@ class ChainNetwork:
         names = self.atoms[atom].parameter_names
         return [tuple(self._module.get_parameter(name).shape) for name in names]
 
-    def starts_like(self, other: ChainNetwork) -> bool:
-        """Whether the chain of ``other`` is this one, or its beginning."""
-        mine = [str(link) for link in self._links]
-        theirs = [str(link) for link in other._links]
-        return theirs == mine[: len(theirs)]
+    def cuts_like(self, other: ChainNetwork, cuts: Sequence[int]) -> tuple[int, ...] | None:
+        """Where to cut this chain so that each stage holds what it holds of another chain already.
+
+        Args:
+            other: A chain over the same module.
+            cuts: First atom of each stage of ``other``, and its number of atoms.
+
+        Returns:
+            The same for this chain, whose last stages may be empty; None where it uses something
+            that ``other`` does not, uses it in another order, or does not begin in the first stage.
+        """
+        mine, others = [str(link) for link in self._links], [str(link) for link in other._links]
+        if mine == others[: len(mine)]:
+            return tuple(min(cut, len(self.atoms)) for cut in cuts)
+        stage_of = {
+            name: _stage_of(index, cuts)
+            for index, atom in enumerate(other.atoms)
+            for name in (*atom.parameter_names, *atom.buffer_names)
+        }
+        stages = [0]
+        for atom in self.atoms:
+            names = (*atom.parameter_names, *atom.buffer_names)
+            own = {stage_of.get(name) for name in names} or {stages[-1]}
+            stage = own.pop()
+            if own or stage is None or stage - stages[-1] not in {0, 1}:
+                return None
+            stages.append(stage)
+        num_stages = len(cuts) - 1
+        starts = (sum(stage < start for stage in stages[1:]) for start in range(num_stages))
+        return (*starts, len(self.atoms))
 
     def end_of(self, num_links: int) -> int:
         """One after the last atom of a call with so many links."""

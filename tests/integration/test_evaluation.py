@@ -20,7 +20,16 @@ from lightning_tspipe import DelayedTeacherUpdate
 from tests.exactness.modules import images, labels
 from tests.integration.comparing import both, labelled
 from tests.integration.jobs import run_job
-from tests.integration.trainings import CLOSE, Recorder, Training, build, report, strict, trainer_of
+from tests.integration.trainings import (
+    CLOSE,
+    Recorder,
+    Training,
+    build,
+    delayed,
+    report,
+    strict,
+    trainer_of,
+)
 
 CLASSIFIER = Training("Classifier-batch", "instance", {"num_microbatches": 1})
 
@@ -129,10 +138,16 @@ class _Predict:
         return predict_with(training, self._step)
 
 
+def inner(module: Any, batch: Any) -> Tensor:
+    """A part of a declared block, piece by piece."""
+    features: Tensor = module.backbone[:5](batch[0][0])
+    return features
+
+
 MOCO = replace(CLASSIFIER, case="Moco-batch")
 
 
-@pytest.mark.parametrize("step", [features, similarity, keys])
+@pytest.mark.parametrize("step", [features, similarity, keys, inner])
 def test_steps_that_call_some_of_the_networks(step: Any, tmp_path: Path) -> None:
     expected, results = both(_Predict(step), MOCO, tmp_path, 3)
     for predicted, was_whole in results:
@@ -147,6 +162,36 @@ def test_a_step_that_cannot_be_captured_runs_on_one_rank(tmp_path: Path) -> None
     output = (tmp_path / "together/output-0.txt").read_text()
     assert "rank 0 evaluates alone, without a pipeline" in output
     assert "test_evaluation.py" in output  # where the step decides
+
+
+def validate_parts(module: Any) -> None:
+    """Like an evaluator of features: only the student's encoder, and a part of the teacher."""
+
+    def step(batch: Any, batch_idx: int) -> None:
+        view = batch["views"][0]
+        module.log("student", module.student[0](view).square().mean(), batch_size=len(view))
+        module.log("teacher", module.teacher[:3](view).square().mean(), batch_size=len(view))
+
+    module.validation_step = step
+
+
+def fit_and_validate_parts(training: Training) -> Any:
+    strict()
+    module, loader = build(training)
+    validate_parts(module)
+    where = Where()
+    trainer = trainer_of(training, module, where)
+    trainer.fit(module, loader, loader)
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}, where.was_whole
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_fit_evaluates_parts_of_its_networks(num_ranks: int, tmp_path: Path) -> None:
+    training = Training(callbacks=delayed)
+    expected, results = both(fit_and_validate_parts, training, tmp_path, num_ranks)
+    for metrics, was_whole in results:
+        assert metrics == pytest.approx(expected[0], rel=1e-9)
+        assert not any(was_whole)
 
 
 def predict_two_ways(training: Training) -> Any:
