@@ -11,7 +11,6 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tspipe.callbacks.common import pipelined_of, submodules
@@ -74,9 +73,7 @@ def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
         return feature
 
     def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        # While a pipeline finds out shapes, there are tensors without values.
-        if not isinstance(output, FakeTensor):
-            raise _FoundError(output)
+        raise _FoundError(output)
 
     handle = inner.register_forward_hook(leave)
     try:
@@ -86,8 +83,7 @@ def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
     finally:
         handle.remove()
     raise ConfigurationError(
-        f"{name!r} is not called when its network is given images; or a pipeline holds that "
-        f"network in one: declare its parts in their order, TSPipeStrategy(student=[..., {name!r}])"
+        f"{name!r} is not called when the network that it is a part of is given images"
     )
 
 

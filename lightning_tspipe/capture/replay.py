@@ -53,8 +53,10 @@ class StepRunner:
         inside = [m for block in self._blocks.values() for m in block.modules()]
         inside_ids = {id(m) for m in inside}
         self._inside = inside
-        # Of a network that is called in part, the step may have called the parts.
-        self._blocks |= {i.block: module.get_submodule(i.block) for i in plan.interceptions}
+        # Of a network that is called in part, the parts are blocks, and it is not.
+        called = {i.block: module.get_submodule(i.block) for i in plan.interceptions}
+        entered = {name for name in self._blocks if any(c.startswith(f"{name}.") for c in called)}
+        self._blocks = {n: m for n, m in self._blocks.items() if n not in entered} | called
         self._rest = [m for m in module.modules() if id(m) not in inside_ids]
         self._hide_pipelined = swap.TensorSwap(inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)

@@ -83,8 +83,8 @@ class Tracer:
         module: The LightningModule (or any module).
         networks: Which submodules are pipelined.
         device: Where the batches are.
-        parts: Whether the step may also call parts of them (the backbone alone, for its features);
-            a step with a backward may not.
+        parts: Whether the step may also call parts of them, or hang forward hooks on parts: such a
+            network is entered, and its parts are called. A step with a backward may not.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class Tracer:
         self._outputs: list[tuple[_BlockOutput, Value]] = []
         self._writes_seen: list[int] = []
         self._generator = torch.Generator().manual_seed(seed)
+        self._old_hooks = {key for inner in self._inside for key in inner._forward_hooks}  # noqa: SLF001
         leaves = pytree.tree_leaves(batch)
         originals = self._parameters()
         with self._replacements(), swap.random_stream(seed):
@@ -195,7 +196,7 @@ class Tracer:
         self, name: str, block: nn.Module, original: Callable[..., Any]
     ) -> Callable[..., Any]:
         def stub(*args: Any, **kwargs: Any) -> Any:
-            if self._running_block:
+            if self._running_block or self._is_entered(block):
                 return original(*args, **kwargs)
             tensors = tensors_of(args, kwargs)
             if not tensors:
@@ -212,6 +213,10 @@ class Tracer:
             return self._answer(link, call, position, output)
 
         return stub
+
+    def _is_entered(self, block: nn.Module) -> bool:
+        inner = (module for module in block.modules() if module is not block)
+        return self._parts and any(m._forward_hooks.keys() - self._old_hooks for m in inner)  # noqa: SLF001
 
     def _place(self, block: Block, tensors: list[Tensor]) -> tuple[int, int]:
         """The call that this block belongs to (a new one, or one that goes on), and its place."""
@@ -278,6 +283,9 @@ class Tracer:
             )
 
     def _run_on_fakes(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        # The step's own hooks get the answer.
+        hooks = block._forward_hooks  # noqa: SLF001
+        new = {key: hooks.pop(key) for key in hooks.keys() - self._old_hooks}
         self._running_block = True
         self._mode.pause(on=True)
         try:
@@ -285,6 +293,7 @@ class Tracer:
                 args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
                 return block(*args, **kwargs)
         finally:
+            hooks.update(new)
             self._running_block = False
             self._mode.pause(on=False)
 

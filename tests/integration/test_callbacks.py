@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator, PipelineThroughputMonitor
 from tests.exactness.modules import images, labels
 from tests.integration.comparing import both
-from tests.integration.jobs import run, run_job
+from tests.integration.jobs import run
 from tests.integration.trainings import Recorder, Training, build, report, strict, trainer_of
 
 BYOL = Training("Byol-group-2-by hand", "instance", {"num_microbatches": 2})
@@ -147,17 +147,13 @@ def by_parts() -> list[Any]:
     ]
 
 
-def test_features_from_within_a_network(tmp_path: Path) -> None:
-    parts = {"student": [f"student.{part}" for part in range(3)]}
-    training = replace(BYOL, callbacks=by_parts, options=parts, sizes=((4, 4),))
+PARTS = {"student": [f"student.{part}" for part in range(3)]}
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param(PARTS, marks=pytest.mark.slow)], ids=str)
+def test_features_from_within_a_network(options: dict[str, Any], tmp_path: Path) -> None:
+    training = replace(BYOL, callbacks=by_parts, options=options, sizes=((4, 4),))
     expected, ranks = both(train_and_log, training, tmp_path)
     for part in range(3):
         name = f"knn{part}_top1"
         assert ranks[0].metrics[name] == pytest.approx(expected.metrics[name], rel=1e-9)
-
-
-@pytest.mark.slow
-def test_a_part_of_what_is_pipelined_as_one(tmp_path: Path) -> None:
-    training = replace(BYOL, callbacks=by_parts, sizes=((4, 4),))
-    job = run_job(train_and_log, training, num_ranks=2, folder=tmp_path)
-    assert "declare its parts in their order" in job.errors[0]
