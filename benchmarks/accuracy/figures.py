@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import mean, stdev
 
-Curve = list[tuple[int, float]]
+from lightning_tspipe.plots import Curve
+
+Points = list[tuple[int, float]]
 """(update, value) pairs."""
 
 
@@ -24,7 +26,7 @@ class Run:
     task: str
     arm: str
     seed: int
-    curves: dict[str, Curve]
+    curves: dict[str, Points]
     metric: str
 
     @property
@@ -53,6 +55,21 @@ def figures(runs: list[Run]) -> dict[str, float]:
         ]
         if pairs:
             found[f"{task}.{arm}_minus_vanilla"] = mean(ours - theirs for ours, theirs in pairs)
+    return found
+
+
+def mean_curves(runs: list[Run]) -> dict[str, dict[str, Curve]]:
+    """The metric of each task against updates, by arm: the mean over the seeds."""
+    found: dict[str, dict[str, Curve]] = {}
+    for task, arm in dict.fromkeys((run.task, run.arm) for run in runs):
+        own = [run.curves[run.metric] for run in runs if (run.task, run.arm) == (task, arm)]
+        points = [
+            (steps[0], mean(values))
+            for steps, values in (zip(*at, strict=True) for at in zip(*own, strict=True))
+        ]
+        metric = next(run.metric for run in runs if run.task == task)
+        steps, values = zip(*points, strict=True)
+        found.setdefault(f"{task}: {metric}", {})[arm] = Curve(tuple(steps), (), tuple(values))
     return found
 
 

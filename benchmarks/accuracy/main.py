@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.accuracy.figures import Run, figures, table
+from benchmarks.accuracy.figures import Run, figures, mean_curves, table
 from benchmarks.accuracy.tasks import ARMS, TASKS
 from benchmarks.environment import environment_of
+from lightning_tspipe.plots import plot_curves
 
 PACKAGES = ("torch", "torchvision", "lightning", "lightly")
 DATA = {"byol": "images", "mocov3": "images", "kd": "sentences"}
@@ -101,6 +102,7 @@ def _write(path: Path, runs: list[Run], results: dict[str, float]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    plot_curves(mean_curves(runs), path.with_suffix(".png"))
     path.with_suffix(".txt").write_text(table(runs) + "\n", encoding="utf-8")
 
 

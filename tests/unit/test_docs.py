@@ -80,7 +80,7 @@ def test_page_runs(page: Path, tmp_path: Path) -> None:
     with subprocess.Popen(  # noqa: S603 -- the script is a page of this repository
         [sys.executable, script],
         cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
