@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,16 +21,20 @@ from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.location import current_line, line_of
 from lightning_tspipe.capture.plan import (
     Block,
-    CallPlan,
     Glue,
     Interception,
-    Link,
     NetworkName,
     StepPlan,
     TensorSpec,
-    ValueRef,
 )
-from lightning_tspipe.capture.provenance import ProvenanceMode, Value
+from lightning_tspipe.capture.provenance import Value
+from lightning_tspipe.capture.record import (
+    BatchLeaf,
+    BlockOutput,
+    Call,
+    NetworkParameter,
+    StepRecord,
+)
 from lightning_tspipe.errors import CaptureError, TSPipeError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
@@ -49,31 +53,6 @@ class Networks:
         """All (network, block name)."""
         yield from (("student", name) for name in self.student)
         yield from (("teacher", name) for name in self.teacher)
-
-
-@dataclass(frozen=True)
-class _BatchLeaf:
-    index: int
-
-
-@dataclass(frozen=True)
-class _Parameter:
-    name: str
-    network: NetworkName
-
-
-@dataclass(frozen=True)
-class _BlockOutput:
-    call: int
-    position: int
-    slot: int
-
-
-@dataclass
-class _Call:
-    network: NetworkName
-    input: Tensor
-    links: list[Link] = field(default_factory=list)
 
 
 class Tracer:
@@ -111,22 +90,23 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
-        self._mode = ProvenanceMode()
+        is_automatic = bool(getattr(self._module, "automatic_optimization", True))
+        self._record = StepRecord(tuple(self._blocks), is_automatic)
+        mode = self._record.mode
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._calls: list[_Call] = []
-        self._interceptions: list[Interception] = []
-        self._outputs: list[tuple[_BlockOutput, Value]] = []
         self._writes_seen: list[int] = []
         self._generator = torch.Generator().manual_seed(seed)
         self._old_hooks = {key for inner in self._inside for key in inner._forward_hooks}  # noqa: SLF001
         leaves = pytree.tree_leaves(batch)
         originals = self._parameters()
         with self._replacements(), swap.random_stream(seed):
-            fields = [self._mode.track(leaf, _BatchLeaf(i)) if isinstance(leaf, Tensor) else None
-                      for i, leaf in enumerate(leaves)]  # fmt: skip
+            fields = [
+                mode.track(leaf, BatchLeaf(i)) if isinstance(leaf, Tensor) else None
+                for i, leaf in enumerate(leaves)
+            ]
             parameters = self._track_parameters(originals)
             try:
-                with self._mode, self._mode.draws:
+                with mode, mode.draws:
                     result = step(batch)
             except TSPipeError:
                 raise
@@ -136,10 +116,10 @@ class Tracer:
                     f"networks ({', '.join(self._blocks)}) may only be called; their parameters "
                     "are not at hand inside the step"
                 ) from error
-            self._mode.mark_read(result)
+            mode.mark_read(result)
             # What the step keeps is read later, by a hook.
-            self._mode.mark_read([vars(module) for module in self._rest])
-        return self._plan(fields, parameters)
+            mode.mark_read([vars(module) for module in self._rest])
+        return self._record.plan(fields, parameters)
 
     @contextmanager
     def _replacements(self) -> Iterator[None]:
@@ -154,7 +134,7 @@ class Tracer:
             yield
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
-        self._mode.mark_read((args, kwargs))
+        self._record.mode.mark_read((args, kwargs))
 
     def _make_fake(self, tensor: Tensor) -> Tensor:
         with self._fake:
@@ -223,18 +203,18 @@ class Tracer:
         name = block.name
         network = self._network_of[name]
         value = self._packed(block, tensors)
-        known = self._mode.lookup(value)
+        known = self._record.mode.lookup(value)
         sources = known.sources() if known is not None else []
-        previous = [v for v in sources if isinstance(v.source, _BlockOutput)]
+        previous = [v for v in sources if isinstance(v.source, BlockOutput)]
         if known is not None:
             known.feeds_block = True
         if not previous:
             self._check_input(name, value, sources)
-            self._calls.append(_Call(network, value, [block]))
-            return len(self._calls) - 1, 0
+            self._record.calls.append(Call(network, value, [block]))
+            return len(self._record.calls) - 1, 0
         chain = known.glue_from_source() if known is not None else None
         index = previous[0].source.call
-        call = self._calls[index]
+        call = self._record.calls[index]
         if chain is None or call.network != network:
             raise CaptureError(
                 f"the input of {name!r} is computed from the output of "
@@ -272,7 +252,7 @@ class Tracer:
         return block.arguments.pack(tensors)
 
     def _describe(self, value: Value) -> str:
-        return repr(str(self._calls[value.source.call].links[value.source.position]))
+        return repr(str(self._record.calls[value.source.call].links[value.source.position]))
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
         if value.requires_grad or any(v.is_parameter for v in sources):
@@ -287,7 +267,7 @@ class Tracer:
         hooks = block._forward_hooks  # noqa: SLF001
         new = {key: hooks.pop(key) for key in hooks.keys() - self._old_hooks}
         self._running_block = True
-        self._mode.pause(on=True)
+        self._record.mode.pause(on=True)
         try:
             with self._fake:
                 args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
@@ -295,7 +275,7 @@ class Tracer:
         finally:
             hooks.update(new)
             self._running_block = False
-            self._mode.pause(on=False)
+            self._record.mode.pause(on=False)
 
     def _fake_like(self, value: Tensor) -> Tensor:
         fake = torch.empty(value.shape, dtype=value.dtype, device=self._device)
@@ -303,10 +283,10 @@ class Tracer:
 
     def _answer(self, block: Block, call: int, position: int, output: Any) -> Any:
         fakes, spec = pytree.tree_flatten(output)
-        self._mode.pause(on=True)
+        self._record.mode.pause(on=True)
         answers = [self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes]
-        self._mode.pause(on=False)
-        self._interceptions.append(
+        self._record.mode.pause(on=False)
+        self._record.interceptions.append(
             Interception(
                 block.name,
                 call,
@@ -319,9 +299,9 @@ class Tracer:
         )
         for slot, answer in enumerate(answers):
             if isinstance(answer, Tensor):
-                source = _BlockOutput(call, position, slot)
-                self._outputs.append((source, self._mode.track(answer, source)))
-        self._mode.mark_block()
+                source = BlockOutput(call, position, slot)
+                self._record.outputs.append((source, self._record.mode.track(answer, source)))
+        self._record.mode.mark_block()
         return pytree.tree_unflatten(answers, spec)
 
     def _stand_in(self, fake: Tensor) -> Tensor:
@@ -332,157 +312,19 @@ class Tracer:
             answer = torch.zeros(fake.shape, dtype=fake.dtype, device=self._device)
         return answer.requires_grad_(fake.requires_grad)
 
-    def _parameters(self) -> list[tuple[_Parameter, nn.Parameter]]:
+    def _parameters(self) -> list[tuple[NetworkParameter, nn.Parameter]]:
         return [
-            (_Parameter(f"{name}.{path}", self._network_of[name]), parameter)
+            (NetworkParameter(f"{name}.{path}", self._network_of[name]), parameter)
             for name, block in self._blocks.items()
             for path, parameter in block.named_parameters()
         ]
 
-    def _track_parameters(self, originals: list[tuple[_Parameter, nn.Parameter]]) -> list[Value]:
+    def _track_parameters(
+        self, originals: list[tuple[NetworkParameter, nn.Parameter]]
+    ) -> list[Value]:
         for source, parameter in originals:  # which optimizers hold
-            self._mode.track(parameter, source, is_parameter=True)
+            self._record.mode.track(parameter, source, is_parameter=True)
         return [
-            self._mode.track(parameter, source, is_parameter=True)
+            self._record.mode.track(parameter, source, is_parameter=True)
             for source, parameter in self._parameters()
         ]
-
-    def _plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
-        if not self._interceptions:
-            raise CaptureError(
-                f"the step never called {' or '.join(map(repr, self._blocks))}. Declare the "
-                "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
-            )
-        self._check_reads(parameters)
-        self._check_batch_writes([value for value in fields if value is not None])
-        has_effects, has_late_effects = self._check_writes()
-        chains = self._chains()
-        used = self._used()
-        calls = tuple(
-            CallPlan(c.network, TensorSpec.of(c.input), len(c.links), self._has_grad(i))
-            for i, c in enumerate(self._calls)
-        )
-        for call in calls:
-            if call.network == "teacher" and call.grad:
-                raise CaptureError(
-                    "the teacher's output requires gradients. A teacher is forward-only: set "
-                    "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
-                    "a network that is trained belongs to the student"
-                )
-        return StepPlan(
-            calls=calls,
-            interceptions=tuple(self._interceptions),
-            chains=chains,
-            used=used,
-            batch_fields=tuple(
-                index
-                for index, value in enumerate(fields)
-                if value is not None and (value.is_needed or self._mode.draws_on_device)
-            ),
-            num_batch_leaves=len(fields),
-            has_effects=has_effects,
-            has_late_effects=has_late_effects,
-            mixes=any(
-                not source.is_parameter
-                for value in self._mode.mixing()
-                for source in value.sources()
-            ),
-        )
-
-    def _has_grad(self, call: int) -> bool:
-        return any(v.tensor.requires_grad for s, v in self._outputs if s.call == call and v.is_used)
-
-    def _used(self) -> dict[NetworkName, tuple[ValueRef, ...]]:
-        used: dict[NetworkName, set[ValueRef]] = {call.network: set() for call in self._calls}
-        for source, value in self._outputs:
-            if value.is_used:
-                refs = used[self._calls[source.call].network]
-                refs.add(ValueRef(source.position, source.slot))
-        return {
-            network: tuple(sorted(refs, key=lambda ref: (ref.position, ref.slot)))
-            for network, refs in used.items()
-        }
-
-    def _chains(self) -> dict[NetworkName, tuple[Link, ...]]:
-        chains: dict[NetworkName, tuple[Link, ...]] = {}
-        for call in self._calls:
-            links = tuple(call.links)
-            longest = chains.get(call.network, ())
-            longer, shorter = (links, longest) if len(links) > len(longest) else (longest, links)
-            if [str(link) for link in longer[: len(shorter)]] != [str(link) for link in shorter]:
-                raise CaptureError(
-                    f"two calls of the {call.network} go different ways: "
-                    f"{' -> '.join(map(str, shorter))} and {' -> '.join(map(str, longer))}. All "
-                    "calls of one network must start with the same blocks, called with the same "
-                    "constants"
-                )
-            chains[call.network] = longer
-        return chains
-
-    def _check_reads(self, parameters: list[Value]) -> None:
-        for line in self._mode.gradient_reads:
-            raise CaptureError(
-                f"the step looks at the gradient of a pipelined parameter, at {line}: it may be on "
-                "another rank. Clip with self.clip_gradients(optimizer, ...), clear with "
-                "optimizer.zero_grad(), look in the hook on_before_optimizer_step"
-            )
-        last = len(self._interceptions)
-        for value, when, line in self._mode.reads:
-            if when < last and any(isinstance(v.source, _BlockOutput) for v in value.sources()):
-                raise CaptureError(
-                    f"the step looks at the values of a network's output before its last call to "
-                    f"a pipelined network, at {line}: which calls follow may depend on them. Move "
-                    "that line behind the last call"
-                )
-        for value in parameters:
-            if value.consumers and value.is_used:
-                raise CaptureError(
-                    f"the step computes with the parameter {value.source.name!r} of a pipelined "
-                    "network, which is spread over the ranks. Use the optimizer's weight_decay or "
-                    "a hook that works on each parameter, such as on_before_optimizer_step"
-                )
-
-    def _check_batch_writes(self, fields: list[Value]) -> None:
-        """The beginning of a step runs more than once on its batch."""
-        memory = {value.tensor.untyped_storage().data_ptr() for value in fields}
-        for value, when, line in self._mode.writes:
-            of_batch = any(isinstance(source.source, _BatchLeaf) for source in value.sources())
-            if when >= len(self._interceptions) or not of_batch:
-                continue
-            if value.tensor.untyped_storage().data_ptr() in memory:
-                raise CaptureError(
-                    f"the step changes its batch in place, at {line}. Make a new tensor of it, as "
-                    "in x = x - mean"
-                )
-
-    def _check_writes(self) -> tuple[bool, bool]:
-        """Whether pipelined parameters change before the last call, and whether after it."""
-        last = len(self._interceptions)
-        writes = [
-            (source.network, when >= last, line)
-            for value, when, line in self._mode.writes
-            for source in (v.source for v in value.sources() if v.is_parameter)
-        ]
-        clears = [when >= last for value, when, _ in self._mode.gradient_writes
-                  if any(v.is_parameter for v in value.sources())]  # fmt: skip
-        early = any(not is_late for _, is_late, _ in writes) or False in clears
-        for network, is_late, line in writes:
-            if is_late and (early or network == "student" or not self._is_automatic):
-                raise CaptureError(
-                    f"the step changes a pipelined parameter after its last call to a pipelined "
-                    f"network, at {line}, and {self._why_not_late(network, early=early)}. Move the "
-                    "line before the last call, into on_train_batch_end, or use "
-                    "lightning_tspipe.MomentumEMA"
-                )
-        return early, any(is_late for _, is_late, _ in writes) or True in clears
-
-    def _why_not_late(self, network: NetworkName, *, early: bool) -> str:
-        if network == "student":
-            return "it is one of the student's, whose backward is still to come"
-        if early:
-            return "others before it: the two happen at different times"
-        return "the step has optimized by hand by then"
-
-    @property
-    def _is_automatic(self) -> bool:
-        return bool(getattr(self._module, "automatic_optimization", True))

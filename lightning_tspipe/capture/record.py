@@ -1,0 +1,219 @@
+"""What a traced step did, and whether a pipeline can do it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_tspipe.capture.plan import (
+    CallPlan,
+    Interception,
+    Link,
+    NetworkName,
+    StepPlan,
+    TensorSpec,
+    ValueRef,
+)
+from lightning_tspipe.capture.provenance import ProvenanceMode, Value
+from lightning_tspipe.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class BatchLeaf:
+    """Where a value comes from: a leaf of the batch."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class NetworkParameter:
+    """Where a value comes from: a parameter of a pipelined network."""
+
+    name: str
+    network: NetworkName
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """Where a value comes from: a block's output."""
+
+    call: int
+    position: int
+    slot: int
+
+
+@dataclass
+class Call:
+    """A call of a network: its blocks, and what happens between them."""
+
+    network: NetworkName
+    input: Tensor
+    links: list[Link] = field(default_factory=list)
+
+
+@dataclass
+class StepRecord:
+    """What a step did while it was traced.
+
+    Attributes:
+        block_names: The declared submodules.
+        is_automatic: Whether Lightning optimizes, and not the step.
+        mode: Where each value came from, and where it went.
+        calls: The calls of networks.
+        interceptions: The calls of blocks, in their order.
+        outputs: What the blocks returned.
+    """
+
+    block_names: Sequence[str]
+    is_automatic: bool
+    mode: ProvenanceMode = field(default_factory=ProvenanceMode)
+    calls: list[Call] = field(default_factory=list)
+    interceptions: list[Interception] = field(default_factory=list)
+    outputs: list[tuple[BlockOutput, Value]] = field(default_factory=list)
+
+    def plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
+        """What a pipeline needs to know of the step.
+
+        Args:
+            fields: The batch's leaves; None for those that are no tensors.
+            parameters: Those of the networks.
+
+        Raises:
+            CaptureError: The step does something that a pipeline cannot.
+        """
+        if not self.interceptions:
+            raise CaptureError(
+                f"the step never called {' or '.join(map(repr, self.block_names))}. Declare the "
+                "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
+            )
+        self._check_reads(parameters)
+        self._check_batch_writes([value for value in fields if value is not None])
+        has_effects, has_late_effects = self._check_writes()
+        chains = self._chains()
+        used = self._used()
+        calls = tuple(
+            CallPlan(c.network, TensorSpec.of(c.input), len(c.links), self._has_grad(i))
+            for i, c in enumerate(self.calls)
+        )
+        for call in calls:
+            if call.network == "teacher" and call.grad:
+                raise CaptureError(
+                    "the teacher's output requires gradients. A teacher is forward-only: set "
+                    "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
+                    "a network that is trained belongs to the student"
+                )
+        return StepPlan(
+            calls=calls,
+            interceptions=tuple(self.interceptions),
+            chains=chains,
+            used=used,
+            batch_fields=tuple(
+                index
+                for index, value in enumerate(fields)
+                if value is not None and (value.is_needed or self.mode.draws_on_device)
+            ),
+            num_batch_leaves=len(fields),
+            has_effects=has_effects,
+            has_late_effects=has_late_effects,
+            mixes=any(
+                not source.is_parameter
+                for value in self.mode.mixing()
+                for source in value.sources()
+            ),
+        )
+
+    def _has_grad(self, call: int) -> bool:
+        return any(v.tensor.requires_grad for s, v in self.outputs if s.call == call and v.is_used)
+
+    def _used(self) -> dict[NetworkName, tuple[ValueRef, ...]]:
+        used: dict[NetworkName, set[ValueRef]] = {call.network: set() for call in self.calls}
+        for source, value in self.outputs:
+            if value.is_used:
+                refs = used[self.calls[source.call].network]
+                refs.add(ValueRef(source.position, source.slot))
+        return {
+            network: tuple(sorted(refs, key=lambda ref: (ref.position, ref.slot)))
+            for network, refs in used.items()
+        }
+
+    def _chains(self) -> dict[NetworkName, tuple[Link, ...]]:
+        chains: dict[NetworkName, tuple[Link, ...]] = {}
+        for call in self.calls:
+            links = tuple(call.links)
+            longest = chains.get(call.network, ())
+            longer, shorter = (links, longest) if len(links) > len(longest) else (longest, links)
+            if [str(link) for link in longer[: len(shorter)]] != [str(link) for link in shorter]:
+                raise CaptureError(
+                    f"two calls of the {call.network} go different ways: "
+                    f"{' -> '.join(map(str, shorter))} and {' -> '.join(map(str, longer))}. All "
+                    "calls of one network must start with the same blocks, called with the same "
+                    "constants"
+                )
+            chains[call.network] = longer
+        return chains
+
+    def _check_reads(self, parameters: list[Value]) -> None:
+        for line in self.mode.gradient_reads:
+            raise CaptureError(
+                f"the step looks at the gradient of a pipelined parameter, at {line}: it may be on "
+                "another rank. Clip with self.clip_gradients(optimizer, ...), clear with "
+                "optimizer.zero_grad(), look in the hook on_before_optimizer_step"
+            )
+        last = len(self.interceptions)
+        for value, when, line in self.mode.reads:
+            if when < last and any(isinstance(v.source, BlockOutput) for v in value.sources()):
+                raise CaptureError(
+                    f"the step looks at the values of a network's output before its last call to "
+                    f"a pipelined network, at {line}: which calls follow may depend on them. Move "
+                    "that line behind the last call"
+                )
+        for value in parameters:
+            if value.consumers and value.is_used:
+                raise CaptureError(
+                    f"the step computes with the parameter {value.source.name!r} of a pipelined "
+                    "network, which is spread over the ranks. Use the optimizer's weight_decay or "
+                    "a hook that works on each parameter, such as on_before_optimizer_step"
+                )
+
+    def _check_batch_writes(self, fields: list[Value]) -> None:
+        """The beginning of a step runs more than once on its batch."""
+        memory = {value.tensor.untyped_storage().data_ptr() for value in fields}
+        for value, when, line in self.mode.writes:
+            of_batch = any(isinstance(source.source, BatchLeaf) for source in value.sources())
+            if when >= len(self.interceptions) or not of_batch:
+                continue
+            if value.tensor.untyped_storage().data_ptr() in memory:
+                raise CaptureError(
+                    f"the step changes its batch in place, at {line}. Make a new tensor of it, as "
+                    "in x = x - mean"
+                )
+
+    def _check_writes(self) -> tuple[bool, bool]:
+        """Whether pipelined parameters change before the last call, and whether after it."""
+        last = len(self.interceptions)
+        writes = [
+            (source.network, when >= last, line)
+            for value, when, line in self.mode.writes
+            for source in (v.source for v in value.sources() if v.is_parameter)
+        ]
+        clears = [when >= last for value, when, _ in self.mode.gradient_writes
+                  if any(v.is_parameter for v in value.sources())]  # fmt: skip
+        early = any(not is_late for _, is_late, _ in writes) or False in clears
+        for network, is_late, line in writes:
+            if is_late and (early or network == "student" or not self.is_automatic):
+                raise CaptureError(
+                    f"the step changes a pipelined parameter after its last call to a pipelined "
+                    f"network, at {line}, and {self._why_not_late(network, early=early)}. Move the "
+                    "line before the last call, into on_train_batch_end, or use "
+                    "lightning_tspipe.MomentumEMA"
+                )
+        return early, any(is_late for _, is_late, _ in writes) or True in clears
+
+    def _why_not_late(self, network: NetworkName, *, early: bool) -> str:
+        if network == "student":
+            return "it is one of the student's, whose backward is still to come"
+        if early:
+            return "others before it: the two happen at different times"
+        return "the step has optimized by hand by then"
