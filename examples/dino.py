@@ -114,7 +114,7 @@ class Crops(Loaders):
 
 def module_and_data() -> tuple[DINO, Crops]:
     """For ``tspipe plan`` and ``tspipe check``: ResNet-18, bundled pictures of 64 pixels."""
-    return DINO(), Crops("digits", size=64, batch_size=32, num_small=2)
+    return DINO(), Crops("digits", size=64, batch_size=16, num_small=2)
 
 
 if __name__ == "__main__":

@@ -148,7 +148,7 @@ class MaskedSentences(LightningDataModule):
 
 def module_and_data() -> tuple[DistilBERT, MaskedSentences]:
     """For ``tspipe plan`` and ``tspipe check``: twelve layers teach six, without dropout."""
-    return DistilBERT(dropout=0.0), MaskedSentences(batch_size=16)
+    return DistilBERT(dropout=0.0), MaskedSentences(batch_size=8)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ def num_channels(resnet: nn.Module, layer: str) -> int:
 
 def module_and_data() -> tuple[HintDistillation, LabelledLoaders]:
     """For ``tspipe plan`` and ``tspipe check``: ResNet-34 and -18, bundled pictures."""
-    return HintDistillation(), LabelledLoaders("digits", size=64, batch_size=32)
+    return HintDistillation(), LabelledLoaders("digits", size=64, batch_size=16)
 
 
 if __name__ == "__main__":

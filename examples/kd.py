@@ -78,7 +78,7 @@ class Distillation(LightningModule):
 
 def module_and_data() -> tuple[Distillation, LabelledLoaders]:
     """For ``tspipe plan`` and ``tspipe check``: a small ViT, ResNet-18, bundled pictures."""
-    return Distillation(), LabelledLoaders("digits", size=64, batch_size=64)
+    return Distillation(), LabelledLoaders("digits", size=64, batch_size=16)
 
 
 if __name__ == "__main__":

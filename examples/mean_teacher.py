@@ -142,7 +142,7 @@ class SemiSupervised(LabelledLoaders):
 
 def module_and_data() -> tuple[MeanTeacher, SemiSupervised]:
     """For ``tspipe plan`` and ``tspipe check``: ResNet-18, bundled pictures of 64 pixels."""
-    return MeanTeacher(), SemiSupervised("digits", size=64, batch_size=64, num_labels=200)
+    return MeanTeacher(), SemiSupervised("digits", size=64, batch_size=16, num_labels=200)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ class Views(Loaders):
 
 def module_and_data() -> tuple[MoCoV3, Views]:
     """For ``tspipe plan`` and ``tspipe check``: ViT-S/8, bundled pictures of 64 pixels."""
-    return MoCoV3(), Views("digits", size=64, batch_size=32)
+    return MoCoV3(), Views("digits", size=64, batch_size=16)
 
 
 if __name__ == "__main__":
