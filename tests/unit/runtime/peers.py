@@ -60,10 +60,12 @@ def lose_a_peer(kind: str, how: str) -> tuple[str, float]:
     """Rank 1 ends or stalls; what rank 0 gets to know, and after how many seconds."""
     transport = connect(kind, 3)
     if transport.rank == 1:
+        transport.receive_object(0)  # rank 0 may still be about to connect
         if how.startswith("ends"):
             os._exit(3)
         time.sleep(6)
         return "", 0.0
+    transport.send_object("connected", 1)
     started = time.monotonic()
     try:
         if "object" in how:
