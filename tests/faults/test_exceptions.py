@@ -25,8 +25,7 @@ from tests.integration.jobs import Job
 
 def told_once(job: Job, rank: int, kind: str = "ValueError") -> None:
     assert job.ranks[rank].error.startswith(kind), job.output
-    # That of a step that can't be traced begins with the step's own.
-    assert num_tracebacks(job) == 1 + (kind == "CaptureError"), job.output
+    assert num_tracebacks(job) == 1, job.output
     # In the last line of the traceback, and nowhere else but in the source line above it.
     assert len(re.findall(f"{kind}: .*{TEXT}", job.ranks[rank].output)) == 1, job.output
     for number, outcome in enumerate(job.ranks):
