@@ -85,6 +85,21 @@ def may_log(trainer: Trainer) -> bool:
     return trainer.is_global_zero if pipelined is None else pipelined.is_loss_rank
 
 
+def log_accuracy(trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
+    """Log what an evaluation at an epoch's end found; nothing if it is empty.
+
+    Ranks of DDP agree already; of a pipeline only one logs, and must not wait for others.
+    """
+    if metrics:
+        pl_module.log_dict(
+            metrics,
+            prog_bar=True,
+            batch_size=1,
+            sync_dist=True,
+            rank_zero_only=pipelined_of(trainer) is not None,
+        )
+
+
 def as_names(names: Names) -> tuple[str, ...]:
     """One dotted name or several, as a tuple.
 

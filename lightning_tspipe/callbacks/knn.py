@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, log_accuracy, pipelined_of
 from lightning_tspipe.callbacks.features import (
     Features,
     LabelledFeatures,
@@ -203,16 +203,7 @@ class KNNEvaluator(Callback):
         epoch = trainer.current_epoch + 1
         if epoch % self.every_n_epochs and epoch != trainer.max_epochs:
             return
-        metrics = self.evaluate(trainer, pl_module)
-        if metrics:
-            # Ranks of DDP agree already; of a pipeline only one logs, and must not wait for others.
-            pl_module.log_dict(
-                metrics,
-                prog_bar=True,
-                batch_size=1,
-                sync_dist=True,
-                rank_zero_only=pipelined_of(trainer) is not None,
-            )
+        log_accuracy(trainer, pl_module, self.evaluate(trainer, pl_module))
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Classify the queries now; every rank calls it.

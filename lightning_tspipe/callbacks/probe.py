@@ -12,7 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, may_log, pipelined_of, submodules
+from lightning_tspipe.callbacks.common import (
+    Callback,
+    log_accuracy,
+    may_log,
+    pipelined_of,
+    submodules,
+)
 from lightning_tspipe.callbacks.features import (
     LabelledFeatures,
     Source,
@@ -127,15 +133,7 @@ class OnlineLinearProbe(Callback):
         epoch = trainer.current_epoch + 1
         if self.queries is None or (epoch % self.every_n_epochs and epoch != trainer.max_epochs):
             return
-        metrics = self.evaluate(trainer, pl_module)
-        if metrics:
-            pl_module.log_dict(
-                metrics,
-                prog_bar=True,
-                batch_size=1,
-                sync_dist=True,
-                rank_zero_only=pipelined_of(trainer) is not None,
-            )
+        log_accuracy(trainer, pl_module, self.evaluate(trainer, pl_module))
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Classify the queries now; every rank calls it.
