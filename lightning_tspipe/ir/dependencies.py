@@ -6,6 +6,15 @@ Within one batch (arrows point from what must happen first)::
     │                  └─ outputs ─────►│ ▲      I/W: W(s,u) after I(s,u)
     ├──► T(0,u) ──► T(1,u) ──► ... ─────┘ │
     └──────── batch fields ───────────────┘
+
+That is a chain. Where each rank has a loss of its own (``Coupling``), stages of the student wait
+for the teacher only::
+
+    fan-out    T(last,*) ─────► F(head,u) ──► L(rank) ──► B(head,u)
+    blockwise  T(s-1,u) ──┬───► F(s,u) ─────► L(rank) ──► B(s,u)
+                          └───► T(s,u) ─────────┘
+
+What several actions of a rank read travels there once: the others read what the first has kept.
 """
 
 from __future__ import annotations
@@ -13,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +55,11 @@ def depends_on(
 
     batch = action.batch
     if action.op in {Op.FORWARD, Op.TEACHER}:
-        if action.stage == 0:
-            return on("input", Action(Op.DATA, pipeline.data_rank, batch=batch))
-        return on("activation", Action(action.op, action.stage - 1, action.unit, batch))
+        payload, producers = _read_by_forward(action, pipeline)
+        return on(payload, *producers)
     if action.op is Op.LOSS:
         data = on("batch", Action(Op.DATA, pipeline.data_rank, batch=batch))
-        networks = [(Op.FORWARD, pipeline.student)]
-        if pipeline.teacher is not None:
-            networks.append((Op.TEACHER, pipeline.teacher))
-        outputs = [a for op, layout in networks for a in _outputs(op, layout, batch)]
-        return data + on("output", *outputs)
+        return data + on("output", *_read_by_loss(action, pipeline))
     if action.op in {Op.BACKWARD, Op.INPUT_BACKWARD}:
         return on("saved", Action(Op.FORWARD, action.stage, action.unit, batch)) + on(
             "gradient", *_gradient_sources(action, pipeline, split)
@@ -63,6 +67,46 @@ def depends_on(
     if action.op is Op.WEIGHT_BACKWARD:
         return on("saved", Action(Op.INPUT_BACKWARD, action.stage, action.unit, batch))
     return ()
+
+
+def _read_by_forward(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]]:
+    if action.op is Op.FORWARD and pipeline.coupling is Coupling.FANOUT:
+        return _read_by_head(action, pipeline)
+    if action.op is Op.FORWARD and pipeline.coupling is Coupling.BLOCKWISE:
+        return _read_by_block(action, pipeline)
+    if action.stage == 0:
+        return "input", [Action(Op.DATA, pipeline.data_rank, batch=action.batch)]
+    return "activation", [Action(action.op, action.stage - 1, action.unit, action.batch)]
+
+
+def _read_by_head(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]]:
+    """The whole batch, as the teacher puts it out; for a rank's other heads it is there already."""
+    first = pipeline.stages_of(pipeline.student.ranks[action.stage])[0]
+    if action.stage != first:
+        return "saved", [Action(Op.FORWARD, first, action.unit, action.batch)]
+    return "output", _outputs(Op.TEACHER, pipeline.layout(Op.TEACHER), action.batch)
+
+
+def _read_by_block(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]]:
+    """What the teacher's block reads, which may be on the same rank."""
+    stage, unit, batch = action.stage, action.unit, action.batch
+    if pipeline.layout(Op.TEACHER).ranks[stage] == pipeline.student.ranks[stage]:
+        return "saved", [Action(Op.TEACHER, stage, unit, batch)]
+    if stage == 0:
+        return "input", [Action(Op.DATA, pipeline.data_rank, batch=batch)]
+    return "activation", [Action(Op.TEACHER, stage - 1, unit, batch)]
+
+
+def _read_by_loss(loss: Action, pipeline: Pipeline) -> list[Action]:
+    teacher = pipeline.teacher
+    if pipeline.is_chain:
+        outputs = _outputs(Op.FORWARD, pipeline.student, loss.batch)
+        return outputs + ([] if teacher is None else _outputs(Op.TEACHER, teacher, loss.batch))
+    own = pipeline.stages_of(loss.stage)
+    # The teacher's part of a head's loss is what the head has read.
+    ops = [Op.FORWARD] + [Op.TEACHER] * (pipeline.coupling is Coupling.BLOCKWISE)
+    units = range(pipeline.student.num_units)
+    return [Action(op, stage, unit, loss.batch) for op in ops for unit in units for stage in own]
 
 
 def _outputs(op: Op, layout: NetworkLayout, batch: int) -> list[Action]:
@@ -74,6 +118,8 @@ def _outputs(op: Op, layout: NetworkLayout, batch: int) -> list[Action]:
 
 
 def _gradient_sources(action: Action, pipeline: Pipeline, split: frozenset[int]) -> list[Action]:
+    if not pipeline.is_chain:
+        return [Action(Op.LOSS, pipeline.student.ranks[action.stage], batch=action.batch)]
     sources = []
     following = action.stage + 1
     if following < pipeline.student.num_stages:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import Dependency, depends_on
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 
 
@@ -95,21 +97,40 @@ def lower(schedule: Schedule) -> Program:
 
 
 def _consumers(schedule: Schedule) -> dict[Action, tuple[Dependency, ...]]:
-    """Producer to its dependencies, counting the loss of every batch that is worked on.
-
-    The fields of a batch travel once, in the step of that batch: looking ahead sends call inputs.
-    """
+    """Producer to its dependencies, counting what a later step runs of the batches worked on."""
     pipeline = schedule.pipeline
     actions = {action for rank in schedule.ranks for action in rank}
-    losses = {Action(Op.LOSS, pipeline.loss_rank, batch=action.batch) for action in actions}
-    order = sorted(actions | losses, key=_stable)
+    order = sorted(actions | _later(pipeline, actions), key=_stable)
     found: dict[Action, list[Dependency]] = {}
     for action in order:
         for dependency in depends_on(action, pipeline, schedule.split):
-            if dependency.payload == "batch" and action.batch > 0:
+            if action.batch > 0 and _waits_for_its_step(dependency):
                 continue
             found.setdefault(dependency.producer, []).append(dependency)
     return {producer: tuple(dependencies) for producer, dependencies in found.items()}
+
+
+def _waits_for_its_step(dependency: Dependency) -> bool:
+    """Whether it travels in the step of its batch: looking ahead sends the teacher's inputs."""
+    student = dependency.consumer.op is Op.FORWARD
+    return dependency.payload == "batch" or (dependency.payload == "input" and student)
+
+
+def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
+    """Who reads what is made here: the losses, and where stages read the teacher, the forwards."""
+    batches = {action.batch for action in actions}
+    readers = {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches}
+    ahead = {action for action in actions if action.op is Op.TEACHER and action.batch}
+    if pipeline.is_chain or pipeline.teacher is None:
+        return readers
+    for network, op in ((pipeline.student, Op.FORWARD), (pipeline.teacher, Op.TEACHER)):
+        readers |= {
+            Action(op, stage, unit, batch)
+            for stage in range(network.num_stages)
+            for unit in range(network.num_units)
+            for batch in {action.batch for action in ahead}
+        }
+    return readers
 
 
 def _stable(action: Action) -> tuple[int, str, int, int]:

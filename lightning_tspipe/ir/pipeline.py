@@ -3,10 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
+
+
+class Coupling(Enum):
+    """What the stages of the student read, and whose losses they get; the value is its name.
+
+    - ``CHAIN``: each stage reads the one before it, and one loss reads all outputs.
+    - ``FANOUT``: every stage is a head of its own, which reads what the teacher puts out.
+    - ``BLOCKWISE``: stage s reads what stage s of the teacher reads, and learns to do the same.
+
+    In the latter two, stages don't depend on each other: every rank has its own loss.
+    """
+
+    CHAIN = "chain"
+    FANOUT = "fanout"
+    BLOCKWISE = "blockwise"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +69,10 @@ class Pipeline:
         teacher: The forward-only network, or None.
         data_rank: The rank that reads the data.
         loss_rank: The rank that runs the rest of the step; always rank 0 of the replica.
+        coupling: What the stages of the student read.
+
+    Raises:
+        ScheduleError: The networks can't be coupled so.
     """
 
     num_ranks: int
@@ -60,6 +80,37 @@ class Pipeline:
     teacher: NetworkLayout | None
     data_rank: int
     loss_rank: int = 0
+    coupling: Coupling = Coupling.CHAIN
+
+    def __post_init__(self) -> None:
+        if self.coupling is Coupling.CHAIN:
+            return
+        if self.teacher is None:
+            raise ScheduleError(f"a {self.coupling.value} pipeline without a teacher to read")
+        layouts = (self.student, self.teacher)
+        stages, units = ({getattr(x, name) for x in layouts} for name in _SIZES)
+        if self.coupling is Coupling.BLOCKWISE and len(stages) + len(units) > 2:
+            raise ScheduleError(
+                f"student and teacher have {self.student.num_stages} and "
+                f"{self.teacher.num_stages} stages, {self.student.num_units} and "
+                f"{self.teacher.num_units} units: blockwise, they have equally many"
+            )
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether the stages of the student read each other, so that one loss is for all."""
+        return self.coupling is Coupling.CHAIN
+
+    @property
+    def loss_ranks(self) -> tuple[int, ...]:
+        """The ranks that compute a loss: of all outputs, or of their own stages."""
+        if self.is_chain:
+            return (self.loss_rank,)
+        return tuple(sorted(set(self.student.ranks)))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The student's stages on a rank."""
+        return tuple(s for s, holder in enumerate(self.student.ranks) if holder == rank)
 
     def layout(self, op: Op) -> NetworkLayout:
         """The layout of the network that ``op`` works on.
@@ -81,7 +132,7 @@ class Pipeline:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in what JSON knows."""
-        data = asdict(self)
+        data = asdict(self) | {"coupling": self.coupling.value}
         for name in ("student", "teacher"):
             if data[name] is not None:
                 data[name]["output_stages"] = sorted(data[name]["output_stages"])
@@ -101,4 +152,8 @@ class Pipeline:
             None if teacher is None else NetworkLayout.from_dict(teacher),
             data["data_rank"],
             data["loss_rank"],
+            Coupling(data.get("coupling", "chain")),
         )
+
+
+_SIZES = ("num_stages", "num_units")

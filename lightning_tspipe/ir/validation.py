@@ -4,7 +4,8 @@ Five checks, in this order, so that each may rely on those before it:
 
 1. every cell is on the rank that holds its stage;
 2. every action is there exactly once: a whole batch of student work, and all or nothing of the
-   teacher's work for this batch and for the next;
+   teacher's work for this batch and for the next (of each of its stages, where stages of the
+   student read the teacher: then they work on batches of their own);
 3. a rank's step begins with the effects and ends with the optimizer, so every action reads the
    weights that :func:`weight_versions` says;
 4. walking all ranks at once comes to an end: whatever is waited for comes earlier (what is missing
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from itertools import product
 
 from lightning_tspipe.errors import ScheduleError
@@ -141,21 +143,45 @@ def _kin(action: Action, others: Collection[Action]) -> list[Action]:
 def _expected(schedule: Schedule) -> Iterator[Action]:
     """Everything that must be there, given the teacher batches and the split that are there."""
     pipeline, split = schedule.pipeline, schedule.split
-    present = {(action.op, action.batch) for rank in schedule.ranks for action in rank}
     for rank in range(pipeline.num_ranks):
         yield Action(Op.EFFECTS, rank)
         yield Action(Op.OPTIMIZER, rank)
     yield Action(Op.DATA, pipeline.data_rank)
-    yield Action(Op.LOSS, pipeline.loss_rank)
+    for rank in pipeline.loss_ranks:
+        yield Action(Op.LOSS, rank)
     yield from _grid(Op.FORWARD, pipeline.student)
     for stage, unit in _cells(pipeline.student):
         halves = [Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD] if stage in split else [Op.BACKWARD]
         yield from (Action(op, stage, unit) for op in halves)
-    for batch in (0, 1):
-        if pipeline.teacher is not None and (Op.TEACHER, batch) in present:
-            yield from _grid(Op.TEACHER, pipeline.teacher, batch)
-            if batch:
-                yield Action(Op.DATA, pipeline.data_rank, batch=batch)
+    if pipeline.teacher is not None:
+        expected = _expected_at_once if pipeline.is_chain else _expected_of_queues
+        yield from expected(schedule, pipeline.teacher)
+
+
+def _expected_at_once(schedule: Schedule, teacher: NetworkLayout) -> Iterator[Action]:
+    """All stages of the teacher work on a batch, or none."""
+    present = {
+        action.batch for actions in schedule.ranks for action in actions if action.op is Op.TEACHER
+    }
+    for batch in sorted({0, 1} & present):
+        yield from _grid(Op.TEACHER, teacher, batch)
+        if batch:
+            yield Action(Op.DATA, schedule.pipeline.data_rank, batch=batch)
+
+
+def _expected_of_queues(schedule: Schedule, teacher: NetworkLayout) -> Iterator[Action]:
+    """Each stage of the teacher works on batches of its own: on each, all units or nothing."""
+    cells = {
+        (action.stage, action.batch)
+        for actions in schedule.ranks
+        for action in actions
+        if action.op is Op.TEACHER
+    }
+    for stage, batch in sorted(cells):
+        for unit in range(teacher.num_units):
+            yield Action(Op.TEACHER, stage, unit, batch)
+        if stage == 0 and batch:
+            yield Action(Op.DATA, schedule.pipeline.data_rank, batch=batch)
 
 
 def _cells(layout: NetworkLayout) -> Iterator[tuple[int, int]]:
@@ -182,10 +208,19 @@ def _check_frame(schedule: Schedule) -> None:
 
 
 def _check_teacher_ran_once(schedule: Schedule, before: Schedule) -> None:
+    ran = {action for rank in before.ranks for action in rank if action.op is Op.TEACHER}
+    twice = [
+        action
+        for rank in schedule.ranks
+        for action in rank
+        if replace(action, batch=action.batch + 1) in ran
+    ]
+    if twice:
+        raise _fail(schedule, "the teacher of this batch ran in the step before already", *twice)
+    if not schedule.pipeline.is_chain:
+        return  # it may have run in a step before that one
     now = _teacher_cells(schedule, batch=0)
     ahead = _teacher_cells(before, batch=1)
-    if now and ahead:
-        raise _fail(schedule, "the teacher of this batch ran in the step before already", *now)
     if schedule.pipeline.teacher is not None and not now and not ahead:
         loss = Action(Op.LOSS, schedule.pipeline.loss_rank)
         message = "nobody runs the teacher of this batch, neither this step nor the one before"
@@ -225,12 +260,12 @@ def _check_order(schedule: Schedule) -> None:
 
 def _needs(schedule: Schedule) -> dict[Action, set[Action]]:
     """What each action waits for in this step; a teacher that isn't in it ran before."""
-    teacher_ran = not _teacher_cells(schedule, batch=0)
+    present = {action for actions in schedule.ranks for action in actions}
     return {
         action: {
             need.producer
             for need in depends_on(action, schedule.pipeline, schedule.split)
-            if not (teacher_ran and need.producer.op is Op.TEACHER and not need.producer.batch)
+            if need.producer.op is not Op.TEACHER or need.producer in present
         }
         for actions in schedule.ranks
         for action in actions

@@ -110,11 +110,7 @@ class Plan:
         """Everything, as JSON that :meth:`from_json` reads."""
         data = asdict(self)
         data["split"] = sorted(self.split)
-        for name in ("student", "teacher"):
-            if data["pipeline"][name] is not None:
-                data["pipeline"][name]["output_stages"] = sorted(
-                    data["pipeline"][name]["output_stages"]
-                )
+        data["pipeline"] = self.pipeline.to_dict()
         for name in _BANDWIDTHS:
             if math.isinf(data["costs"][name]):  # JSON has no infinity
                 data["costs"][name] = None
@@ -136,11 +132,7 @@ class Plan:
 
     @classmethod
     def _from(cls, data: dict[str, Any]) -> Plan:
-        pipeline = data["pipeline"]
-        for name in ("student", "teacher"):
-            if pipeline[name] is not None:
-                pipeline[name] = _network(pipeline[name])
-        data["pipeline"] = Pipeline(**pipeline)
+        data["pipeline"] = Pipeline.from_dict(data["pipeline"])
         data["costs"] = _costs(data["costs"])
         data["split"] = frozenset(data["split"])
         for name in ("student_cuts", "teacher_cuts", "memory_bytes", "state_bytes"):
@@ -209,7 +201,7 @@ class Plan:
         """Seconds that ``rank`` works in a step."""
         student, costs = self.pipeline.student, self.costs
         seconds = costs.optimizer[rank] + costs.effects[rank]
-        seconds += costs.loss * (rank == self.pipeline.loss_rank)
+        seconds += costs.loss * (rank in self.pipeline.loss_ranks)
         seconds += costs.data * (rank == self.pipeline.data_rank)
         for stage, cost in enumerate(costs.student):
             backward = cost.backward
@@ -235,15 +227,6 @@ def _held(layout: NetworkLayout | None, cuts: tuple[int, ...], rank: int) -> str
         if layout.ranks[stage] == rank
     ]
     return ", ".join(held) or "-"
-
-
-def _network(data: dict[str, Any]) -> NetworkLayout:
-    return NetworkLayout(
-        tuple(data["ranks"]),
-        data["num_calls"],
-        data["num_microbatches"],
-        frozenset(data["output_stages"]),
-    )
 
 
 def _costs(data: dict[str, Any]) -> CostTable:
