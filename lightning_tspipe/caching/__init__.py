@@ -1,0 +1,32 @@
+"""Activations of frozen layers, kept instead of computed again; knows nothing of Lightning.
+
+Frozen layers give the same output for the same input in every epoch. Where a sample's input does
+not change either, what they return is kept under the sample's id, in memory that all processes of
+a machine share, then on disk, and read in later epochs::
+
+    epoch 0    id 7 ── load, decode ── frozen layers ──┬── active layers
+                                                       ▼
+                                                     cache
+                                                       │
+    epoch 1    id 7 ───────────────────────────────────┴── active layers
+
+When more layers freeze, an entry is pushed through the newly frozen ones only, when it is read.
+"""
+
+from lightning_tspipe.caching.cache import ActivationCache, Segment
+from lightning_tspipe.caching.inputs import WithIds, ids_of
+from lightning_tspipe.caching.keys import Boundary, fingerprint
+from lightning_tspipe.caching.repeatable import check_repeatable
+from lightning_tspipe.caching.worth import Worth, measure
+
+__all__ = [
+    "ActivationCache",
+    "Boundary",
+    "Segment",
+    "WithIds",
+    "Worth",
+    "check_repeatable",
+    "fingerprint",
+    "ids_of",
+    "measure",
+]

@@ -1,0 +1,206 @@
+"""Datasets whose samples have ids, and whose inputs are loaded only where they are needed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, IterableDataset
+
+from lightning_tspipe.caching.absent import absent
+from lightning_tspipe.caching.cache import ActivationCache
+from lightning_tspipe.errors import ConfigurationError
+
+Path = int | str
+"""Where something is in a sample: its number, or its key."""
+ID = "id"
+"""The key of the id in samples that are dictionaries."""
+
+
+class WithIds(Dataset[Any]):
+    """The same dataset with an id for each sample, behind the sample's other parts.
+
+    A sample ``(picture, label)`` becomes ``(picture, label, id)``, a dictionary gets a key
+    ``"id"``, anything else becomes ``(sample, id)``.
+
+    Args:
+        dataset: With a length, and samples by index.
+        ids: One for each sample, the same in every run: whole numbers or strings; None: the index.
+        inputs: Where in a sample are the tensors that only the frozen layers read: ``0`` or
+            ``"tokens"``, or several of them. While their activations are cached they are not
+            loaded, and in their place stand NaN or numbers out of range. None: all is loaded.
+
+    Raises:
+        ConfigurationError: A dataset without length or index; ids that are too few or not unique.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        ids: Sequence[Hashable] | None = None,
+        inputs: Path | Sequence[Path] | None = None,
+    ) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise ConfigurationError(
+                f"{type(dataset).__name__} gives samples in a row only; activations are cached by "
+                "sample, so that a dataset with __getitem__ and __len__ is needed"
+            )
+        if ids is not None:
+            _check_unique(ids, len(dataset))
+        self.dataset = dataset
+        self.ids = ids
+        self.inputs = _paths(inputs)
+        self._cache: ActivationCache | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def id_of(self, index: int) -> Hashable:
+        """The id of a sample."""
+        return int(index) if self.ids is None else self.ids[index]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples of a batch."""
+        found = [self.id_of(index) for index in indices]
+        cache = self._cache
+        if cache is None:
+            return [self._full(index, name) for index, name in zip(indices, found, strict=True)]
+        skip = cache.can_skip(found)
+        return [
+            self._sample(cache, index, name, leave_out=out)
+            for index, name, out in zip(indices, found, skip, strict=True)
+        ]
+
+    def _full(self, index: int, name: Hashable) -> Any:
+        return _with_id(self.dataset[index], name)
+
+    def _sample(
+        self, cache: ActivationCache, index: int, name: Hashable, *, leave_out: bool
+    ) -> Any:
+        if not self.inputs:
+            return self._full(index, name)
+        rest = cache.rest(name)
+        if leave_out and rest is not None:
+            sample, shapes = pickle.loads(rest)  # noqa: S301 - a process of this job wrote it
+            for path, (shape, dtype) in zip(self.inputs, shapes, strict=True):
+                sample[path] = absent(shape, dtype)
+            return _with_id(_thawed(sample), name)
+        sample = self.dataset[index]
+        if rest is None:
+            cache.keep_rest(name, pickle.dumps(self._without_inputs(sample)))
+        return _with_id(sample, name)
+
+    def _without_inputs(self, sample: Any) -> tuple[dict[Any, Any], list[Any]]:
+        parts = _parts(sample)
+        shapes = []
+        for path in self.inputs:
+            tensor = parts.pop(path, None)
+            if not isinstance(tensor, Tensor):
+                raise ConfigurationError(
+                    f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
+                )
+            shapes.append((tuple(tensor.shape), tensor.dtype))
+        return {**parts, _KIND: _kind_of(sample), _ORDER: list(_parts(sample))}, shapes
+
+    def read_from(self, cache: ActivationCache | None) -> None:
+        """Leave out inputs whose activations a cache has, from the next epoch's workers on."""
+        self._cache = cache
+
+
+_KIND, _ORDER = "\0kind", "\0order"
+
+
+def _kind_of(sample: Any) -> str:
+    return "dict" if isinstance(sample, dict) else "list" if isinstance(sample, list) else "tuple"
+
+
+def _parts(sample: Any) -> dict[Any, Any]:
+    """The parts of a sample by number or key."""
+    if isinstance(sample, dict):
+        return dict(sample)
+    if isinstance(sample, list | tuple):
+        return dict(enumerate(sample))
+    return {0: sample}
+
+
+def _thawed(parts: dict[Any, Any]) -> Any:
+    kind, order = parts.pop(_KIND), parts.pop(_ORDER)
+    ordered = {name: parts[name] for name in order}
+    if kind == "dict":
+        return ordered
+    return list(ordered.values()) if kind == "list" else tuple(ordered.values())
+
+
+def _with_id(sample: Any, name: Hashable) -> Any:
+    if isinstance(sample, dict):
+        if ID in sample:
+            raise ConfigurationError(
+                f"samples have a key {ID!r} already: use these ids, without WithIds"
+            )
+        return {**sample, ID: name}
+    if isinstance(sample, list):
+        return [*sample, name]
+    return (*sample, name) if isinstance(sample, tuple) else (sample, name)
+
+
+def _paths(inputs: Path | Sequence[Path] | None) -> tuple[Path, ...]:
+    if inputs is None:
+        return ()
+    return (inputs,) if isinstance(inputs, int | str) else tuple(inputs)
+
+
+def _check_unique(ids: Sequence[Hashable], length: int) -> None:
+    if len(ids) != length:
+        raise ConfigurationError(f"{len(ids)} ids for {length} samples: give one for each")
+    seen: set[Hashable] = set()
+    for name in ids:
+        if name in seen:
+            raise ConfigurationError(
+                f"duplicate sample id {name!r}: activations are kept by id, and two samples would "
+                "share them. Without ids=, samples are numbered"
+            )
+        seen.add(name)
+
+
+def ids_of(batch: Any, where: Path | None = None) -> Any:
+    """The ids in a batch of a dataset with ids.
+
+    Args:
+        batch: As the loader gives it.
+        where: Number or key of the ids in it; None: as :class:`WithIds` puts them.
+
+    Raises:
+        ConfigurationError: There are none.
+    """
+    if where is None:
+        where = ID if isinstance(batch, dict) else -1
+    try:
+        found = batch[where]
+    except (KeyError, IndexError, TypeError):
+        found = None
+    integers = isinstance(found, Tensor) and found.dim() == 1 and not found.is_floating_point()
+    if integers or (isinstance(found, list | tuple) and found and isinstance(found[0], str | int)):
+        return found
+    raise ConfigurationError(
+        f"the batch has no sample ids at {where!r}: train on WithIds(dataset), which puts them "
+        "behind the other parts of a sample, or say where they are"
+    )
+
+
+def datasets_of(loaders: Any) -> Iterator[Any]:
+    """The datasets of a loader, or of a structure of loaders."""
+    for loader in pytree.tree_leaves(loaders):
+        dataset = getattr(loader, "dataset", None)
+        if dataset is not None:
+            yield dataset

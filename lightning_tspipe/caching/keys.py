@@ -1,0 +1,109 @@
+"""What a kept activation depends on: the sample, and everything between it and the boundary."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_tspipe.errors import ConfigurationError
+
+Words = NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A place in a network, and all that its activations depend on besides the sample.
+
+    Attributes:
+        name: Of the place: ``"student.blocks.3"``, or the number of the last frozen atom.
+        fingerprint: Of the weights and buffers before it, see :func:`fingerprint`.
+        dtype: In which activations are kept; None: as they are.
+        run: Which inputs the ids belong to; two datasets, or two transforms, are two runs.
+    """
+
+    name: str
+    fingerprint: str = ""
+    dtype: torch.dtype | None = None
+    run: str = ""
+
+    @property
+    def token(self) -> int:
+        """The boundary as a number of 64 bits, never 0.
+
+        >>> Boundary("blocks.3", "a").token == Boundary("blocks.3", "b").token
+        False
+        """
+        text = "\0".join([self.name, self.fingerprint, str(self.dtype), self.run])
+        return _number(text.encode()) or 1
+
+
+def fingerprint(*modules: nn.Module) -> str:
+    """A digest of the weights and buffers of modules, with their names; reads all of them once.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> before = fingerprint(layer)
+    >>> _ = layer.weight.data.add_(1)
+    >>> fingerprint(layer) == before
+    False
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for module in modules:
+        for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
+            if isinstance(tensor, Tensor):
+                digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+                flat = tensor.detach().cpu().contiguous().flatten()
+                digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digests(ids: Iterable[Hashable], kind: str = "") -> Words:
+    """Two words of 64 bits for each sample id; the first is never 0.
+
+    Args:
+        ids: Numbers, strings, or tuples of them. A number and its text are different ids.
+        kind: Of the entry, if a sample has several.
+
+    Returns:
+        Shape (number of ids, 2).
+    """
+    packed = b"".join(
+        hashlib.blake2b(f"{kind}\0{sample!r}".encode(), digest_size=16).digest() for sample in ids
+    )
+    words = np.frombuffer(packed, np.uint64).reshape(-1, 2).copy()
+    words[words[:, 0] == 0, 0] = 1
+    return words
+
+
+def as_ids(ids: Tensor | Sequence[Hashable]) -> list[Hashable]:
+    """The ids of a batch's samples.
+
+    Raises:
+        ConfigurationError: They are no integers or strings, or one of them comes twice.
+    """
+    found: list[Hashable] = (
+        ids.flatten().tolist() if isinstance(ids, Tensor) else list(ids)  # no tensors as keys
+    )
+    wrong = next((i for i in found if not isinstance(i, int | str | tuple)), None)
+    if wrong is not None:
+        raise ConfigurationError(
+            f"sample ids are whole numbers or strings, not {wrong!r} ({type(wrong).__name__}); "
+            "WithIds(dataset) numbers the samples of a dataset"
+        )
+    if len(set(found)) < len(found):
+        twice = next(i for n, i in enumerate(found) if i in found[:n])
+        raise ConfigurationError(
+            f"duplicate sample id {twice!r} within a batch: activations are kept by id. Give each "
+            "sample its own, WithIds(dataset) does; and a sampler that repeats samples "
+            "(replacement=True) can't be cached"
+        )
+    return found
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -1,0 +1,78 @@
+"""Refuses data that is another one each time it is read: its activations can't be cached."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.errors import ConfigurationError
+
+
+def check_repeatable(dataset: Any, num_samples: int = 4, num_readings: int = 2) -> None:
+    """Read some samples several times, and refuse a dataset that gives something else each time.
+
+    The random states are afterwards as before.
+
+    Args:
+        dataset: With a length, and samples by index.
+        num_samples: Spread over the dataset.
+        num_readings: Of each.
+
+    Raises:
+        ConfigurationError: The samples differ, or random numbers are drawn to make them.
+    """
+    before = _random_states()
+    length = len(dataset)
+    try:
+        for index in sorted({n * length // num_samples for n in range(num_samples)}):
+            first, *others = [dataset[index] for _ in range(num_readings)]
+            if not all(_equal(first, other) for other in others):
+                raise ConfigurationError(
+                    f"sample {index} is another one each time it is read{_HOW}"
+                )
+        if not _equal(before, _random_states()):
+            raise ConfigurationError(f"the dataset draws random numbers when it is read{_HOW}")
+    finally:
+        _restore(before)
+
+
+_HOW = (
+    ": random augmentation. Its activations can't be cached. Train with fixed inputs (resize and "
+    "centre crop), augment behind the frozen layers, or train without the cache (cache=None)"
+)
+
+
+def _random_states() -> list[Any]:
+    return [torch.get_rng_state(), random.getstate(), np.random.get_state()]  # noqa: NPY002 - what datasets of others use
+
+
+def _restore(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])  # noqa: NPY002 - as above
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two samples are the same, as far as values can be compared."""
+    leaves, others = pytree.tree_leaves(one), pytree.tree_leaves(other)
+    return len(leaves) == len(others) and all(map(_same, leaves, others))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and _same_numbers(one.numpy(), other.numpy())
+    if isinstance(one, np.ndarray):
+        return isinstance(other, np.ndarray) and _same_numbers(one, other)
+    if isinstance(one, int | float | str | bytes):
+        return repr(one) == repr(other)  # NaN is NaN
+    return True  # objects of unknown kind
+
+
+def _same_numbers(one: Any, other: Any) -> bool:
+    same: bool = one.shape == other.shape and one.tobytes() == other.tobytes()
+    return same

@@ -1,0 +1,120 @@
+"""Whether reading activations takes less time than computing them: measured, not guessed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.caching.cache import ActivationCache, Segment
+from lightning_tspipe.caching.entries import layout_of, rows_of
+from lightning_tspipe.caching.keys import Boundary
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Seconds per sample.
+
+    Attributes:
+        compute: To run the frozen layers on inputs.
+        memory: To read their outputs from memory.
+        disk: To read them from disk, out of nobody's memory; infinite if it was not tried.
+        load: To load and decode the inputs, which a hit saves; 0 if they are loaded anyway.
+        num_bytes: Of an entry.
+    """
+
+    compute: float
+    memory: float
+    disk: float = math.inf
+    load: float = 0.0
+    num_bytes: int = 0
+
+    @property
+    def by_memory(self) -> bool:
+        """Whether memory is faster than computing."""
+        return self.memory < self.compute + self.load
+
+    @property
+    def by_disk(self) -> bool:
+        """Whether the disk is faster than computing."""
+        return self.disk < self.compute + self.load
+
+    def __str__(self) -> str:
+        read = f"{1e3 * self.memory:.3f} ms from memory"
+        if math.isfinite(self.disk):
+            read += f", {1e3 * self.disk:.3f} ms from disk"
+        load = f" (and {1e3 * self.load:.3f} ms to load the input)" if self.load else ""
+        return (
+            f"per sample {1e3 * self.compute:.3f} ms to compute{load}, {read}; "
+            f"{self.num_bytes / 1e6:.3f} MB"
+        )
+
+
+def measure(  # noqa: PLR0913 - what, and how
+    function: Callable[[Any], Any],
+    inputs: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    disk: bool = False,
+    folder: str | PathLike[str] | None = None,
+    repeats: int = 3,
+) -> Worth:
+    """Compute a batch's activations, and read them, some times each; the shortest counts.
+
+    Args:
+        function: The frozen layers.
+        inputs: Of a batch; a structure of tensors.
+        dtype: In which activations would be kept.
+        disk: Whether to try the disk too.
+        folder: On the file system of the disk's part.
+        repeats: Runs of each kind, after one that is not counted.
+    """
+    num_samples = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
+    with torch.no_grad():
+        compute, value = _shortest(lambda: function(inputs), repeats)
+    layout = layout_of(value, num_samples, dtype)
+    budget = 2 * num_samples * (layout.size + 64)
+
+    def reading(cache: ActivationCache, *, cold: bool) -> float:
+        segments = [Segment(Boundary("measured", dtype=dtype), lambda _: value)]
+        ids = list(range(num_samples))
+        try:
+            cache.outputs(ids, rows_of(inputs, ids), segments)
+            before = cache.forget if cold else None
+            return _shortest(lambda: cache.outputs(ids, inputs, segments), repeats, before)[0]
+        finally:
+            cache.close()
+
+    return Worth(
+        compute / num_samples,
+        reading(ActivationCache(num_samples, memory=budget), cold=False) / num_samples,
+        reading(ActivationCache(num_samples, disk=budget, folder=folder), cold=True) / num_samples
+        if disk
+        else math.inf,
+        num_bytes=layout.size,
+    )
+
+
+def _shortest(
+    work: Callable[[], Any], repeats: int, before: Callable[[], None] | None = None
+) -> tuple[float, Any]:
+    """The time of the fastest run, in seconds, and what it returned."""
+    seconds, value = math.inf, work()
+    for _ in range(repeats):
+        if before is not None:
+            before()
+        started = time.perf_counter()
+        value = work()
+        for tensor in pytree.tree_leaves(value):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+                break
+        seconds = min(seconds, time.perf_counter() - started)
+    return seconds, value
