@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from lightning_tspipe.callbacks import (
     DelayedTeacherUpdate,
+    HeadCheckpoint,
+    HeadEarlyStopping,
     KNNEvaluator,
     MomentumEMA,
     OnlineLinearProbe,
@@ -23,6 +25,7 @@ from lightning_tspipe.errors import (
     TSPipeError,
 )
 from lightning_tspipe.evaluation import knn_evaluation, linear_evaluation
+from lightning_tspipe.heads import FanoutTraining, HeadOptimizers, StudentFanout
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 from lightning_tspipe.strategy.worlds import installed_worlds
 
@@ -30,6 +33,10 @@ __all__ = [
     "CaptureError",
     "ConfigurationError",
     "DelayedTeacherUpdate",
+    "FanoutTraining",
+    "HeadCheckpoint",
+    "HeadEarlyStopping",
+    "HeadOptimizers",
     "KNNEvaluator",
     "MomentumEMA",
     "OnlineLinearProbe",
@@ -37,6 +44,7 @@ __all__ = [
     "PipelineThroughputMonitor",
     "PipelineTimeline",
     "ScheduleError",
+    "StudentFanout",
     "TSPipeError",
     "TSPipeStrategy",
     "TransportError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_tspipe.callbacks.delayed_teacher import DelayedTeacherUpdate
+from lightning_tspipe.callbacks.heads import HeadCheckpoint, HeadEarlyStopping
 from lightning_tspipe.callbacks.knn import KNNEvaluator
 from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
 from lightning_tspipe.callbacks.probe import OnlineLinearProbe
@@ -11,6 +12,8 @@ from lightning_tspipe.callbacks.timeline import PipelineTimeline
 
 __all__ = [
     "DelayedTeacherUpdate",
+    "HeadCheckpoint",
+    "HeadEarlyStopping",
     "KNNEvaluator",
     "MomentumEMA",
     "OnlineLinearProbe",

@@ -1,0 +1,9 @@
+"""Several heads on one frozen trunk: fan-out transfer learning."""
+
+from __future__ import annotations
+
+from lightning_tspipe.heads.optimizers import HeadOptimizers
+from lightning_tspipe.heads.student import StudentFanout
+from lightning_tspipe.heads.training import FanoutTraining
+
+__all__ = ["FanoutTraining", "HeadOptimizers", "StudentFanout"]

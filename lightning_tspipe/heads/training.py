@@ -1,0 +1,229 @@
+"""Several heads on one frozen trunk: the student of fan-out transfer learning.
+
+A module has a ``teacher`` (the trunk) and a ``student = StudentFanout(...)``. Its steps are written
+as for one head; ``FanoutTraining`` runs them once for each, and the trunk once for all::
+
+    training_step(batch)             heads        trunk
+      self.teacher(x)        a, b, c: once each   once
+      self.student(f)        the head whose turn it is
+      self.log("loss", ...)  a/loss, b/loss, c/loss
+
+On one device that is all of them, in a pipeline those whose parameters are there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.capture import swap
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.heads.optimizers import HeadOptimizers
+from lightning_tspipe.heads.student import StudentFanout
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FanoutTraining:
+    """Runs the steps of a LightningModule once for each head of its ``student``.
+
+    Derive from it first: ``class Tasks(FanoutTraining, LightningModule)``. In a step,
+    ``self.teacher(x)`` gives the features, ``self.student(f)`` the output of the active head,
+    ``self.head`` its name, and what is logged gets the name of the head in front. All heads give
+    the trunk the same input, and it runs once.
+    """
+
+    student: StudentFanout
+    teacher: nn.Module
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _STEPS:
+            if name in vars(cls):
+                setattr(cls, name, _for_each_head(vars(cls)[name], name))
+
+    @property
+    def head(self) -> str:
+        """The active head."""
+        active = self.student.active
+        if active is None:
+            raise ConfigurationError("self.head is known in steps only: no head is active")
+        return active
+
+    def log(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's, under the name of the active head: ``animal/loss``."""
+        active = self.student.active
+        super().log(name if active is None else f"{active}/{name}", *args, **kwargs)  # type: ignore[misc]
+
+    def head_optimizer(
+        self,
+        name: str,
+        parameters: list[nn.Parameter],  # noqa: ARG002 - for those who override it
+    ) -> torch.optim.Optimizer:
+        """The optimizer of one head; for ``configure_optimizers`` as it is here.
+
+        Args:
+            name: The head.
+            parameters: What it trains.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has neither configure_optimizers nor head_optimizer({name!r}, "
+            "parameters): one of them says how heads are trained"
+        )
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer for Lightning, of one for each head."""
+        return HeadOptimizers(
+            {
+                name: self.head_optimizer(name, list(head.parameters()))
+                for name, head in self.student.heads.items()
+            }
+        )
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,  # noqa: ARG002 - as Lightning calls it
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip each head by its own gradients, as if it were alone."""
+        if not gradient_clip_val:
+            return
+        for head in self.student.heads.values():
+            parameters = [p for p in head.parameters() if p.grad is not None]
+            if gradient_clip_algorithm == "value":
+                nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+            else:
+                nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+
+
+def refuse_trained_trunk(trunk: nn.Module) -> None:
+    """Refuse a trunk that would be trained.
+
+    Raises:
+        ConfigurationError: Names its trainable parameters.
+    """
+    names = [name for name, parameter in trunk.named_parameters() if parameter.requires_grad]
+    if names:
+        shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+        raise ConfigurationError(
+            f"the trunk has parameters that require gradients: {shown}. A trunk is frozen: "
+            "self.teacher.requires_grad_(False); what is trained belongs into a head"
+        )
+
+
+def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any]:
+    trains = step == "training_step"
+
+    @functools.wraps(function)
+    def for_each_head(self: Any, *args: Any, **kwargs: Any) -> Any:
+        student = self.student
+        if student.active is not None:  # by a subclass's step
+            return function(self, *args, **kwargs)
+        if trains:
+            refuse_trained_trunk(self.teacher)
+        results = {}
+        with _one_trunk(self.teacher) as turn, _same_random_numbers() as begin:
+            for name in student.trained if trains else student.here:
+                begin()
+                with student.only(name), turn(name):
+                    results[name] = function(self, *args, **kwargs)
+        return _total(self, results) if trains else results
+
+    return for_each_head
+
+
+def _total(module: Any, results: dict[str, Any]) -> Tensor:
+    """The sum of the losses: its gradients are those of each head's own loss."""
+    losses = {
+        name: result["loss"] if isinstance(result, Mapping) else result
+        for name, result in results.items()
+    }
+    for name, loss in losses.items():
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(f"training_step returned no loss for head {name!r}")
+    accepted = [loss for name, loss in losses.items() if module.student.accepts(name, loss)]
+    if not accepted:
+        return torch.zeros((), device=module.device, requires_grad=True)
+    total: Tensor = functools.reduce(torch.add, accepted)
+    return total
+
+
+@contextmanager
+def _same_random_numbers() -> Iterator[Callable[[], None]]:
+    """Each head's pass draws what it would draw alone; afterwards it is as after the first."""
+    start = swap.random_state()
+    after: list[swap.RandomState] = []
+    passes = 0
+
+    def begin() -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 2:
+            after.append(swap.random_state())
+        if passes > 1:
+            swap.set_random_state(start)
+
+    yield begin
+    if after:
+        swap.set_random_state(after[0])
+
+
+@contextmanager
+def _one_trunk(trunk: nn.Module) -> Iterator[Callable[[str], Any]]:
+    """While inside, the trunk runs in the first head's turn; the others get what it returned."""
+    original = trunk.forward
+    calls: list[tuple[list[Any], Any, list[int]]] = []
+    place, reader = 0, ""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal place
+        mine, place = place, place + 1
+        given = pytree.tree_leaves((args, kwargs))
+        if mine == len(calls):
+            result = original(*args, **kwargs)
+            calls.append((given, result, _versions(result)))
+        elif not _is_same(given, calls[mine][0]):
+            raise ConfigurationError(
+                f"head {reader!r} gives the trunk another input than the first head: all "
+                "heads share one pass. Make the input in the dataset, or in "
+                "on_after_batch_transfer"
+            )
+        return calls[mine][1]
+
+    @contextmanager
+    def turn(name: str) -> Iterator[None]:
+        nonlocal place, reader
+        place, reader = 0, name
+        yield
+        for _, result, versions in calls:
+            if _versions(result) != versions:
+                raise ConfigurationError(
+                    f"head {name!r} changes the features in place, which the other heads read "
+                    "too. Use inplace=False in its first layers"
+                )
+
+    with swap.forwards_replaced({trunk: forward}):
+        yield turn
+
+
+def _versions(result: Any) -> list[int]:
+    leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    return [0 if leaf.is_inference() else leaf._version for leaf in leaves]  # noqa: SLF001
+
+
+def _is_same(given: list[Any], known: list[Any]) -> bool:
+    return len(given) == len(known) and all(_equal(a, b) for a, b in zip(given, known, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return a is b or bool(a == b)
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - a look is no use of it
+        return a.shape == b.shape and (a.is_meta or torch.equal(a, b))
