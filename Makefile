@@ -5,6 +5,8 @@ STAMP := .venv/.installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet --editable
 # One thread per process: a pipeline has several processes, and they share the cores.
 export OMP_NUM_THREADS ?= 1
+# As many tests at a time as there are cores; each has its own ports, files and processes.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 .PHONY: env demo test test-slow test-all lint types layers format bench docs clean
 
@@ -19,13 +21,13 @@ demo: env
 	$(BIN)/python examples/demo.py
 
 test: lint types layers
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: env
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-all: lint types layers
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 lint: env
 	$(BIN)/ruff check .

@@ -113,7 +113,7 @@ def test_learning_rate_rules_see_replicas() -> None:
          "choose one device type"),
         ({}, {"plugins": [TSPipeStrategy()]}, "invalid type for plugin"),
     ],
-    ids=str,
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else value,
 )  # fmt: skip
 def test_contradictions(options: Any, arguments: Any, words: str) -> None:
     if "accelerator" in options:

@@ -45,29 +45,24 @@ def compare(run: Run, folder: Path) -> None:
         assert_same(expected[name], ranks[0][name])
 
 
-def test_byol_moco_and_dino(tmp_path: Path) -> None:
-    compare(Run(("byol", "moco", "dino"), 2, 2), tmp_path)
+NUM_STAGES = pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.slow)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 3])
+@NUM_STAGES
 def test_examples(num_stages: int, tmp_path: Path) -> None:
     compare(Run(EXAMPLES, num_stages, num_stages), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 3])
+@NUM_STAGES
 def test_benchmarks(num_stages: int, tmp_path: Path) -> None:
     compare(Run(BENCHMARKS, num_stages, num_stages), tmp_path)
 
 
-@pytest.mark.slow
 def test_the_other_world(tmp_path: Path) -> None:
     methods = ("byol", "dino", "benchmark byol", "benchmark dino")
     compare(Run(methods, 2, 2, world="lightning.pytorch"), tmp_path)
 
 
-@pytest.mark.slow
 def test_with_accumulation(tmp_path: Path) -> None:
     """DINO drops the gradients of its last layer: in a hook, or in the middle of the step."""
     accumulating = {"accumulate_grad_batches": 2}
@@ -84,7 +79,6 @@ def gathering(module: Any) -> None:
         module.criterion.gather_distributed = True
 
 
-@pytest.mark.slow
 def test_losses_that_gather(tmp_path: Path) -> None:
     """Two replicas of two stages train what two devices train under DDP."""
     methods = ("tico", "dino", "benchmark mocov2", "benchmark tico", "benchmark dino")
