@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_tspipe.ir.action import Action, Op
@@ -79,8 +79,8 @@ class Program:
 def lower(schedule: Schedule) -> Program:
     """Find every dependency that crosses ranks and make it a message.
 
-    A teacher forward that runs a step early sends its outputs in the step that runs it, although
-    the loss that reads them belongs to the next step; so messages are found from the producers.
+    A forward that runs steps early sends what it made in the step that runs it, although the next
+    stage or the loss reads it in a later step; so messages are found from the producers.
     """
     pipeline = schedule.pipeline
     consumers = _consumers(schedule)
@@ -117,12 +117,17 @@ def _waits_for_its_step(dependency: Dependency) -> bool:
 
 
 def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
-    """Who reads what is made here: the losses, and where stages read the teacher, the forwards."""
+    """Who reads what is made here: the losses, the stages that follow, and heads and blocks."""
     batches = {action.batch for action in actions}
     readers = {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches}
     ahead = {action for action in actions if action.op is Op.TEACHER and action.batch}
     if pipeline.is_chain or pipeline.teacher is None:
-        return readers
+        return readers | {
+            replace(action, stage=action.stage + 1)
+            for action in actions
+            if action.op in {Op.FORWARD, Op.TEACHER}
+            and action.stage + 1 < pipeline.layout(action.op).num_stages
+        }
     for network, op in ((pipeline.student, Op.FORWARD), (pipeline.teacher, Op.TEACHER)):
         readers |= {
             Action(op, stage, unit, batch)

@@ -17,10 +17,12 @@ class Schedule:
     Attributes:
         pipeline: What the schedule was made for.
         ranks: ``ranks[r]`` are the actions of rank r, in the order in which it runs them.
+        asynchronous: Whether a student's forward may run steps before its backward.
     """
 
     pipeline: Pipeline
     ranks: tuple[tuple[Action, ...], ...]
+    asynchronous: bool = False
 
     @cached_property
     def split(self) -> frozenset[int]:

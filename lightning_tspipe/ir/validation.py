@@ -5,11 +5,12 @@ Five checks, in this order, so that each may rely on those before it:
 1. every cell is on the rank that holds its stage;
 2. every action is there exactly once: a whole batch of student work, and all or nothing of the
    teacher's work for this batch and for the next (of each of its stages, where stages of the
-   student read the teacher: then they work on batches of their own);
+   student read the teacher: then they work on batches of their own; asynchronously, of a stage's
+   forwards for any batch: ``versions`` then looks at all steps of an epoch);
 3. a rank's step begins with the effects and ends with the optimizer, so every action reads the
    weights that :func:`weight_versions` says;
 4. walking all ranks at once comes to an end: whatever is waited for comes earlier (what is missing
-   of the teacher ran in the step before);
+   of the teacher, or of asynchronous forwards, ran in a step before);
 5. the messages are those that the order asks for, and each channel's are in the order of sending.
 
 An error shows the schedule and marks the cells::
@@ -146,13 +147,16 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
     for rank in range(pipeline.num_ranks):
         yield Action(Op.EFFECTS, rank)
         yield Action(Op.OPTIMIZER, rank)
-    yield Action(Op.DATA, pipeline.data_rank)
     for rank in pipeline.loss_ranks:
         yield Action(Op.LOSS, rank)
-    yield from _grid(Op.FORWARD, pipeline.student)
     for stage, unit in _cells(pipeline.student):
         halves = [Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD] if stage in split else [Op.BACKWARD]
         yield from (Action(op, stage, unit) for op in halves)
+    if schedule.asynchronous:
+        yield from _forwards_of_any_batch(schedule)
+        return
+    yield Action(Op.DATA, pipeline.data_rank)
+    yield from _grid(Op.FORWARD, pipeline.student)
     if pipeline.teacher is not None:
         expected = _expected_at_once if pipeline.is_chain else _expected_of_queues
         yield from expected(schedule, pipeline.teacher)
@@ -182,6 +186,16 @@ def _expected_of_queues(schedule: Schedule, teacher: NetworkLayout) -> Iterator[
             yield Action(Op.TEACHER, stage, unit, batch)
         if stage == 0 and batch:
             yield Action(Op.DATA, schedule.pipeline.data_rank, batch=batch)
+
+
+def _forwards_of_any_batch(schedule: Schedule) -> Iterator[Action]:
+    """All units where a stage works on one of a batch; which batches, one step can't tell."""
+    for action in {action for actions in schedule.ranks for action in actions}:
+        if action.op is Op.DATA:
+            yield action
+        elif action.op in {Op.FORWARD, Op.TEACHER}:
+            for unit in range(schedule.pipeline.layout(action.op).num_units):
+                yield Action(action.op, action.stage, unit, action.batch)
 
 
 def _cells(layout: NetworkLayout) -> Iterator[tuple[int, int]]:
@@ -259,17 +273,21 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _needs(schedule: Schedule) -> dict[Action, set[Action]]:
-    """What each action waits for in this step; a teacher that isn't in it ran before."""
+    """What each action waits for in this step; what ran before, it doesn't."""
     present = {action for actions in schedule.ranks for action in actions}
+    early = _EARLY if schedule.asynchronous else {Op.TEACHER}
     return {
         action: {
             need.producer
             for need in depends_on(action, schedule.pipeline, schedule.split)
-            if need.producer.op is not Op.TEACHER or need.producer in present
+            if need.producer.op not in early or need.producer in present
         }
         for actions in schedule.ranks
         for action in actions
     }
+
+
+_EARLY = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER})
 
 
 def _deadlock(

@@ -1,8 +1,8 @@
-"""What has run ahead of the next step: its teacher, with weights that are late by one update."""
+"""What has run ahead of the next step: work on later batches, with the weights of before."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -40,7 +40,7 @@ class Lookahead:
         is_loss_rank: Whether the outputs are on this rank.
 
     Attributes:
-        units: Units of the batch that ran ahead; None if none did.
+        units: By their numbers, the units of the batches on which work has begun.
     """
 
     def __init__(
@@ -51,20 +51,21 @@ class Lookahead:
         self._executor = executor
         self._is_loss_rank = is_loss_rank
         self._resumed: Ahead | None = None
-        self.units: StepUnits | None = None
+        self.units: dict[int, StepUnits] = {}
 
     def state(self, index: int) -> Ahead | None:
         """What has run ahead of step ``index``, which has not begun; None if nothing has."""
-        if self.units is None:
+        units = self.units.get(index)
+        if units is None:
             return self._resumed
         values = self._values() if self._is_loss_rank else []
-        outputs = self._executor.outputs_ahead(index, self.units, values)
+        outputs = self._executor.outputs_ahead(index, units, values)
         names = {layer: name for name, layer in self._module.named_modules()}
         statistics = {
             call: {names[layer]: parts for layer, parts in layers.items()}
             for call, layers in self._executor.statistics.ahead().items()
         }
-        return Ahead(_batch_sizes(self.units.inputs), outputs, statistics)
+        return Ahead(_batch_sizes(units.inputs), outputs, statistics)
 
     def resume(self, ahead: Ahead | None) -> None:
         """Go on with what a checkpoint's run knew to have run ahead.
@@ -79,33 +80,34 @@ class Lookahead:
             )
         self._resumed = ahead
 
-    def is_there(self, inputs: Sequence[Tensor]) -> bool:
-        """Whether a batch with these call inputs may be the one that ran ahead."""
-        if self._resumed is not None:
-            return self._resumed.batch_sizes == tuple(len(tensor) for tensor in inputs)
-        return self.units is not None
+    def begin(self, index: int, units: StepUnits) -> bool:
+        """The step of a batch begins.
 
-    def begin(self, index: int, units: StepUnits) -> None:
-        """The step of the batch that ran ahead begins.
-
-        Raises:
-            CaptureError: Its calls have other shapes than those that ran ahead.
+        Returns:
+            Whether work on it has begun before.
         """
-        if self._resumed is not None:
-            self._put(index, units, self._resumed)
-            self._resumed, self.units = None, units
-        if self.units is not None and self.units.inputs != units.inputs:
-            raise CaptureError(
-                "the calls of this batch have other shapes than when its teacher ran ahead: the "
-                "step must compute the same inputs whenever it is given the same batch"
-            )
+        resumed, self._resumed = self._resumed, None
+        # Otherwise the data is not that of the run that is resumed.
+        if resumed is not None and resumed.batch_sizes == _batch_sizes(units.inputs):
+            self._put(index, units, resumed)
+            self.units[index] = units
+        return index in self.units
+
+    def done(self, index: int, worked_on: Mapping[int, StepUnits]) -> None:
+        """The step of a batch ends.
+
+        Args:
+            index: The batch.
+            worked_on: Units of the batches that it worked on, by their offset from ``index``.
+        """
+        self.units = {index + offset: units for offset, units in worked_on.items() if offset > 0}
 
     def drop(self) -> None:
-        """The next batch is not the one that ran ahead."""
+        """The next batch is not one that work has begun on."""
         self._resumed = None
-        if self.units is not None:
+        if self.units:
             self._executor.drop_lookahead()
-            self.units = None
+            self.units = {}
 
     def _put(self, index: int, units: StepUnits, ahead: Ahead) -> None:
         if self._is_loss_rank:

@@ -5,6 +5,8 @@ from threads. One step::
 
     forward(step, batch, ahead):  effects, data | student forwards, teacher forwards | loss
     backward(loss, run):          backward of the loss | backwards, teacher forwards ahead
+
+Where student forwards run ahead too (``1f1b``), they are in the first half.
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.ahead import Ahead, Lookahead
+from lightning_tspipe.runtime.announcements import Announcements
 from lightning_tspipe.runtime.execution import Execution
-from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
-from lightning_tspipe.runtime.header import StepHeader
+from lightning_tspipe.runtime.executor import AHEAD_CHANNEL, Executor, StepContext
+from lightning_tspipe.runtime.header import StepHeader, send_fields
 from lightning_tspipe.runtime.materializing import Materializer
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured, Programs, layout
 from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.stopping import Stop
-from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards, forget_graphs
 from lightning_tspipe.schedules.phases import teacher_only
@@ -51,7 +54,7 @@ BatchAndStep = tuple[Any, Step]
 
 def _is_ahead(action: Action) -> bool:
     """Whether it reads the teacher as this step leaves it behind."""
-    return action.op is Op.TEACHER and action.batch == 1
+    return action.op is Op.TEACHER and action.batch > 0
 
 
 class Engine:
@@ -101,6 +104,7 @@ class Engine:
         self._step: StepContext | None = None
         self._leaves: dict[tuple[int, ValueRef], Tensor] = {}
         self._rest_actions: Sequence[Action] = ()
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._replay_started: float | None = None
         self.batch_size = 1
         self.teacher_ran_ahead = False
@@ -156,7 +160,7 @@ class Engine:
         Args:
             captured: What :meth:`capture` found.
             placement: Who gets what.
-            schedule: ``tspipe``, ``gpipe`` or ``sequential``.
+            schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``.
             costs: Costs of the stages, for the order of actions; None for equal ones.
             materializer: Where the values come from, of a module that has none; it stays spread.
 
@@ -177,6 +181,9 @@ class Engine:
             captured, self.ranks, self.cuts, placement.num_microbatches, self.transport.num_ranks
         )
         self._programs = Programs(self.pipeline, schedule, costs, placement.split)
+        self.announcements = Announcements(
+            self.transport, placement.data_rank, self._hear_word, self._ask_early
+        )
         self.shards = Shards(self.module, networks, self.cuts, self.ranks)
         self.materializer = materializer
         if materializer is not None:
@@ -223,13 +230,17 @@ class Engine:
             if self.compiler is not None or again.get(name)
         }
 
+    @property
+    def lookahead(self) -> int:
+        """Up to how many batches behind the current one the data rank should give a step."""
+        return self._programs.announced
+
     def forward(
         self,
         step: Step,
         batch: Any,
-        ahead: BatchAndStep | None,
+        ahead: Sequence[BatchAndStep] = (),
         *,
-        continues: bool | None = None,
         replay: Step | None = None,
     ) -> Any:
         """The part of a step up to the loss.
@@ -237,9 +248,9 @@ class Engine:
         Args:
             step: The step, a function of the batch.
             batch: The batch, on the data rank.
-            ahead: On the data rank, the next batch and its step, if its teacher is to run ahead.
-            continues: On the data rank, whether this is the batch that was ahead in the step
-                before; if not, what ran ahead is dropped. None: whatever was ahead is this batch.
+            ahead: On the data rank, the next batches and their steps, as far as they may be worked
+                on now, and up to :attr:`lookahead` of them. They are the batches of the next calls,
+                unless :meth:`drain` is called on all ranks.
             replay: What runs on the loss rank in place of ``step``, with the real outputs; it may
                 call :meth:`backward` itself, within :meth:`suspended`.
 
@@ -247,13 +258,7 @@ class Engine:
             On the loss rank what the step returns, elsewhere None.
         """
         recorder = self.executor.recorder
-        header, inputs = self._exchange(step, batch, ahead, continues=continues)
-        self.stop.hear(header.stop)
-        if not header.continues:
-            self.drain()
-        self._lookahead.begin(self._index, self._units(header.inputs))
-        self.teacher_ran_ahead = self._lookahead.units is not None
-        context = self._open_step(header, inputs)
+        context, header = self._open_step(step, batch, ahead)
         self._step = context
         self.batch_size = max(spec.shape[0] for spec in header.inputs)
         executor = self.executor
@@ -262,14 +267,12 @@ class Engine:
             started = time.perf_counter()
             self._runner.effects(step, header.batch(), self._seed + self._index)
             recorder.ran(self._index, Action(Op.EFFECTS, self.rank), started)
-        executor.statistics.commit_ahead()
+        executor.statistics.commit_ahead(self._index)
         actions = context.program.schedule.ranks[self.rank]
         stop = next(i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS})
         plan = self.captured.plan
         started = time.perf_counter()
-        fields = header.exchange_fields(
-            plan.batch_fields, batch, self.transport, self.placement.data_rank, BATCH_CHANNEL
-        )
+        fields = self._exchange_fields(header, batch)
         recorder.paused("send", started)
         late = next(i for i, action in enumerate(actions) if i == stop or _is_ahead(action))
         executor.run(context, actions[:late])
@@ -304,43 +307,83 @@ class Engine:
         """While inside, a replay that calls this is as good as over: the networks are at hand."""
         return self._runner.suspended()
 
-    def _exchange(
-        self, step: Step, batch: Any, ahead: BatchAndStep | None, *, continues: bool | None
-    ) -> tuple[StepHeader, dict[int, tuple[Tensor, ...]]]:
-        """On the data rank: find the call inputs and announce them; elsewhere: hear of them."""
+    def _open_step(
+        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
+    ) -> tuple[StepContext, StepHeader]:
+        """Tell of the batches, or hear of them, and choose the program."""
+        number, known = self._index, self.announcements
+        inputs = self._announce(step, batch, ahead) if self.is_data_rank else ()
         started = time.perf_counter()
+        last = known.await_batches(number, number + self._programs.lookahead[self.rank])
         if not self.is_data_rank:
-            header = StepHeader.receive(self.transport, self.placement.data_rank)
             self.executor.recorder.paused("receive", started)
-            return header, {}
-        seed = self._seed + self._index
-        inputs = {0: self._runner.inputs(step, batch, seed, effects=True)}
-        if ahead is not None:
-            inputs[1] = self._runner.inputs(ahead[1], ahead[0], seed + 1, effects=False)
-        was_ahead = self._lookahead.is_there(inputs[0])
-        header = StepHeader.of(
-            batch, inputs[0], inputs.get(1),
-            continues=was_ahead if continues is None else was_ahead and continues,
-            stop=self.stop.next_word(),
-        )  # fmt: skip
-        header.send(self.transport)
-        self.executor.recorder.ran(self._index, Action(Op.DATA, self.rank), started)
-        return header, inputs
-
-    def _open_step(self, header: StepHeader, inputs: dict[int, tuple[Tensor, ...]]) -> StepContext:
-        has_teacher = self.pipeline.teacher is not None
-        program = self._programs.of(
-            teacher_now=has_teacher and self._lookahead.units is None,
-            teacher_next=has_teacher and header.ahead is not None,
-        )
-        units = {0: self._units(header.inputs)}
-        if header.ahead is not None:
-            units[1] = self._units(header.ahead)
-        context = StepContext(self._index, program, units, inputs)
+        known.hear(number + min(self._programs.lookahead))
+        units = {n - number: self._units(known[n].inputs) for n in range(number, last + 1)}
+        self.teacher_ran_ahead = has_begun = self._lookahead.begin(number, units[0])
+        program = self._programs.of(fresh=not has_begun, ahead=last - number)
+        context = StepContext(number, program, units)
         if self.is_data_rank:
-            for offset in inputs:
-                self.executor.send_inputs(context, offset)
-        return context
+            context.inputs = {n - number: made for n, made in self._inputs.items() if n <= last}
+            context.inputs[0] = inputs
+            for action in program.schedule.ranks[self.rank]:
+                if action.op is Op.DATA:
+                    self.executor.send_inputs(context, action.batch)
+        return context, known[number]
+
+    def _announce(
+        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
+    ) -> tuple[Tensor, ...]:
+        """On the data rank: find the call inputs, and tell of the batches that are new.
+
+        Returns:
+            The call inputs of this batch.
+
+        Raises:
+            CaptureError: Its calls have other shapes than when they ran ahead.
+        """
+        started, number = time.perf_counter(), self._index
+        own = self._runner.inputs(step, batch, self._seed + number, effects=True)
+        told = self._inputs.get(number)
+        if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
+            raise CaptureError(
+                "the calls of this batch have other shapes than when they ran ahead: the step must "
+                "compute the same inputs whenever it is given the same batch"
+            )
+        new = [
+            (n, b, s) for n, (b, s) in enumerate([(batch, step), *ahead], number)
+            if n not in self._inputs
+        ]  # fmt: skip
+        word, most = self.stop.next_word(), self._programs.announced
+        for n, following, its_step in new:
+            self._inputs[n] = own if n == number else self._runner.inputs(
+                its_step, following, self._seed + n, effects=False
+            )  # fmt: skip
+            said = word if n == number + most else ""
+            self.announcements.tell(n, StepHeader.of(following, self._inputs[n]), said)
+            if self._programs.tells_early:
+                fields = self.captured.plan.batch_fields
+                send_fields(following, fields, self.transport, AHEAD_CHANNEL)
+        if len(ahead) < most:
+            self.announcements.tell(number + len(ahead) + 1, None, word)
+        self.executor.recorder.ran(number, Action(Op.DATA, self.rank), started)
+        return own
+
+    def _hear_word(self, word: str) -> None:
+        self.stop.hear(word)
+
+    def _ask_early(self, header: StepHeader) -> Receipt | None:
+        """On the loss rank: the fields of a batch, if they travel with its description."""
+        if not self.is_loss_rank or not self._programs.tells_early:
+            return None
+        fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
+        return header.ask_for_fields(fields, self.transport, data_rank, AHEAD_CHANNEL)
+
+    def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
+        """Send the fields that the loss reads (data rank), or ask for them (loss rank)."""
+        if self._programs.tells_early:
+            return self.announcements.companion(self._index)
+        fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
+        return header.exchange_fields(fields, batch, self.transport, data_rank, AHEAD_CHANNEL)
 
     def _units(self, inputs: tuple[TensorSpec, ...]) -> StepUnits:
         if inputs not in self._known_units:
@@ -397,7 +440,9 @@ class Engine:
         else:
             run(self._rest_actions)
         self.executor.finish(context)
-        self._lookahead.units = context.units.get(1)
+        self._lookahead.done(self._index, context.units)
+        self.announcements.forget(self._index)
+        self._inputs.pop(self._index, None)
         self._index += 1
         self._step = None
 
@@ -430,21 +475,24 @@ class Engine:
             step: The step, a function of the batch.
             batch: The batch, on the data rank.
         """
-        inputs: dict[int, tuple[Tensor, ...]] = {}
+        number = self._index
         if self.is_data_rank:
-            inputs[1] = self._runner.inputs(step, batch, self._seed + self._index, effects=False)
-            header = StepHeader.of(batch, inputs[1])
-            header.send(self.transport)
-        else:
-            header = StepHeader.receive(self.transport, self.placement.data_rank)
-        units, program = self._units(header.inputs), lower(teacher_only(self.pipeline))
-        context = StepContext(self._index - 1, program, {1: units}, inputs)
+            made = self._runner.inputs(step, batch, self._seed + number, effects=False)
+            self._inputs[number] = made
+            self.announcements.tell(number, StepHeader.of(batch, made))
+        self.announcements.await_batches(number, number)
+        units, program = (
+            self._units(self.announcements[number].inputs),
+            lower(teacher_only(self.pipeline)),
+        )
+        context = StepContext(number - 1, program, {1: units})
         self.executor.post_receives(context)
         if self.is_data_rank:
+            context.inputs[1] = self._inputs[number]
             self.executor.send_inputs(context, 1)
         self.executor.run(context, program.schedule.ranks[self.rank])
         self.executor.finish(context)
-        self._lookahead.units = units
+        self._lookahead.done(number - 1, {1: units})
 
     def note_optimizer(self, started: float) -> None:
         """The optimizer step of this rank ended; one beside the losses belongs to their time."""
@@ -452,5 +500,7 @@ class Engine:
             self.executor.recorder.ran(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
 
     def drain(self) -> None:
-        """Forget what ran ahead: the next batch is not the one that was announced."""
+        """Forget what ran ahead: the next batches are not those told of. Every rank calls it."""
         self._lookahead.drop()
+        self.announcements.drop()
+        self._inputs.clear()

@@ -33,7 +33,8 @@ from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
 
 _CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
 _TEACHER_CHANNELS = 4
-BATCH_CHANNEL = 9
+BATCH_CHANNEL, AHEAD_CHANNEL = 9, 10
+"""Fields of a batch for the loss: in an evaluation, and in training, where they may be early."""
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD})
 
 Key = tuple[int, Action]
@@ -56,7 +57,7 @@ class StepContext:
     Attributes:
         index: Number of the step.
         program: What all ranks do.
-        units: Units of the batches worked on, by offset (0: this batch, 1: the next).
+        units: Units of the batches worked on, by offset (0: this batch, 1: the next, ...).
         inputs: On the data rank, the call inputs of the same batches.
     """
 
@@ -102,7 +103,7 @@ class Executor:
         self._received: dict[Key, Tensors] = {}
         self._outputs: dict[Key, dict[ValueRef, Tensor]] = {}
         self._gradients: dict[tuple[int, Action, str], list[Tensor | None]] = {}
-        self._saved: dict[tuple[int, int], _Saved] = {}
+        self._saved: dict[tuple[int, int, int], _Saved] = {}
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
         self.recorder = Recorder()
         self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
@@ -289,8 +290,9 @@ class Executor:
                 store.pop(key)
         for gradient in [key for key in self._gradients if key[0] <= step.index]:
             del self._gradients[gradient]
+        for saved in [key for key in self._saved if key[0] <= step.index]:
+            del self._saved[saved]
         self.statistics.finish(step.index)
-        self._saved.clear()
         started = time.perf_counter()
         with waiting(f"the end of batch {step.index}"):
             self._transport.finish_step()
@@ -301,7 +303,7 @@ class Executor:
         for receipt in self._receipts.values():
             receipt.wait()
         self._receipts.clear()
-        for store in (self._activations, self._received, self._outputs):
+        for store in (self._activations, self._received, self._outputs, self._saved):
             store.clear()
         self.statistics.drop_ahead()
 
@@ -350,7 +352,8 @@ class Executor:
         if grad:
             results = [*values, *(found[ref] for ref in units.outputs_of(action))]
             results = [result for result in results if result.requires_grad]
-            self._saved[action.stage, action.unit or 0] = _Saved(inputs, results, recyclable)
+            key = (batch, action.stage, action.unit or 0)
+            self._saved[key] = _Saved(inputs, results, recyclable)
         else:
             self._transport.recycle(recyclable)
 
@@ -379,7 +382,7 @@ class Executor:
         return following + self._gradients.pop((step.index, base, "loss"), [])
 
     def _backward(self, step: StepContext, action: Action) -> None:
-        saved = self._saved.pop((action.stage, action.unit or 0), None)
+        saved = self._saved.pop((step.index, action.stage, action.unit or 0), None)
         if saved is None:
             return
         gradients = self._grad_outputs(step, action)
@@ -390,7 +393,7 @@ class Executor:
         self._finish_backward(saved)
 
     def _input_backward(self, step: StepContext, action: Action) -> None:
-        saved = self._saved.get((action.stage, action.unit or 0))
+        saved = self._saved.get((step.index, action.stage, action.unit or 0))
         if saved is None:
             return
         saved.split = SplitBackward(saved.results, saved.inputs)
@@ -398,8 +401,8 @@ class Executor:
         gradients = saved.split.input_half(self._grad_outputs(step, action))
         self._pass_gradients(step, action, saved, gradients)
 
-    def _weight_backward(self, step: StepContext, action: Action) -> None:  # noqa: ARG002
-        saved = self._saved.pop((action.stage, action.unit or 0), None)
+    def _weight_backward(self, step: StepContext, action: Action) -> None:
+        saved = self._saved.pop((step.index, action.stage, action.unit or 0), None)
         if saved is not None and saved.split is not None:
             saved.split.weight_half()
             self._finish_backward(saved)

@@ -1,4 +1,4 @@
-"""What the data rank tells the others about a step, before anything else of it travels."""
+"""What the data rank tells the others about a batch, before anything else of it travels."""
 
 from __future__ import annotations
 
@@ -13,46 +13,33 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.transport import Receipt, Transport
+from lightning_tspipe.runtime.weights import LOSS_RANK
 
 
 @dataclass(frozen=True)
 class StepHeader:
-    """One step, in shapes.
+    """One batch, in shapes.
 
     Attributes:
         structure: Pytree structure of the batch.
         leaves: Its leaves; tensors as specs.
         inputs: Specs of the call inputs.
-        ahead: Those of the next batch, if its teacher runs ahead.
-        continues: Whether the teacher of this batch ran ahead in the step before.
-        stop: What all ranks do after this step, see ``stopping``; empty: go on.
+        stop: In an evaluation, what all ranks do after this batch, see ``stopping``; empty: go on.
     """
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
     inputs: tuple[TensorSpec, ...]
-    ahead: tuple[TensorSpec, ...] | None = None
-    continues: bool = False
     stop: str = ""
 
     @classmethod
-    def of(
-        cls,
-        batch: Any,
-        inputs: Sequence[Tensor],
-        ahead: Sequence[Tensor] | None = None,
-        *,
-        continues: bool = False,
-        stop: str = "",
-    ) -> StepHeader:
+    def of(cls, batch: Any, inputs: Sequence[Tensor], *, stop: str = "") -> StepHeader:
         """Describe a batch and the call inputs that were made of it."""
         leaves, structure = pytree.tree_flatten(batch)
         return cls(
             structure,
             tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves),
             tuple(map(TensorSpec.of, inputs)),
-            tuple(map(TensorSpec.of, ahead)) if ahead is not None else None,
-            continues,
             stop,
         )
 
@@ -70,24 +57,29 @@ class StepHeader:
         assert isinstance(header, StepHeader), f"expected the header of a step, got {header!r}"
         return header
 
-    def exchange_fields(  # noqa: PLR0913, PLR0917 - who gives what to whom
+    def exchange_fields(
         self,
         fields: Sequence[int],
         batch: Any,
         transport: Transport,
         data_rank: int,
         channel: int,
-        loss_rank: int = 0,
     ) -> Receipt | None:
         """Send the fields that the step reads (data rank), or ask for them (loss rank)."""
-        if data_rank == loss_rank or not fields:
-            return None
         if transport.rank == data_rank:
-            leaves = pytree.tree_leaves(batch)
-            transport.send([leaves[i] for i in fields], loss_rank, channel)
-        elif transport.rank == loss_rank:
-            return transport.receive([self.leaves[i] for i in fields], data_rank, channel)
+            send_fields(batch, fields, transport, channel)
+            return None
+        if transport.rank == LOSS_RANK:
+            return self.ask_for_fields(fields, transport, data_rank, channel)
         return None
+
+    def ask_for_fields(
+        self, fields: Sequence[int], transport: Transport, data_rank: int, channel: int
+    ) -> Receipt | None:
+        """On the loss rank: the fields of this batch, once they are here; None without any."""
+        if not fields:
+            return None
+        return transport.receive([self.leaves[i] for i in fields], data_rank, channel)
 
     def batch(self, fields: Sequence[int] = (), receipt: Receipt | None = None) -> Any:
         """The batch as a rank without data has it: meta tensors, and the fields it received."""
@@ -101,3 +93,10 @@ class StepHeader:
             for index, tensor in zip(fields, received, strict=True):
                 leaves[index] = tensor
         return pytree.tree_unflatten(leaves, self.structure)
+
+
+def send_fields(batch: Any, fields: Sequence[int], transport: Transport, channel: int) -> None:
+    """Send leaves of a batch to the loss rank, unless it is this one."""
+    if fields and transport.rank != LOSS_RANK:
+        leaves = pytree.tree_leaves(batch)
+        transport.send([leaves[i] for i in fields], LOSS_RANK, channel)

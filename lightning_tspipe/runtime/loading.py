@@ -1,6 +1,6 @@
 """Loaders as a pipeline needs them: one rank reads ahead, the others wait for word.
 
-A checkpoint is taken while the batch after the current one is held already. To resume, a loader of
+A checkpoint is taken while batches after the current one are held already. To resume, a loader of
 the user's that has a state (``state_dict``) is set back to before that batch. Any other loader
 begins its epoch again from the random state that it began with, and what was trained is skipped::
 
@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -72,32 +74,36 @@ def isolated(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 class LookaheadLoader:
-    """The data rank's loader: it holds the next batch while the current one is trained.
+    """The data rank's loader: it holds the next batches while the current one is trained.
 
     Args:
         loader: The user's loader. Its attributes (sampler, dataset, ...) are visible here.
-        announce: Called with whether another batch comes, before each; for loaders whose length
-            the other ranks don't know.
+        announce: Called with the number of the iteration and whether there is another batch, as
+            soon as that is known; for loaders whose length the other ranks don't know.
         on_read: Called after each batch with the time at which its reading began.
         trains: Whether the batches are trained; else reading leaves the random states alone.
         num_batches: Of an epoch, at most; nothing behind them is read. A sampler that is asked for
             more draws from its generator, and the next epoch would have another order.
+        depth: How many batches are held behind the current one; may be set between two epochs.
 
     Attributes:
         current: Number of the batch in training, over all epochs.
         agree: If set: asked after each reading whether there was a batch; says whether to go on.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it reads, how far, and who is told
         self,
         loader: Iterable[Any],
-        announce: Callable[[bool], None] | None = None,
+        announce: Callable[[int, bool], None] | None = None,
         on_read: Callable[[float], None] | None = None,
         *,
         trains: bool = True,
         num_batches: float = math.inf,
+        depth: int = 1,
     ) -> None:
         self._loader = loader
+        self.depth = depth
+        self._num_iterations = 0
         self._trains = trains
         self._num_batches = num_batches
         self._announce = announce
@@ -113,9 +119,9 @@ class LookaheadLoader:
         self.agree: Callable[[bool], bool] | None = None
 
     @property
-    def upcoming(self) -> Any:
-        """The batch after the current one, or None at the end."""
-        return self._read.get(self.current + 1)
+    def upcoming(self) -> list[Any]:
+        """The batches after the current one that are held, none at the end."""
+        return [self._read[n] for n in sorted(self._read) if n > self.current]
 
     def take(self) -> None:
         """The next batch becomes the current one.
@@ -137,16 +143,20 @@ class LookaheadLoader:
     def __iter__(self) -> Iterator[Any]:
         self._read, self._before = {}, {}
         self.current = self._num_read - 1
-        batches = self._batches()
-        following = next(batches, _END)
-        while following is not _END:
-            current = following
-            following = next(batches, _END)
-            if self._announce is not None:
-                self._announce(True)
-            yield current
-        if self._announce is not None:
-            self._announce(False)
+        self._num_iterations += 1
+        batches = self._announced(self._batches())
+        held: deque[Any] = deque(islice(batches, 1))
+        while held:
+            held.extend(islice(batches, self.depth + 1 - len(held)))
+            yield held.popleft()
+
+    def _announced(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the other ranks are told of each."""
+        say = self._announce or (lambda *_: None)
+        for batch in batches:
+            say(self._num_iterations, True)
+            yield batch
+        say(self._num_iterations, False)
 
     def _batches(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
@@ -293,16 +303,26 @@ class UnsizedRemoteLoader(_NotRead):
 
     Args:
         loader: The user's loader.
-        hear: Waits for the data rank's word whether another batch comes.
+        hear: Waits for the data rank's word: the number of the iteration, and whether another
+            batch comes.
     """
 
-    def __init__(self, loader: Any, hear: Callable[[], bool]) -> None:
+    def __init__(self, loader: Any, hear: Callable[[], tuple[int, bool]]) -> None:
         super().__init__(loader)
         self._hear = hear
+        self._num_iterations = 0
 
     def __iter__(self) -> Iterator[Remote]:
-        while self._hear():
+        self._num_iterations += 1
+        while self._is_there_more():
             yield REMOTE
+
+    def _is_there_more(self) -> bool:
+        while True:
+            iteration, more = self._hear()
+            if iteration == self._num_iterations:
+                return more
+            # Left over from an iteration that was ended early
 
 
 class RemoteLoader(_NotRead):

@@ -40,20 +40,23 @@ class NcclTransport(GlooTransport):
         super().__init__(ranks, device, timeout)
         self._aside = aside
         # Every rank makes all groups in the same order; a communicator starts at its first use.
-        self._edges: dict[tuple[int, int, bool], Any] = {
+        self._edges: dict[tuple[int, int, int], Any] = {
             (source, target, beside): dist.new_group(
                 sorted((ranks[source], ranks[target])), timeout=timeout, backend="nccl"
             )
             for source in range(len(ranks))
             for target in range(len(ranks))
             if source != target
-            for beside in (False, True)
+            for beside in (0, *sorted(aside))
         }
         self._ranks = tuple(ranks)
 
+    def _beside(self, channel: int) -> int:
+        return channel if channel in self._aside else 0
+
     @override
     def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
-        group = self._edges[self.rank, target, channel in self._aside]
+        group = self._edges[self.rank, target, self._beside(channel)]
         for tensor in tensors:
             payload = tensor.detach().contiguous()
             work = dist.isend(payload, dst=self._ranks[target], group=group)
@@ -61,7 +64,7 @@ class NcclTransport(GlooTransport):
 
     @override
     def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
-        group = self._edges[source, self.rank, channel in self._aside]
+        group = self._edges[source, self.rank, self._beside(channel)]
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
         works = [dist.irecv(buffer, src=self._ranks[source], group=group) for buffer in buffers]
         return _NcclReceipt(buffers, works)

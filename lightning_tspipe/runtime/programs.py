@@ -11,7 +11,7 @@ from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, lookahead
 from lightning_tspipe.simulation.cost import CostTable
 
 
@@ -59,9 +59,13 @@ class Programs:
 
     Args:
         pipeline: The pipeline.
-        schedule: ``tspipe``, ``gpipe`` or ``sequential``.
+        schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``.
         costs: Costs of the stages, for the order of actions; None for equal ones.
         split: Student stages whose backwards may run in two halves.
+
+    Attributes:
+        lookahead: For each rank, up to how many batches ahead its steps have to do with.
+        announced: How many batches ahead the data rank tells of.
     """
 
     def __init__(
@@ -71,18 +75,32 @@ class Programs:
         self._schedule = schedule
         self._costs = costs or CostTable.uniform(pipeline)
         self._split = split
-        self._known: dict[tuple[bool, bool], Program] = {}
+        self._known: dict[tuple[bool, int], Program] = {}
+        self.lookahead = lookahead(schedule, pipeline)
+        # A rank that waits for the data rank's word as deep as it looks itself would wait for the
+        # end of its step.
+        self.announced = max(self.lookahead) + (schedule == ASYNCHRONOUS and any(self.lookahead))
 
-    def of(self, *, teacher_now: bool, teacher_next: bool) -> Program:
-        """The program of a step that runs the teacher of this batch, of the next, both or none."""
-        key = (teacher_now, teacher_next)
+    @property
+    def tells_early(self) -> bool:
+        """Whether the data rank tells of a batch steps before any other rank has to know of it."""
+        return self.announced > min(self.lookahead)
+
+    def of(self, *, fresh: bool, ahead: int) -> Program:
+        """The program of a step.
+
+        Args:
+            fresh: Nothing of this batch has been done in a step before.
+            ahead: How many of the batches that follow may be worked on.
+        """
+        key = (fresh, ahead)
         if key not in self._known:
-            schedule = build_schedule(
+            schedule = build_step(
                 self._schedule,
                 self._pipeline,
                 self._costs,
-                teacher_now=teacher_now,
-                teacher_next=teacher_next,
+                fresh=fresh,
+                ahead=ahead,
                 split=self._split,
             )
             program = lower(schedule)

@@ -153,24 +153,25 @@ class SharedMemoryTransport(Transport):
             self._wait(rank, partial(peer.has_taken_all_but, limit), "send to")
 
     @override
-    def send_object(self, value: Any, target: int) -> None:
+    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         peer = self._peers[target]
         if len(payload) <= _MAX_INLINE:
-            self._push(target, _OBJECT, CONTROL, [], payload)
+            self._push(target, _OBJECT, channel, [], payload)
         else:
             place = self._fill(
                 peer, target, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             )
-            self._push(target, _LONG_OBJECT, CONTROL, [place, len(payload)])
+            self._push(target, _LONG_OBJECT, channel, [place, len(payload)])
         peer.num_sent += 1
 
     @override
-    def receive_object(self, source: int) -> Any:
+    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
         peer = self._peers[source]
-        self._wait(source, lambda: bool(peer.objects), "receive from")
+        objects = peer.objects[channel]
+        self._wait(source, lambda: bool(objects), "receive from")
         peer.num_consumed += 1
-        payload = peer.objects.popleft()
+        payload = objects.popleft()
         if isinstance(payload, tuple):
             place, length = payload
             payload = peer.lend(place, TensorSpec((length,), torch.uint8)).numpy().tobytes()
@@ -295,7 +296,7 @@ class _Peer:
         self.arrived: dict[int, dict[int, list[int]]] = defaultdict(dict)
         self.num_arrived: dict[int, int] = defaultdict(int)
         self.num_asked: dict[int, int] = defaultdict(int)
-        self.objects: deque[bytes | tuple[int, int]] = deque()
+        self.objects: dict[int, deque[bytes | tuple[int, int]]] = defaultdict(deque)
         self.returned: deque[int] = deque()
         self.num_consumed = 0
         self.num_told = 0
@@ -348,9 +349,9 @@ class _Peer:
             os.close(files[0])
         elif kind == _LONG_OBJECT:
             place, length = places
-            self.objects.append((place, length))
+            self.objects[channel].append((place, length))
         else:
-            self.objects.append(packet[_HEAD.size :])
+            self.objects[channel].append(packet[_HEAD.size :])
 
 
 @dataclass(slots=True)

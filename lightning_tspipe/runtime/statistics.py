@@ -68,11 +68,12 @@ class CallStatistics:
         for done in [key for key in self._orders if key[0] <= batch]:
             del self._orders[done]
 
-    def commit_ahead(self) -> None:
-        """The step of the batch that ran ahead has begun."""
+    def commit_ahead(self, batch: int) -> None:
+        """The step of a batch has begun, which may have run ahead."""
         for name, key in self._ahead:
-            self._deferred[name].commit(key)
-        self._ahead.clear()
+            if key[0] <= batch:
+                self._deferred[name].commit(key)
+        self._ahead = [(name, key) for name, key in self._ahead if key[0] > batch]
 
     def drop_ahead(self) -> None:
         """The batch that ran ahead will not be trained."""

@@ -24,7 +24,9 @@ from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
 
 CONTROL = 0
-"""The channel of objects; messages of schedules use the others."""
+"""The channel of objects that ranks exchange in turn."""
+HEADERS, MORE = 13, 14
+"""Channels of the objects that the data rank sends ahead of time."""
 
 _FRAME = 4096
 _LENGTH_BYTES = 8
@@ -66,11 +68,11 @@ class Transport(ABC):
         """Wait until what was sent before the previous call has left."""
 
     @abstractmethod
-    def send_object(self, value: Any, target: int) -> None:
+    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
         """Send any picklable value; returns at once."""
 
     @abstractmethod
-    def receive_object(self, source: int) -> Any:
+    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
         """Wait for the next object of a rank."""
 
     def close(self) -> None:  # noqa: B027 - most need nothing
@@ -189,12 +191,12 @@ class LocalTransport(Transport):
         """Nothing is under way."""
 
     @override
-    def send_object(self, value: Any, target: int) -> None:
-        self._network.mailbox(self.rank, target, CONTROL).put(pickle.dumps(value))
+    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
+        self._network.mailbox(self.rank, target, channel).put(pickle.dumps(value))
 
     @override
-    def receive_object(self, source: int) -> Any:
-        mailbox = self._network.mailbox(source, self.rank, CONTROL)
+    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
+        mailbox = self._network.mailbox(source, self.rank, channel)
         return pickle.loads(mailbox.take(mailbox.ask()))  # noqa: S301 - own data
 
 
@@ -298,7 +300,7 @@ class GlooTransport(Transport):
         return copied
 
     @override
-    def send_object(self, value: Any, target: int) -> None:
+    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
         buffer = io.BytesIO()
         pickle.dump(value, buffer, protocol=pickle.HIGHEST_PROTOCOL)
         payload = buffer.getvalue()
@@ -307,23 +309,23 @@ class GlooTransport(Transport):
         if len(payload) > _FRAME - _LENGTH_BYTES:
             parts.append(_bytes_tensor(payload[_FRAME - _LENGTH_BYTES :]))
         for part in parts:
-            work = dist.isend(part, group=self._group, group_dst=target, tag=CONTROL)
+            work = dist.isend(part, group=self._group, group_dst=target, tag=channel)
             self._sent.append((work, part))
 
     @override
-    def receive_object(self, source: int) -> Any:
-        frame = self._receive_bytes(_FRAME, source)
+    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
+        frame = self._receive_bytes(_FRAME, source, channel)
         length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
         payload = frame[_LENGTH_BYTES : _LENGTH_BYTES + length]
         rest = length - (_FRAME - _LENGTH_BYTES)
         if rest > 0:
-            payload += self._receive_bytes(rest, source)
+            payload += self._receive_bytes(rest, source, channel)
         return pickle.loads(payload)  # noqa: S301 - a rank of this job wrote it
 
-    def _receive_bytes(self, length: int, source: int) -> bytes:
+    def _receive_bytes(self, length: int, source: int, channel: int) -> bytes:
         buffer = torch.empty(length, dtype=torch.uint8)
         try:
-            work = dist.irecv(buffer, group=self._group, group_src=source, tag=CONTROL)
+            work = dist.irecv(buffer, group=self._group, group_src=source, tag=channel)
         except RuntimeError as error:
             raise self._failure("receive from", source, error) from error
         self.wait(work, "receive from", source)

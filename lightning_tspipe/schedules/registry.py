@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from lightning_tspipe.errors import ScheduleError
+from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.gpipe import gpipe
+from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.synthesis import synthesize
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
 
 SCHEDULES = ("tspipe", "gpipe", "sequential")
+"""Those that train a batch with the weights of the batch before."""
+ASYNCHRONOUS = "1f1b"
 
 
 def runs_ahead(name: str) -> bool:
@@ -20,9 +24,57 @@ def runs_ahead(name: str) -> bool:
     Raises:
         ScheduleError: There is no such schedule.
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+    known = (*SCHEDULES, ASYNCHRONOUS)
+    if name not in known:
+        raise ScheduleError(f"no schedule {name!r}; choose one of {', '.join(known)}")
     return name == "tspipe"
+
+
+def lookahead(name: str, pipeline: Pipeline) -> tuple[int, ...]:
+    """For each rank, up to how many batches ahead its step has to do with.
+
+    That is what it works on, and what others send to it. Where others wait for what the data rank
+    says of a batch, it looks one batch further, so that they never do.
+    """
+    if name != ASYNCHRONOUS or pipeline.num_ranks == 1:
+        ahead = runs_ahead(name) and pipeline.teacher is not None
+        return (int(ahead),) * pipeline.num_ranks
+    program = lower(one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks))
+    return tuple(
+        max(
+            *(action.batch for action in actions),
+            *(message.producer.batch for message in program.receives.get(rank, ())),
+        )
+        for rank, actions in enumerate(program.schedule.ranks)
+    )
+
+
+def build_step(  # noqa: PLR0913 -- what one step is, in full
+    name: str,
+    pipeline: Pipeline,
+    costs: CostTable,
+    *,
+    fresh: bool,
+    ahead: int,
+    split: frozenset[int] = frozenset(),
+) -> Schedule:
+    """Build one step of an epoch.
+
+    Args:
+        name: As for :func:`build_schedule`.
+        pipeline: Who holds what.
+        costs: For ``"tspipe"``, which chooses its order by them.
+        fresh: Nothing of this batch has been done in a step before.
+        ahead: How many of the batches that follow may be worked on.
+        split: Student stages whose backward runs in two halves.
+    """
+    if name == ASYNCHRONOUS:
+        return one_f_one_b(pipeline, fresh=fresh, ahead=ahead)
+    has_teacher = pipeline.teacher is not None
+    return build_schedule(
+        name, pipeline, costs,
+        teacher_now=has_teacher and fresh, teacher_next=has_teacher and ahead > 0, split=split,
+    )  # fmt: skip
 
 
 def build_schedule(  # noqa: PLR0913 -- what one step is, in full
@@ -37,7 +89,8 @@ def build_schedule(  # noqa: PLR0913 -- what one step is, in full
     """Build one step.
 
     Args:
-        name: ``"tspipe"`` (the best order that runs ahead), ``"gpipe"`` or ``"sequential"``.
+        name: ``"tspipe"`` (the best order that runs ahead), ``"gpipe"``, ``"sequential"`` or
+            ``"1f1b"`` (a step of the steady state).
         pipeline: Who holds what. Without a teacher the two flags mean nothing.
         costs: For ``"tspipe"``, which chooses its order by them.
         teacher_now: The teacher of this batch runs in this step: the first after a drain, or no
@@ -48,6 +101,8 @@ def build_schedule(  # noqa: PLR0913 -- what one step is, in full
     Raises:
         ScheduleError: An unknown name, or running ahead with a schedule that does not.
     """
+    if name == ASYNCHRONOUS:
+        return one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks)
     if runs_ahead(name):
         return synthesize(
             pipeline, costs, teacher_now=teacher_now, teacher_next=teacher_next, split=split

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,8 @@ from lightning_tspipe.runtime.loading import (
     RemoteLoader,
     UnsizedRemoteLoader,
 )
+from lightning_tspipe.runtime.transport import MORE
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
@@ -36,7 +40,9 @@ class DataHooks(ProcessHooks):
     pipelined: Pipelined
     _engine: Engine | None
     _loader: LookaheadLoader | None
-    _prepared: tuple[int, Any]
+    _prepared: dict[int, Any]
+    _num_loaders: int
+    _words: dict[int, deque[tuple[int, bool]]]
     step_sync: StepSync | None
     _resumed: dict[str, Any] | None
 
@@ -51,6 +57,7 @@ class DataHooks(ProcessHooks):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
         length = self._agreed_length(dataloader) if self.is_data_rank else None
         if self.num_ranks == 1:
             return self._look_ahead(dataloader)
@@ -59,8 +66,9 @@ class DataHooks(ProcessHooks):
         if not self.is_data_rank:
             if length is not None:
                 return RemoteLoader(dataloader, length)
-            return UnsizedRemoteLoader(dataloader, self._hear)
-        return self._look_ahead(dataloader, None if length is not None else self._announce)
+            return UnsizedRemoteLoader(dataloader, partial(self._hear, number))
+        announce = partial(self._announce, number) if length is None else None
+        return self._look_ahead(dataloader, announce)
 
     def _agreed_length(self, dataloader: object) -> int | None:
         """Batches of the loader; None if it does not know them.
@@ -77,34 +85,44 @@ class DataHooks(ProcessHooks):
             )
         return length
 
-    def _announce(self, more: bool) -> None:
+    def _announce(self, loader: int, iteration: int, more: bool) -> None:
         for rank in range(self.num_ranks - 1):
-            self.transport.send_object(more, rank)
+            self.transport.send_object((loader, iteration, more), rank, MORE)
 
-    def _hear(self) -> bool:
+    def _hear(self, loader: int) -> tuple[int, bool]:
+        """The next word of the data rank about one of its loaders."""
         started = time.perf_counter()
+        words = self._words.setdefault(loader, deque())
         with waiting("whether there is another batch"):
-            more: bool = self.transport.receive_object(self.num_ranks - 1)
+            while not words:
+                other, *word = self.transport.receive_object(self.num_ranks - 1, MORE)
+                self._words.setdefault(other, deque()).append((word[0], word[1]))
         self.pipelined.recorder.paused("load", started)
-        return more
+        return words.popleft()
 
     def _look_ahead(
-        self, dataloader: Any, announce: Callable[[bool], None] | None = None
+        self, dataloader: Any, announce: Callable[[int, bool], None] | None = None
     ) -> LookaheadLoader:
         trains = self._trainer.training
         on_read = self.pipelined.read if trains else None
         num_batches = self._num_batches(_length(dataloader)) if trains else math.inf
         loader = LookaheadLoader(
-            dataloader, announce, on_read, trains=trains, num_batches=num_batches
-        )
+            dataloader, announce, on_read, trains=trains, num_batches=num_batches,
+            depth=self._depth if trains else 1,
+        )  # fmt: skip
         if _length(dataloader) is None and self.num_replicas > 1:
             loader.agree = self.replicas.all_say
         if trains:
             self._loader = loader
-            self._prepared = (-1, None)  # numbers start anew
+            self._prepared = {}  # numbers start anew
             if self._resumed is not None and self._resumed["loader"] is not None:
                 loader.resume(self._resumed["loader"])
         return loader
+
+    @property
+    def _depth(self) -> int:
+        """How many batches are read ahead."""
+        return self.num_ranks if self.options.schedule == ASYNCHRONOUS else 1
 
     def _num_batches(self, length: int | None) -> float:
         """Batches of an epoch, as the Trainer counts them."""
@@ -121,8 +139,8 @@ class DataHooks(ProcessHooks):
             return batch
         if self._trainer.training and self._loader is not None:
             self._loader.take()
-            number, prepared = self._prepared
-            if number == self._loader.current:
+            prepared = self._prepared.pop(self._loader.current, None)
+            if prepared is not None:
                 return prepared
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -130,10 +148,9 @@ class DataHooks(ProcessHooks):
         """The first hook of a batch; of one that was prepared ahead, it has run already."""
         if isinstance(batch, Remote):
             return batch
-        if self._trainer.training and self._loader is not None:
-            number, _ = self._prepared
-            if number == self._loader.current + 1:
-                return batch
+        loader = self._loader if self._trainer.training else None
+        if loader is not None and loader.current + 1 in self._prepared:
+            return batch
         return self._call_before_transfer(batch, dataloader_idx)
 
     def _call_before_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -150,20 +167,24 @@ class DataHooks(ProcessHooks):
         first = self.transport.broadcast_object(first, self.num_ranks - 1)
         return to_device(first, self.root_device)
 
-    def _next_batch(self, batch_idx: int) -> Any:
-        """The batch after this one, transferred; None if it is not known or not to be trained."""
-        loader, trainer = self._loader, self._trainer
-        last = batch_idx + 1 >= trainer.fit_loop.max_batches
-        if loader is None or loader.upcoming is None or last or not self._runs_ahead():
-            return None
-        batch = self.precision_plugin.convert_input(loader.upcoming)
-        batch = self._call_before_transfer(batch, 0)
-        batch = super().batch_to_device(batch)
-        self._prepared = (loader.current + 1, batch)
-        return batch
+    def _next_batches(self, batch_idx: int, most: int) -> list[Any]:
+        """The batches after this one, transferred, as far as they are known and will be trained."""
+        loader = self._loader
+        if loader is None or not self._runs_ahead():
+            return []
+        left = self._trainer.fit_loop.max_batches - batch_idx - 1
+        number = int(max(0, min(most, left, len(loader.upcoming))))
+        for offset, batch in enumerate(loader.upcoming[:number], 1):
+            if loader.current + offset not in self._prepared:
+                converted = self.precision_plugin.convert_input(batch)
+                converted = self._call_before_transfer(converted, 0)
+                self._prepared[loader.current + offset] = super().batch_to_device(converted)
+        return [self._prepared[loader.current + offset] for offset in range(1, number + 1)]
 
     def _runs_ahead(self) -> bool:
-        """Whether the teacher of the next batch may run in this step."""
+        """Whether work on the batches behind this one may begin in this step."""
+        if self.options.schedule == ASYNCHRONOUS:
+            return True
         has_teacher = self._engine is not None and self._engine.pipeline.teacher is not None
         if self.options.schedule != "tspipe" or not has_teacher:
             return False

@@ -8,6 +8,7 @@ uses it.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -138,8 +139,10 @@ class PipelineHooks(EndHooks):
         self._writer: ShardWriter | None = None
         self._accumulates = False
         self._loader: LookaheadLoader | None = None
-        self._prepared: tuple[int, Any] = (-1, None)
-        self._announced = -1
+        self._prepared: dict[int, Any] = {}
+        self._num_loaders = 0
+        self._words: dict[int, deque[tuple[int, bool]]] = {}
+        self._epoch = -1
         self._watch: TeacherWatch | None = None
         self._watched_from = 0
         self._gradients_ready = 0.0

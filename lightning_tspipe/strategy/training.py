@@ -40,7 +40,7 @@ class TrainingHooks(DataHooks):
     """The part of the strategy that trains."""
 
     _evaluations: dict[Any, Evaluation]
-    _announced: int
+    _epoch: int
     _watch: TeacherWatch | None
     _watched_from: int
     _gradients_ready: float
@@ -59,18 +59,17 @@ class TrainingHooks(DataHooks):
                 self._watch = None
             step = self._training_step(rest, batch_idx)
             engine = self._engine or self._begin(batch, step, batch_idx)
-            following = self._next_batch(batch_idx) if self.is_data_rank else None
-            ahead = None
-            if following is not None:
-                ahead = (following, self._training_step(rest, batch_idx + 1))
-            number = self._loader.current if self._loader is not None else -1
+            self._drain_at_an_end(engine)
+            following = self._next_batches(batch_idx, engine.lookahead) if self.is_data_rank else []
+            ahead = [
+                (later, self._training_step(rest, batch_idx + offset))
+                for offset, later in enumerate(following, 1)
+            ]
             automatic = self._module.automatic_optimization
             replay = None if automatic else self._step("training_step", rest, batch_idx)
             result = engine.forward(
-                step, batch, ahead, continues=self._announced == number,
-                replay=None if replay is None else self._manual.live(replay),
-            )  # fmt: skip
-            self._announced = number + 1 if ahead is not None else -2
+                step, batch, ahead, replay=None if replay is None else self._manual.live(replay)
+            )
             self.pipelined.stepped(engine)
             if not automatic:
                 self._manual.finish()
@@ -80,6 +79,12 @@ class TrainingHooks(DataHooks):
                 refuse_result(result)
             return result
         return torch.zeros((), device=self.root_device, requires_grad=True)
+
+    def _drain_at_an_end(self, engine: Engine) -> None:
+        """Behind the end of an epoch, early or not, nothing is left of what ran ahead."""
+        if self._trainer.current_epoch != self._epoch:
+            engine.drain()
+            self._epoch = self._trainer.current_epoch
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -147,8 +152,7 @@ class TrainingHooks(DataHooks):
         if weights and runs_ahead and batch_idx > 0 and engine.ahead() is None:
             with late_teacher(self._module, weights):
                 engine.run_ahead(step, batch)
-        if self._loader is not None:
-            self._announced = self._loader.current
+        self._epoch = self._trainer.current_epoch
 
     def _watch_teacher(self) -> TeacherWatch | None:
         engine = self._engine

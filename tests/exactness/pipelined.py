@@ -125,9 +125,11 @@ def _forward(
     engine: Engine, setting: Setting, module: Trained, batches: list[Any], index: int
 ) -> Any:
     """The loss on the loss rank; only the data rank gets to see the batches."""
-    batch, ahead = batches[index] if engine.is_data_rank else None, None
-    if setting.schedule == "tspipe" and index + 1 < len(batches) and engine.is_data_rank:
-        ahead = batches[index + 1], partial(_step, module, index + 1)
+    batch, ahead = None, []
+    if engine.is_data_rank:
+        batch = batches[index]
+        later = range(index + 1, min(index + 1 + engine.lookahead, len(batches)))
+        ahead = [(batches[i], partial(_step, module, i)) for i in later]
     result = engine.forward(partial(_step, module, index), batch, ahead)
     return None if result is None else loss_of(result)
 
