@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.ir.shares import may_overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,8 @@ class Dependency:
 
     Payloads: ``"input"`` (call inputs), ``"batch"`` (batch fields for the loss), ``"activation"``
     (stage to stage), ``"output"`` (network output to the loss), ``"gradient"`` (backwards, from
-    the loss too), ``"saved"`` (what a forward or the input half of a backward keeps on its rank).
+    the loss too), ``"saved"`` (what a forward or the input half of a backward keeps on its rank),
+    ``"reduction"`` (weight gradients, among the ranks that share a stage).
     """
 
     producer: Action
@@ -66,7 +68,30 @@ def depends_on(
         )
     if action.op is Op.WEIGHT_BACKWARD:
         return on("saved", Action(Op.INPUT_BACKWARD, action.stage, action.unit, batch))
-    return ()
+    return on("reduction", *_reduced(action, pipeline)) if action.op is Op.OPTIMIZER else ()
+
+
+def _relayed(action: Action, pipeline: Pipeline) -> list[Action]:
+    """The shares of the stage before that may have samples in common with this one."""
+    groups, stage, unit = pipeline.layout(action.op).groups, action.stage, action.unit
+    assert unit is not None
+    width, before = len(groups[stage]), len(groups[stage - 1])
+    return [
+        Action(action.op, stage - 1, other, action.batch)
+        for other in range(before)
+        if may_overlap(other, before, unit, width)
+    ]
+
+
+def _reduced(action: Action, pipeline: Pipeline) -> list[Action]:
+    """The backwards of the other ranks that share a stage with this one."""
+    return [
+        Action(Op.BACKWARD, stage, unit, action.batch)
+        for stage, group in enumerate(pipeline.student.groups)
+        if action.stage in group
+        for unit, rank in enumerate(group)
+        if rank != action.stage
+    ]
 
 
 def _read_by_forward(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]]:
@@ -74,8 +99,10 @@ def _read_by_forward(action: Action, pipeline: Pipeline) -> tuple[str, list[Acti
         return _read_by_head(action, pipeline)
     if action.op is Op.FORWARD and pipeline.coupling is Coupling.BLOCKWISE:
         return _read_by_block(action, pipeline)
-    if action.stage == 0:
+    if action.stage == 0 or not pipeline.is_relayed:
         return "input", [Action(Op.DATA, pipeline.data_rank, batch=action.batch)]
+    if pipeline.layout(action.op).groups:
+        return "activation", _relayed(action, pipeline)
     return "activation", [Action(action.op, action.stage - 1, action.unit, action.batch)]
 
 
@@ -105,8 +132,13 @@ def _read_by_loss(loss: Action, pipeline: Pipeline) -> list[Action]:
     own = pipeline.stages_of(loss.stage)
     # The teacher's part of a head's loss is what the head has read.
     ops = [Op.FORWARD] + [Op.TEACHER] * (pipeline.coupling is Coupling.BLOCKWISE)
-    units = range(pipeline.student.num_units)
-    return [Action(op, stage, unit, loss.batch) for op in ops for unit in units for stage in own]
+    return [
+        Action(op, stage, unit, loss.batch)
+        for op in ops
+        for stage in own
+        for unit in pipeline.student.units_of(stage)
+        if pipeline.student.holder(stage, unit) == loss.stage
+    ]
 
 
 def _outputs(op: Op, layout: NetworkLayout, batch: int) -> list[Action]:
@@ -119,7 +151,7 @@ def _outputs(op: Op, layout: NetworkLayout, batch: int) -> list[Action]:
 
 def _gradient_sources(action: Action, pipeline: Pipeline, split: frozenset[int]) -> list[Action]:
     if not pipeline.is_chain:
-        return [Action(Op.LOSS, pipeline.student.ranks[action.stage], batch=action.batch)]
+        return [Action(Op.LOSS, pipeline.rank_of(action), batch=action.batch)]
     sources = []
     following = action.stage + 1
     if following < pipeline.student.num_stages:

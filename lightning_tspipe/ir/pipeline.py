@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
@@ -35,12 +36,22 @@ class NetworkLayout:
         num_calls: Calls per step (views).
         num_microbatches: Micro-batches per call.
         output_stages: Stages that send something to the loss; the last stage always does.
+        groups: For each stage the ranks that divide each batch (see ``shares``), where any stage
+            is shared; then a unit of a stage is one rank's share.
     """
 
     ranks: tuple[int, ...]
     num_calls: int
     num_microbatches: int
     output_stages: frozenset[int]
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def shared(cls, groups: Sequence[Sequence[int]]) -> NetworkLayout:
+        """Stages that several ranks share, of a network that is called once."""
+        ranks = tuple(group[0] for group in groups)
+        stages = frozenset(range(len(groups)))
+        return cls(ranks, 1, 1, stages, tuple(tuple(group) for group in groups))
 
     @property
     def num_stages(self) -> int:
@@ -52,11 +63,24 @@ class NetworkLayout:
         """Units that flow through every stage in one step."""
         return self.num_calls * self.num_microbatches
 
+    def units_of(self, stage: int) -> range:
+        """The units of one stage: those of all stages, or the shares of the batch."""
+        return range(len(self.groups[stage]) if self.groups else self.num_units)
+
+    def holder(self, stage: int, unit: int) -> int:
+        """The rank that runs a unit of a stage."""
+        return self.groups[stage][unit] if self.groups else self.ranks[stage]
+
+    def holders(self, stage: int) -> tuple[int, ...]:
+        """All ranks that hold a stage."""
+        return self.groups[stage] if self.groups else (self.ranks[stage],)
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> NetworkLayout:
         """Read a network of what :meth:`Pipeline.to_dict` wrote."""
         ranks, outputs = tuple(data["ranks"]), frozenset(data["output_stages"])
-        return cls(ranks, data["num_calls"], data["num_microbatches"], outputs)
+        groups = tuple(tuple(group) for group in data.get("groups", ()))
+        return cls(ranks, data["num_calls"], data["num_microbatches"], outputs, groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +94,8 @@ class Pipeline:
         data_rank: The rank that reads the data.
         loss_rank: The rank that runs the rest of the step; always rank 0 of the replica.
         coupling: What the stages of the student read.
+        is_relayed: Blockwise, whether a stage reads what the one before it relays; otherwise each
+            stage runs the teacher from the beginning, on the batch.
 
     Raises:
         ScheduleError: The networks can't be coupled so.
@@ -81,6 +107,7 @@ class Pipeline:
     data_rank: int
     loss_rank: int = 0
     coupling: Coupling = Coupling.CHAIN
+    is_relayed: bool = True
 
     def __post_init__(self) -> None:
         if self.coupling is Coupling.CHAIN:
@@ -106,11 +133,13 @@ class Pipeline:
         """The ranks that compute a loss: of all outputs, or of their own stages."""
         if self.is_chain:
             return (self.loss_rank,)
-        return tuple(sorted(set(self.student.ranks)))
+        stages = range(self.student.num_stages)
+        return tuple(sorted({rank for stage in stages for rank in self.student.holders(stage)}))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The student's stages on a rank."""
-        return tuple(s for s, holder in enumerate(self.student.ranks) if holder == rank)
+        stages = range(self.student.num_stages)
+        return tuple(stage for stage in stages if rank in self.student.holders(stage))
 
     def layout(self, op: Op) -> NetworkLayout:
         """The layout of the network that ``op`` works on.
@@ -126,9 +155,9 @@ class Pipeline:
 
     def rank_of(self, action: Action) -> int:
         """The rank that runs ``action``."""
-        if action.op.is_rank_wide:
+        if action.unit is None:
             return action.stage
-        return self.layout(action.op).ranks[action.stage]
+        return self.layout(action.op).holder(action.stage, action.unit)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, in what JSON knows."""
@@ -153,6 +182,7 @@ class Pipeline:
             data["data_rank"],
             data["loss_rank"],
             Coupling(data.get("coupling", "chain")),
+            data.get("is_relayed", True),
         )
 
 

@@ -115,7 +115,9 @@ def _exists(action: Action, pipeline: Pipeline) -> bool:
         return action.stage < pipeline.num_ranks
     layout = pipeline.teacher if action.op is Op.TEACHER else pipeline.student
     return (
-        layout is not None and action.stage < layout.num_stages and action.unit < layout.num_units
+        layout is not None
+        and action.stage < layout.num_stages
+        and action.unit in layout.units_of(action.stage)
     )
 
 
@@ -182,7 +184,7 @@ def _expected_of_queues(schedule: Schedule, teacher: NetworkLayout) -> Iterator[
         if action.op is Op.TEACHER
     }
     for stage, batch in sorted(cells):
-        for unit in range(teacher.num_units):
+        for unit in teacher.units_of(stage):
             yield Action(Op.TEACHER, stage, unit, batch)
         if stage == 0 and batch:
             yield Action(Op.DATA, schedule.pipeline.data_rank, batch=batch)
@@ -199,7 +201,8 @@ def _forwards_of_any_batch(schedule: Schedule) -> Iterator[Action]:
 
 
 def _cells(layout: NetworkLayout) -> Iterator[tuple[int, int]]:
-    return product(range(layout.num_stages), range(layout.num_units))
+    for stage in range(layout.num_stages):
+        yield from product((stage,), layout.units_of(stage))
 
 
 def _grid(op: Op, layout: NetworkLayout, batch: int = 0) -> Iterator[Action]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class Placement:
         split: Student stages whose backward runs in two halves.
         recomputed: Atoms of the student that run again in the backward, so that only what they
             got is kept.
+        student_holders: For each student stage all ranks that hold its values, its own rank among
+            them; () where each stage is on one rank.
+        teacher_holders: The same for the teacher.
     """
 
     num_ranks: int
@@ -29,6 +33,13 @@ class Placement:
     num_microbatches: int = 1
     split: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
+    student_holders: tuple[tuple[int, ...], ...] = ()
+    teacher_holders: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def holders(self) -> dict[Literal["student", "teacher"], tuple[tuple[int, ...], ...]]:
+        """All ranks that hold each stage of each network."""
+        return {"student": self.student_holders, "teacher": self.teacher_holders}
 
     @property
     def data_rank(self) -> int:

@@ -1,0 +1,50 @@
+"""A batch that several ranks share, and what one share has in common with another.
+
+A stage of width r divides the samples of a batch into r contiguous shares that differ by one sample
+at most. What a stage of another width needs of them is an intersection of intervals, for any two
+widths and any batch::
+
+    width 3   [ 0  1 | 2  3 | 4  5  6 ]
+                   └──┐  └──┐
+    width 2   [ 0  1  2 | 3  4  5  6 ]
+"""
+
+from __future__ import annotations
+
+
+def share(unit: int, width: int, size: int) -> tuple[int, int]:
+    """The samples of one share: first, and one after the last.
+
+    >>> [share(unit, 3, 7) for unit in range(3)]
+    [(0, 2), (2, 4), (4, 7)]
+    """
+    return unit * size // width, (unit + 1) * size // width
+
+
+def largest_share(width: int, size: int) -> int:
+    """Samples of the largest share: what all wait for."""
+    return -(-size // width)
+
+
+def overlap(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
+    """What two intervals have in common; as long as 0 where that is nothing.
+
+    >>> overlap((0, 3), (2, 5)), overlap((0, 2), (2, 5))
+    ((2, 3), (2, 2))
+    """
+    start = max(first[0], second[0])
+    return start, max(start, min(first[1], second[1]))
+
+
+def may_overlap(unit: int, width: int, other_unit: int, other_width: int) -> bool:
+    """Whether two shares have samples in common, of any batch.
+
+    Shares begin at rounded fractions of the batch. Rounding keeps an order, so that shares whose
+    fractions don't overlap have nothing in common, whatever the batch.
+
+    >>> [may_overlap(1, 3, unit, 2) for unit in range(2)]
+    [True, True]
+    """
+    return unit * other_width < (other_unit + 1) * width and other_unit * width < (
+        (unit + 1) * other_width
+    )

@@ -1,0 +1,157 @@
+"""The ways to train blocks on several devices: Pipe-BD's, and those that it is compared with.
+
+A *pass* is one walk of the teacher and what students do beside it. Relaying needs one per batch;
+training block by block, as data parallelism does, one for each block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.relay import RelayPlan, RelayProfile, described, distribute
+
+Mode = Literal["tr", "dpu", "ahd", "ir", "dp", "ls"]
+MODES: tuple[Mode, ...] = ("tr", "dpu", "ahd", "ir", "dp", "ls")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one stage does in a pass.
+
+    Attributes:
+        first: The first block of the teacher that runs.
+        trained: The student's blocks; the teacher runs up to the last of them.
+        ranks: Who shares the stage.
+    """
+
+    first: int
+    trained: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def forwards(self) -> range:
+        """The teacher's blocks that run."""
+        return range(self.first, max(self.trained) + 1)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk of the teacher.
+
+    Attributes:
+        stages: Everybody's part.
+        is_relayed: Whether each stage gets what the one before has computed; otherwise all of them
+            get the batch.
+    """
+
+    stages: tuple[Work, ...]
+    is_relayed: bool
+
+
+def passes(mode: Mode, plan: RelayPlan) -> tuple[Pass, ...]:
+    """What a mode does with each batch.
+
+    Args:
+        mode: ``tr``, ``dpu`` and ``ahd`` relay from stage to stage; ``ir`` relays within each
+            device, all of which share one stage; ``dp`` trains block by block, all devices sharing
+            each; ``ls`` gives whole blocks to devices that run the teacher from its beginning.
+        plan: Who gets which blocks; for ``ls`` one stage for each device.
+    """
+    everyone = tuple(rank for ranks in plan.ranks for rank in ranks)
+    num_blocks = plan.cuts[-1]
+    if mode == "dp":
+        return tuple(Pass((Work(0, (i,), everyone),), False) for i in range(num_blocks))
+    stages = tuple(
+        Work(first if mode != "ls" else 0, tuple(range(first, last)), ranks)
+        for (first, last), ranks in zip(pairwise(plan.cuts), plan.ranks, strict=True)
+    )
+    return (Pass(stages, mode != "ls"),)
+
+
+def plan_mode(
+    mode: Mode,
+    profile: RelayProfile,
+    num_devices: int,
+    memory_limit: int | None = None,
+) -> RelayPlan:
+    """Who gets which blocks, as a mode has it.
+
+    Raises:
+        PartitionError: There is no such distribution.
+    """
+    num_blocks = len(profile.blocks)
+    limits = None if memory_limit is None else [memory_limit] * num_devices
+    if mode in {"ir", "dp"}:
+        return _shared_by_all(profile, num_devices, memory_limit)
+    if mode == "ls":
+        return _packed(profile, num_devices)
+    width = None if mode == "ahd" else 1
+    if width == 1 and num_blocks < num_devices:
+        raise PartitionError(
+            f"{num_blocks} blocks for {num_devices} devices: with mode={mode!r} each device needs "
+            "one. Let devices share blocks (mode='ahd'), or use fewer"
+        )
+    return distribute(profile, num_devices, memory_limits=limits, max_width=width)
+
+
+def _shared_by_all(profile: RelayProfile, num_devices: int, limit: int | None) -> RelayPlan:
+    plan = described(RelayPlan((0, len(profile.blocks)), (num_devices,)), profile)
+    if limit is not None and plan.stage_bytes[0] > limit:
+        raise PartitionError(
+            f"all blocks on each device need {plan.stage_bytes[0] / 1e6:.1f} MB, and a device may "
+            f"hold {limit / 1e6:.1f} MB. Relay from device to device: mode='ahd'"
+        )
+    return plan
+
+
+def _packed(profile: RelayProfile, num_devices: int) -> RelayPlan:
+    """Contiguous blocks, counting the teacher from its beginning for each device."""
+    batch, blocks = profile.batch_size, profile.blocks
+    if len(blocks) < num_devices:
+        raise PartitionError(f"{len(blocks)} blocks for {num_devices} devices: use fewer devices")
+    known: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
+    for last in range(1, len(blocks) + 1):
+        prefix = sum(block.teacher[batch] for block in blocks[:last])
+        for devices in range(1, num_devices + 1):
+            found = [
+                (max(known[first, devices - 1][0], prefix + _students(profile, first, last)),
+                 (*known[first, devices - 1][1], first))
+                for first in range(last)
+                if (first, devices - 1) in known
+            ]  # fmt: skip
+            if found:
+                known[last, devices] = min(found)
+    cuts = (*known[len(blocks), num_devices][1], len(blocks))
+    return RelayPlan(
+        cuts,
+        (1,) * num_devices,
+        tuple(
+            sum(block.teacher[batch] for block in blocks[:last]) + _students(profile, first, last)
+            for first, last in pairwise(cuts)
+        ),
+        (),
+        tuple(block.name for block in blocks),
+    )
+
+
+def _students(profile: RelayProfile, first: int, last: int) -> float:
+    blocks = profile.blocks[first:last]
+    return sum(block.student[profile.batch_size] + block.update for block in blocks)
+
+
+def seconds_per_batch(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> float:
+    """What a batch takes by the costs of the blocks alone, on devices that never wait otherwise."""
+    if mode != "dp":
+        return plan.step_seconds
+    width = plan.num_devices
+    share = -(-profile.batch_size // width)
+    return sum(
+        sum(other.teacher[share] for other in profile.blocks[: index + 1])
+        + block.student[share]
+        + block.update
+        + profile.reduction_seconds(index, index + 1, width)
+        for index, block in enumerate(profile.blocks)
+    )
