@@ -7,6 +7,8 @@ Importing the package registers the strategies ``tspipe``, ``tspipe_gpipe`` and
 from __future__ import annotations
 
 from lightning_tspipe.callbacks import (
+    BlockwiseDistillation,
+    BlockwiseRelay,
     DelayedTeacherUpdate,
     HeadCheckpoint,
     HeadEarlyStopping,
@@ -30,6 +32,8 @@ from lightning_tspipe.strategy.strategy import TSPipeStrategy
 from lightning_tspipe.strategy.worlds import installed_worlds
 
 __all__ = [
+    "BlockwiseDistillation",
+    "BlockwiseRelay",
     "CaptureError",
     "ConfigurationError",
     "DelayedTeacherUpdate",

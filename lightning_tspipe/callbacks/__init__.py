@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation
+from lightning_tspipe.callbacks.blockwise_relay import BlockwiseRelay
 from lightning_tspipe.callbacks.delayed_teacher import DelayedTeacherUpdate
 from lightning_tspipe.callbacks.heads import HeadCheckpoint, HeadEarlyStopping
 from lightning_tspipe.callbacks.knn import KNNEvaluator
@@ -11,6 +13,8 @@ from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor
 from lightning_tspipe.callbacks.timeline import PipelineTimeline
 
 __all__ = [
+    "BlockwiseDistillation",
+    "BlockwiseRelay",
     "DelayedTeacherUpdate",
     "HeadCheckpoint",
     "HeadEarlyStopping",

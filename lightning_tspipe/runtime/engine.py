@@ -184,7 +184,7 @@ class Engine:
         self.announcements = Announcements(
             self.transport, placement.data_rank, self._hear_word, self._ask_early
         )
-        self.shards = Shards(self.module, networks, self.cuts, self.ranks)
+        self.shards = Shards(self.module, networks, self.cuts, self.ranks, placement.holders)
         self.materializer = materializer
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -32,6 +32,7 @@ class Shards:
         networks: The pipelined networks.
         cuts: Their cuts.
         ranks: The rank of each of their stages.
+        holders: For each of their stages all ranks that hold it, where that may be several.
 
     Attributes:
         stays_spread: Whether no rank may hold the whole module, after the training neither.
@@ -43,6 +44,7 @@ class Shards:
         networks: Mapping[NetworkName, ChainNetwork],
         cuts: Mapping[NetworkName, tuple[int, ...]],
         ranks: Mapping[NetworkName, tuple[int, ...]],
+        holders: Mapping[NetworkName, Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self._module = module
         self._networks = networks
@@ -50,12 +52,15 @@ class Shards:
         self.stays_spread = False
         # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
         self._owners: dict[str, int] = {}
+        self._holders: dict[str, Sequence[int]] = {}
         self._inside: set[str] = set()
         for name, network in networks.items():
             for stage, rank in enumerate(ranks[name]):
                 for atom in network.atoms[cuts[name][stage] : cuts[name][stage + 1]]:
                     for tensor in (*atom.parameter_names, *atom.buffer_names):
                         self._owners[tensor] = rank
+                        if holders is not None and holders.get(name):
+                            self._holders[tensor] = holders[name][stage]
             for block in network.block_names:
                 for tensor in module.get_submodule(block).state_dict(keep_vars=True):
                     self._inside.add(f"{block}.{tensor}")
@@ -90,7 +95,8 @@ class Shards:
 
     def holds(self, name: str, rank: int) -> bool:
         """Whether a rank holds a parameter or buffer; what is not pipelined, all of them do."""
-        return self.owner(name) == rank or not self.is_pipelined(name)
+        holders = self._holders.get(name, (self.owner(name),))
+        return rank in holders or not self.is_pipelined(name)
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""

@@ -33,6 +33,7 @@ from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.ends import EndHooks
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.pipelined import Pipelined
+from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
 from lightning_tspipe.strategy.support import (
@@ -156,6 +157,7 @@ class PipelineHooks(EndHooks):
         self._muted: list[Any] = []
         self.have_workers_failed = False
         self._manual = ManualOptimization(self)
+        self._relaying = Relaying(self)
         self.pipelined = Pipelined(self)
 
     @property

@@ -23,6 +23,7 @@ from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.optimizers import hyperparameters, parameters_of, plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.progress import late_teacher, restore
+from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.setup import set_up
 from lightning_tspipe.strategy.support import (
     TeacherWatch,
@@ -47,6 +48,7 @@ class TrainingHooks(DataHooks):
     _reduces: bool
     _stop: Stop
     _manual: ManualOptimization
+    _relaying: Relaying
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +61,13 @@ class TrainingHooks(DataHooks):
                 self._watch = None
             step = self._training_step(rest, batch_idx)
             engine = self._engine or self._begin(batch, step, batch_idx)
+            if self._relaying.is_on:
+                step = self._step("training_step", rest, batch_idx)
+                result = self._relaying.training_step(step, batch, batch_idx)
+                self.pipelined.stepped(engine)
+                if not self._module.automatic_optimization:
+                    self.pipelined.step_done()
+                return result
             self._drain_at_an_end(engine)
             following = self._next_batches(batch_idx, engine.lookahead) if self.is_data_rank else []
             ahead = [
@@ -117,18 +126,21 @@ class TrainingHooks(DataHooks):
         """Trace the first step, plan, and give every rank its stages."""
         random = RandomStates.now()
         first = self.share(batch)
-        self._engine = set_up(
-            self._module,
-            self.options,
-            self.transport,
-            self.root_device,
-            self.precision_plugin.forward_context,
-            step,
-            first,
-            [plain_optimizer(optimizer) for optimizer in self.optimizers],
-            self.replicas,
-            self._origin(),
-        )
+        if self._relaying.is_on:
+            self._engine = self._relaying.set_up(first)
+        else:
+            self._engine = set_up(
+                self._module,
+                self.options,
+                self.transport,
+                self.root_device,
+                self.precision_plugin.forward_context,
+                step,
+                first,
+                [plain_optimizer(optimizer) for optimizer in self.optimizers],
+                self.replicas,
+                self._origin(),
+            )
         self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw
@@ -136,7 +148,8 @@ class TrainingHooks(DataHooks):
         self._evaluations = {}
         self._watch = self._watch_teacher()
         self._watched_from = self._trainer.global_step
-        self._manual.commands.attach()
+        if not self._relaying.is_on:
+            self._manual.commands.attach()
         self.pipelined.placed(self._engine)
         return self._engine
 
@@ -168,6 +181,10 @@ class TrainingHooks(DataHooks):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
+        if self._relaying.is_on:
+            loss = self._relaying.backward(closure_loss, optimizer, self._reduces, *args, **kwargs)
+            self._gradients_ready = time.perf_counter()
+            return loss
         if not self._module.automatic_optimization:
             return self._manual.backward(closure_loss, *args, **kwargs)
         engine = self._engine
@@ -243,6 +260,7 @@ class TrainingHooks(DataHooks):
 
     @override
     def on_train_end(self) -> None:
+        self._relaying.end()
         if self._engine is not None:
             self._engine.drain()
             self._engine.shards.restore(self.pipeline_rank, self.transport)

@@ -1,0 +1,214 @@
+"""Blockwise distillation as a LightningModule writes it: one step, on one device or relayed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - as everywhere
+from typing_extensions import override
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.relay.blocks import BlockPair, pair_blocks
+from lightning_tspipe.runtime.relay.walk import BlockOutcome
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+    _Base = LightningModule
+else:
+    _Base = object
+
+
+class Rounds(Protocol):
+    """Where the rounds of a step run, if not here: on all ranks of a pipeline."""
+
+    def run_round(self, number: int) -> Mapping[int, BlockOutcome]:
+        """The losses of the blocks that this rank trains."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, on all ranks."""
+
+
+@dataclass
+class _Means:
+    """Sums of losses since the epoch began; an object, so that a pipeline leaves it to its rank."""
+
+    sums: dict[int, float] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+
+    def add(self, block: int, total: float, count: int) -> None:
+        self.sums[block] = self.sums.get(block, 0.0) + total
+        self.counts[block] = self.counts.get(block, 0) + count
+
+
+class BlockwiseDistillation(_Base):
+    """Each block of ``student`` learns to do what the same block of ``teacher`` does to its input.
+
+    A mixin for a LightningModule, to be named before it. The module has a ``teacher`` and a
+    ``student`` of equally many blocks (``nn.Sequential``, ``nn.ModuleList``, or anything with a
+    method ``pipeline_blocks()``), and ``configure_optimizers``. With several optimizers (one per
+    block, or one for weights and one for an architecture) set ``automatic_optimization = False``,
+    as Lightning wants it; nothing else changes. The same module trains on one device, and with
+    ``BlockwiseRelay`` on a pipeline.
+
+    At the end of each epoch it logs the mean loss of each block, ``train_loss/block_0`` and so on,
+    and their sum, ``train_loss``.
+    """
+
+    teacher: Any
+    student: Any
+    rounds: Rounds | None = None
+    _means: _Means | None = None
+
+    # What a module may say
+
+    def block_input(self, batch: Any, round_name: str = "weights") -> Tensor:  # noqa: ARG002
+        """What the first block gets of a batch: by default its first part.
+
+        Args:
+            batch: The batch.
+            round_name: One of :meth:`block_rounds`.
+        """
+        x: Any = batch[0] if isinstance(batch, list | tuple) else batch
+        if not isinstance(x, Tensor):
+            raise ConfigurationError(
+                f"the batch begins with {type(x).__name__}: write block_input(self, batch, "
+                "round_name), which returns what the first block gets"
+            )
+        return x
+
+    def block_loss(
+        self, student_out: Tensor, teacher_out: Tensor, block_idx: int, batch: Any
+    ) -> Tensor:
+        """The loss of one block, a mean over its samples: by default the mean squared error.
+
+        Args:
+            student_out: What the student's block returns.
+            teacher_out: What the teacher's does.
+            block_idx: The block.
+            batch: The batch; where ranks share a block, their part of its samples.
+        """
+        del block_idx, batch
+        return F.mse_loss(student_out, teacher_out)
+
+    def block_rounds(self, batch_idx: int) -> Sequence[str]:
+        """The rounds of a step, each of which relays an input and updates: by default one.
+
+        Only with ``automatic_optimization = False``. All ranks must find the same.
+        """
+        del batch_idx
+        return ("weights",)
+
+    def round_optimizers(self, round_name: str) -> Sequence[Any]:
+        """The optimizers that update after a round: by default all."""
+        del round_name
+        return self.all_optimizers()
+
+    # What makes it train
+
+    @property
+    def block_pairs(self) -> tuple[BlockPair, ...]:
+        """The blocks.
+
+        Raises:
+            ConfigurationError: The networks have none, or not equally many.
+        """
+        return pair_blocks(self)
+
+    def all_optimizers(self) -> list[Any]:
+        """As ``self.optimizers()``, always a list."""
+        found: Any = self.optimizers()
+        return list(found) if isinstance(found, list | tuple) else [found]
+
+    @override
+    def train(self, mode: bool = True) -> Any:
+        """The teacher stays in eval mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    @override
+    def on_fit_start(self) -> None:
+        """The teacher is not trained."""
+        super().on_fit_start()
+        self.teacher.requires_grad_(requires_grad=False)
+        self.teacher.eval()
+
+    @override
+    def on_train_epoch_start(self) -> None:
+        """Losses are averaged over an epoch."""
+        super().on_train_epoch_start()
+        self._means = _Means()
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """One step: the blocks' losses, whose gradients have nothing in common."""
+        if self.automatic_optimization:
+            return self._losses(0, "weights", batch)
+        for number, name in enumerate(self.block_rounds(batch_idx)):
+            for optimizer in self.all_optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(self._losses(number, name, batch))
+            for optimizer in self.round_optimizers(name):
+                optimizer.step()
+        return None
+
+    def _losses(self, number: int, name: str, batch: Any) -> Tensor:
+        """The sum of the losses of all blocks that are trained here."""
+        run = self.run_blocks(name, batch) if self.rounds is None else self.rounds.run_round(number)
+        means = self._means = self._means or _Means()
+        for block, outcome in run.items():
+            value = float(outcome.value)
+            if not math.isfinite(value):
+                raise ConfigurationError(
+                    f"the loss of block {block} ({self.block_pairs[block].name}) is {value}: its "
+                    "weights are lost, those of the other blocks are not. Lower its learning rate, "
+                    "clip its gradients, or look at what its teacher's block returns"
+                )
+            if name == "weights":
+                means.add(block, value * outcome.samples, outcome.samples)
+        return torch.stack([outcome.loss for outcome in run.values()]).sum()
+
+    def run_blocks(self, round_name: str, batch: Any) -> dict[int, BlockOutcome]:
+        """All blocks on this device, in their order."""
+        x = self.block_input(batch, round_name)
+        found = {}
+        for pair in self.block_pairs:
+            with torch.no_grad():
+                target = pair.teacher(x)
+            loss = self.block_loss(pair.student(x), target, pair.index, batch)
+            found[pair.index] = BlockOutcome(loss, loss.detach(), len(x))
+            x = target
+        return found
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        """Log the means of the epoch, on every rank alike."""
+        super().on_train_epoch_end()
+        own = self._means or _Means()
+        gathered = [own] if self.rounds is None else self.rounds.gather(own)
+        total = _Means()
+        for means in gathered:
+            for block, value in means.sums.items():
+                total.add(block, value, means.counts[block])
+        values = {
+            f"train_loss/block_{block}": total.sums[block] / max(1, total.counts[block])
+            for block in sorted(total.sums)
+        }
+        if values:
+            self.log_dict({"train_loss": sum(values.values()), **values})
+        if not self.automatic_optimization:
+            self._step_schedulers()
+
+    def _step_schedulers(self) -> None:
+        """Lightning leaves them alone where a module optimizes by itself."""
+        schedulers: Any = self.lr_schedulers()
+        if schedulers is None:
+            return
+        for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+            scheduler.step()

@@ -1,0 +1,1 @@
+"""Blockwise distillation: blocks beside blocks, relayed from rank to rank."""

@@ -1,0 +1,149 @@
+"""Blockwise distillation on ranks that are threads of this process, without Lightning."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everywhere
+
+from lightning_tspipe.planning.relay import RelayPlan
+from lightning_tspipe.planning.relay_modes import Mode, passes
+from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks
+from lightning_tspipe.runtime.relay.engine import NETWORKS, RelayEngine, RelayOptions
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
+from tests.exactness.pipelined import _no_collection
+
+WIDTHS = (3, 5, 4, 6, 4, 5, 3, 4, 5)
+
+
+class Blocks(nn.Module):
+    """Linear blocks with BatchNorm; the loss of odd blocks reads labels too."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        sizes = list(pairwise(WIDTHS[: num_blocks + 1]))
+        self.teacher = nn.Sequential(
+            *(nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Tanh()) for a, b in sizes)
+        ).eval()
+        self.student = nn.Sequential(
+            *(nn.Sequential(nn.Linear(a, 2), nn.BatchNorm1d(2), nn.Linear(2, b)) for a, b in sizes)
+        )
+        self.teacher.requires_grad_(requires_grad=False)
+
+    def block_loss(self, out: Tensor, target: Tensor, block: int, batch: Any) -> Tensor:
+        loss = F.mse_loss(out, target)
+        return loss + (0.1 * F.cross_entropy(out, batch[1]) if block % 2 else 0.0)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A training.
+
+    Attributes:
+        mode: See ``planning.relay_modes``.
+        cuts: First block of each stage, and the number of blocks.
+        widths: Ranks of each stage.
+        sizes: Batch sizes.
+        run_ahead: Steps that a rank may be ahead.
+        barrier: Whether all end each step together.
+    """
+
+    mode: Mode
+    cuts: tuple[int, ...]
+    widths: tuple[int, ...]
+    sizes: tuple[int, ...] = (7, 5, 8, 2)
+    run_ahead: int = 2
+    barrier: bool = False
+
+    def build(self) -> Blocks:
+        torch.manual_seed(0)
+        return Blocks(self.cuts[-1]).double()
+
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        random = torch.Generator().manual_seed(1)
+        return [
+            (
+                torch.randn(size, 3, generator=random, dtype=torch.float64),
+                torch.randint(3, (size,), generator=random),
+            )
+            for size in self.sizes
+        ]
+
+
+@dataclass
+class Result:
+    """What all ranks have together."""
+
+    weights: dict[str, Tensor]
+    copies: list[dict[str, Tensor]]
+    forwards: Counter[int]
+    bytes_loaded: int
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def run_split(split: Split) -> Result:
+    """Train on as many threads as there are ranks."""
+    num_ranks = sum(split.widths)
+    network = LocalNetwork(num_ranks, timeout=30)
+    found: dict[int, Any] = {}
+    failures: list[BaseException] = []
+
+    def work(rank: int, module: Blocks) -> None:
+        try:
+            found[rank] = _train_rank(split, module, LocalTransport(network, rank))
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            failures.append(error)
+
+    with _no_collection():
+        modules = [split.build() for _ in range(num_ranks)]
+        threads = [
+            threading.Thread(target=work, args=(rank, module), daemon=True)
+            for rank, module in enumerate(modules)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank did not end"
+    engines: Sequence[RelayEngine] = [found[rank][0] for rank in range(num_ranks)]
+    return Result(
+        found[0][1],
+        [found[rank][2] for rank in range(num_ranks)],
+        sum((engine.blocks.forwards for engine in engines), Counter()),
+        sum(engine.bytes_loaded for engine in engines),
+    )
+
+
+def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
+    batches = split.batches()
+    engine = RelayEngine(module, NETWORKS, transport, torch.device("cpu"))
+    pairs = pair_blocks(module)
+    shapes = infer_shapes(pairs, module.block_loss, batches[0][0], batches[0])
+    captured = engine.capture_blocks(pairs, lambda batch: batch[0], batches[0])
+    walks = passes(split.mode, RelayPlan(split.cuts, split.widths))
+    options = RelayOptions(split.run_ahead, split.barrier)
+    engine.place_blocks(captured, pairs, shapes, walks, options)
+    optimizer = sgd(module.parameters())
+    for batch in batches:
+        engine.begin(batch if engine.is_data_rank else None, lambda batch: [batch[0]])
+        losses = engine.run_round(0)
+        optimizer.zero_grad()
+        engine.backward(torch.stack([o.loss for o in losses.values()]).sum().backward)
+        engine.finish()
+        optimizer.step()
+    engine.drain()
+    state = module.state_dict()
+    held = {k: v.clone() for k, v in state.items() if k.startswith("student") and not v.is_meta}
+    return engine, engine.shards.state_dict(engine.rank, transport), held

@@ -1,0 +1,184 @@
+"""Blockwise trainings by a real Trainer, as functions that run on every rank of a job."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everywhere
+
+from lightning_tspipe import BlockwiseDistillation, BlockwiseRelay
+from tests.exactness.relay_reference import train_blocks
+from tests.integration.trainings import Epochs, strict
+
+CHANNELS = (3, 4, 5, 4, 6, 4, 5, 3, 4)
+
+
+def conv(index: int, *, student: bool, norm: bool = True) -> nn.Module:
+    """A block: the student's is thinner inside, and has a stride where the teacher's has one."""
+    before, after = CHANNELS[index], CHANNELS[index + 1]
+    stride = 2 if index == 2 else 1
+    if not student:
+        layers = [nn.Conv2d(before, after, 3, stride, 1), nn.BatchNorm2d(after), nn.ReLU()]
+        return nn.Sequential(*layers)
+    thin = [nn.Conv2d(before, 2, 1, stride), *([nn.BatchNorm2d(2)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*thin, nn.Conv2d(2, after, 3, 1, 1), *([nn.BatchNorm2d(after)] * norm))
+
+
+class Blocks(BlockwiseDistillation, LightningModule):
+    """Small convolutional blocks; the loss also reads labels where ``labelled``."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        labelled: bool = False,
+        norm: bool = True,
+        optimizer: str = "one",
+        as_list: bool = False,
+    ) -> None:
+        super().__init__()
+        make = nn.ModuleList if as_list else lambda blocks: nn.Sequential(*blocks)
+        self.teacher = make([conv(i, student=False) for i in range(num_blocks)])
+        self.student = make([conv(i, student=True, norm=norm) for i in range(num_blocks)])
+        for layer in self.teacher.modules():
+            if isinstance(layer, nn.BatchNorm2d):  # a teacher that has been trained
+                layer.running_mean.normal_()
+                layer.running_var.uniform_(0.5, 2.0)
+        self.labelled = labelled
+        self.kind = optimizer
+        self.automatic_optimization = optimizer == "one"
+
+    def block_loss(
+        self, student_out: Tensor, teacher_out: Tensor, block_idx: int, batch: Any
+    ) -> Tensor:
+        loss = F.mse_loss(student_out, teacher_out)
+        if self.labelled and block_idx % 2:
+            loss = loss + 0.1 * F.cross_entropy(student_out.mean((2, 3)), batch[1] % 3)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0]
+        for block in self.student:
+            x = block(x)
+        self.log("val", x.square().mean(), batch_size=len(x))
+
+    def configure_optimizers(self) -> Any:
+        if self.automatic_optimization:
+            return sgd(self.student.parameters())
+        return [sgd(block.parameters()) for block in self.student]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+
+def batches(sizes: Sequence[int], seed: int = 0) -> list[Any]:
+    """Images and labels."""
+    random = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(n, 3, 8, 8, generator=random), torch.randint(9, (n,), generator=random))
+        for n in sizes
+    ]
+
+
+@dataclass(frozen=True)
+class Relay:
+    """What a Trainer gets.
+
+    Attributes:
+        num_blocks: Blocks of both networks.
+        options: Of ``BlockwiseRelay``.
+        num_ranks: Devices; 1 with a plain strategy.
+        module: Of ``Blocks``.
+        sizes: Batch sizes of each epoch.
+        trainer: Of the Trainer.
+    """
+
+    num_blocks: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    num_ranks: int = 2
+    module: dict[str, Any] = field(default_factory=dict)
+    sizes: tuple[tuple[int, ...], ...] = ((5, 6, 3), (5, 6, 3))
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> Blocks:
+        torch.manual_seed(0)
+        return Blocks(self.num_blocks, **self.module)
+
+    def epochs(self) -> list[list[Any]]:
+        return [batches(sizes, seed) for seed, sizes in enumerate(self.sizes)]
+
+
+@dataclass
+class Relayed:
+    """What a rank knows at the end."""
+
+    weights: dict[str, Tensor]
+    metrics: dict[str, float]
+    global_step: int
+    forwards: dict[int, int]
+
+
+def relay_trainer(relay: Relay, *callbacks: Any) -> Trainer:
+    """The Trainer; quiet unless asked otherwise."""
+    strategy = "tspipe" if relay.num_ranks > 1 else "auto"
+    options = {"profile_cache": None, "profile_steps": 1, **relay.options}
+    return Trainer(
+        **{
+            "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+            "enable_model_summary": False, "num_sanity_val_steps": 0, "accelerator": "cpu",
+            "devices": relay.num_ranks, "strategy": strategy, "max_epochs": len(relay.sizes),
+            "default_root_dir": ".", "callbacks": [BlockwiseRelay(**options), *callbacks],
+            **relay.trainer,
+        }
+    )  # fmt: skip
+
+
+class Counts(Callback):
+    """Keeps how often the teacher ran on this rank."""
+
+    def __init__(self) -> None:
+        self.forwards: dict[int, int] = {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        engine = getattr(trainer.strategy, "engine", None)
+        self.forwards = dict(engine.blocks.forwards) if engine is not None else {}
+
+
+def train(relay: Relay) -> Relayed:
+    """Fit, and tell what this rank has then."""
+    strict()
+    module, counts = relay.build(), Counts()
+    trainer = relay_trainer(relay, counts)
+    trainer.fit(module, Epochs(relay.epochs()), Epochs([batches((4, 3), seed=9)]))
+    return Relayed(
+        {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta},
+        {k: float(v) for k, v in trainer.callback_metrics.items()},
+        trainer.global_step,
+        counts.forwards,
+    )
+
+
+def train_all(relays: Sequence[Relay]) -> list[Relayed]:
+    """Several trainings, one after the other."""
+    return [train(relay) for relay in relays]
+
+
+def reference(relay: Relay) -> tuple[dict[str, Tensor], list[list[float]]]:
+    """The same in plain lines: all weights, and the epochs' mean losses."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = copy.deepcopy(relay.build())
+        means = train_blocks(
+            list(module.teacher), list(module.student), module.block_loss, sgd, relay.epochs()
+        )
+        return dict(module.state_dict()), means
+    finally:
+        torch.set_default_dtype(before)
