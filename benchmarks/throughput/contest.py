@@ -168,7 +168,7 @@ class Contest:
         return Result(
             self.workload,
             entry,
-            self.batch_size,
+            self.batch_size * entry.copies,
             seconds=tuple(seconds[entry]),
             bytes_per_rank=held[entry],
         )

@@ -26,12 +26,14 @@ class Entry:
         method: What its processes run, see ``methods.METHODS``.
         options: For the method.
         num_ranks: How many processes it has.
+        copies: How many trainings it is, each with batches of its own.
     """
 
     name: str
     method: str
     options: tuple[Option, ...] = ()
     num_ranks: int = 2
+    copies: int = 1
 
     def __str__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in self.options)
@@ -53,6 +55,8 @@ def comparison(num_microbatches: tuple[int, ...]) -> list[Entry]:
             Entry("torch_gpipe", "torch_gpipe", (("num_microbatches", number),))
             for number in num_microbatches
         ),
+        # Two trainings that share nothing but the machine: what no pipeline over it can exceed.
+        Entry("twins", "alone", copies=2),
     ]
 
 

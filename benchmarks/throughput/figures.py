@@ -60,11 +60,12 @@ def range_of(values: Iterable[float]) -> Range:
 
 
 def speed_up(ours: Result, theirs: Result) -> Range | None:
-    """How many times faster ``ours`` is, round by round; None where one of them failed."""
+    """Images per second of ``ours`` over ``theirs``, by round; None where one of them failed."""
     if not ours.seconds or not theirs.seconds:
         return None
     pairs = zip(theirs.seconds, ours.seconds, strict=True)
-    return range_of(slow / fast for slow, fast in pairs)
+    images = ours.batch_size / theirs.batch_size
+    return range_of(images * slow / fast for slow, fast in pairs)
 
 
 def memory_ratio(ours: Result, theirs: Result) -> float | None:

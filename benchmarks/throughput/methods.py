@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
@@ -33,6 +34,11 @@ def _plain(job: Job, workload: Workload, gate: Gate) -> None:
     _fit(job, workload.module(), "auto", _loader(job, workload, gate))
 
 
+def _alone(job: Job, workload: Workload, gate: Gate) -> None:
+    """As if the other processes weren't there."""
+    _plain(replace(job, num_ranks=1), workload, gate)
+
+
 def _ddp(job: Job, workload: Workload, gate: Gate) -> None:
     _fit(job, workload.module(), "ddp", _loader(job, workload, gate, split=True))
 
@@ -60,6 +66,7 @@ def _half(job: Job, workload: Workload, gate: Gate) -> None:
 
 METHODS: dict[str, Callable[[Job, Workload, Gate], None]] = {
     "plain": _plain,
+    "alone": _alone,
     "ddp": _ddp,
     "fsdp2": _fsdp2,
     "tspipe": _tspipe,

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks.throughput.entries import TINY_ACTIONS, Entry, comparison
@@ -33,6 +35,11 @@ def test_range_is_median_smallest_and_largest() -> None:
 def test_ratios_are_taken_within_a_round() -> None:
     # A machine that is slow for the whole of round 2 slows both down and leaves the ratio alone.
     assert speed_up(result("tspipe", 1.0, 10.0), result("ddp", 2.0, 20.0)) == Range(2.0, 2.0, 2.0)
+
+
+def test_images_count_not_steps() -> None:
+    twins = replace(result("twins", 3.0), batch_size=16)  # two trainings, 8 images each
+    assert speed_up(result("tspipe", 2.0), twins) == Range(0.75, 0.75, 0.75)
 
 
 def test_rounds_that_don_t_pair_up_are_an_error() -> None:
