@@ -41,14 +41,22 @@ class StepRunner:
         networks: The declared submodules.
         plan: What the trace found.
         is_loss_rank: Whether this rank replays; there the prologue leaves the rest alone.
+        beginning: Around a prologue.
     """
 
     def __init__(
-        self, module: nn.Module, networks: Networks, plan: StepPlan, *, is_loss_rank: bool
+        self,
+        module: nn.Module,
+        networks: Networks,
+        plan: StepPlan,
+        *,
+        is_loss_rank: bool,
+        beginning: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._module = module
         self._plan = plan
         self._is_loss_rank = is_loss_rank
+        self._beginning = beginning
         self._blocks = {name: module.get_submodule(name) for _, name in networks.items()}
         inside = [m for block in self._blocks.values() for m in block.modules()]
         inside_ids = {id(m) for m in inside}
@@ -57,7 +65,8 @@ class StepRunner:
         called = {i.block: module.get_submodule(i.block) for i in plan.interceptions}
         entered = {name for name in self._blocks if any(c.startswith(f"{name}.") for c in called)}
         self._blocks = {n: m for n, m in self._blocks.items() if n not in entered} | called
-        self._rest = [m for m in module.modules() if id(m) not in inside_ids]
+        heads = {id(m) for name in networks.local for m in module.get_submodule(name).modules()}
+        self._rest = [m for m in module.modules() if id(m) not in inside_ids | heads]
         self._hide_pipelined = swap.TensorSwap(inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
         self._replaying: tuple[_Replay, ExitStack, MetaWins | None] | None = None
@@ -85,6 +94,7 @@ class StepRunner:
                 stack.enter_context(self._hide_pipelined())
             if not effects or self._is_loss_rank:
                 stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
+            stack.enter_context(self._beginning())
             prologue = _Prologue(self._plan, real=True)
             self._run_prologue(prologue, step, batch, seed)
         return tuple(prologue.inputs)
@@ -122,7 +132,7 @@ class StepRunner:
             stack.enter_context(swap.attributes_restored(self._rest, tensors=False))
             stack.enter_context(swap.random_stream(seed))
             stack.enter_context(swap.forwards_replaced(self._stubs(whole)))
-            stack.enter_context(_silenced(self._module))
+            stack.enter_context(silenced(self._module))
             stack.enter_context(MetaWins())
             try:
                 step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
@@ -140,7 +150,7 @@ class StepRunner:
         with (
             swap.random_stream(seed),
             swap.forwards_replaced(self._stubs(prologue)),
-            _silenced(self._module),
+            silenced(self._module),
             torch.enable_grad(),
         ):
             try:
@@ -335,7 +345,7 @@ def _stand_ins(interception: Interception, device: torch.device, sizes: tuple[in
 
 
 @contextmanager
-def _silenced(module: nn.Module) -> Iterator[None]:
+def silenced(module: nn.Module) -> Iterator[None]:
     """The prologue logs nothing: the replay does."""
     names = [name for name in ("log", "log_dict", "print") if hasattr(module, name)]
     for name in names:

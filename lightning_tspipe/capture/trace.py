@@ -44,10 +44,17 @@ _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
 
 @dataclass(frozen=True)
 class Networks:
-    """The declared submodules of the LightningModule: dotted names, in the order of the chain."""
+    """The declared submodules of the LightningModule: dotted names, in the order of the chain.
+
+    Attributes:
+        student: Those of the student.
+        teacher: Those of the teacher.
+        local: Those that run where the losses are, as the step calls them: heads.
+    """
 
     student: tuple[str, ...]
     teacher: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
 
     def items(self) -> Iterator[tuple[NetworkName, str]]:
         """All (network, block name)."""

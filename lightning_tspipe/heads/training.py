@@ -180,14 +180,20 @@ def _one_trunk(trunk: nn.Module) -> Iterator[Callable[[str], Any]]:
     """While inside, the trunk runs in the first head's turn; the others get what it returned."""
     original = trunk.forward
     calls: list[tuple[list[Any], Any, list[int]]] = []
-    place, reader = 0, ""
+    place, reader, is_running = 0, "", False
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal place
+        nonlocal place, is_running
+        if is_running:  # a trace runs it once more within its call
+            return original(*args, **kwargs)
         mine, place = place, place + 1
         given = pytree.tree_leaves((args, kwargs))
         if mine == len(calls):
-            result = original(*args, **kwargs)
+            is_running = True
+            try:
+                result = original(*args, **kwargs)
+            finally:
+                is_running = False
             calls.append((given, result, _versions(result)))
         elif not _is_same(given, calls[mine][0]):
             raise ConfigurationError(

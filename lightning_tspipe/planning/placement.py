@@ -23,6 +23,7 @@ class Placement:
         student_holders: For each student stage all ranks that hold its values, its own rank among
             them; () where each stage is on one rank.
         teacher_holders: The same for the teacher.
+        depth: Of heads: how far their trunk runs ahead.
     """
 
     num_ranks: int
@@ -33,6 +34,7 @@ class Placement:
     num_microbatches: int = 1
     split: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
+    depth: int = 1
     student_holders: tuple[tuple[int, ...], ...] = ()
     teacher_holders: tuple[tuple[int, ...], ...] = ()
 

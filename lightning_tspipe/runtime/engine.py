@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.location import current_line
-from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.errors import CaptureError
@@ -35,6 +35,7 @@ from lightning_tspipe.runtime.announcements import Announcements
 from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.executor import AHEAD_CHANNEL, Executor, StepContext
 from lightning_tspipe.runtime.header import StepHeader, send_fields
+from lightning_tspipe.runtime.heads import Heads
 from lightning_tspipe.runtime.materializing import Materializer
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured, Programs, layout
@@ -69,6 +70,7 @@ class Engine:
         forward_context: The precision plugin's forward context.
         replicas: The other pipelines that train the same networks on other batches.
         compiler: Compiles what stages run.
+        heads: The student, if its stages are heads.
 
     Attributes:
         stop: Whether the ranks were asked to stop.
@@ -86,6 +88,7 @@ class Engine:
         forward_context: Callable[[], AbstractContextManager[None]] = nullcontext,
         replicas: Replicas | None = None,
         compiler: Compiler | None = None,
+        heads: Heads | None = None,
     ) -> None:
         self.module = module
         self.transport = transport
@@ -96,6 +99,7 @@ class Engine:
         self._replicas = replicas or Replicas()
         self._reduction: GradientReduction | None = None
         self.compiler = compiler
+        self.heads = heads
         self.materializer: Materializer | None = None
         self.stop = Stop()
         self._seed = seed
@@ -120,6 +124,11 @@ class Engine:
         return self.rank == LOSS_RANK
 
     @property
+    def computes_loss(self) -> bool:
+        """Whether this rank computes a loss: of all, or of its own heads."""
+        return self.is_loss_rank if self.heads is None else self.rank in self.pipeline.loss_ranks
+
+    @property
     def is_data_rank(self) -> bool:
         """Whether this rank reads the data."""
         return self.rank == self.placement.data_rank
@@ -138,14 +147,22 @@ class Engine:
         """
         forget_graphs(self.module)  # before copies of attributes hold on to them
         tracer = Tracer(self.module, self.names, self.device, parts=not training)
-        with nullcontext() if training else torch.no_grad():
+        rehearsing = nullcontext() if self.heads is None else self.heads.rehearsing()
+        with rehearsing, nullcontext() if training else torch.no_grad():
             plan = tracer.trace(step, batch, self._seed)
             runner = StepRunner(self.module, self.names, plan, is_loss_rank=self.is_loss_rank)
             runner.late_effects(step, batch, self._seed, rehearsal=True)
         networks = {
             name: ChainNetwork(name, self.module, plan, self.device) for name in plan.chains
         }
-        return Captured(plan, networks)
+        return Captured(plan, networks, self.heads)
+
+    def runner(self, plan: StepPlan) -> StepRunner:
+        """Runs a captured step on this rank, which is placed."""
+        beginning = nullcontext if self.heads is None else self.heads.beginning
+        return StepRunner(
+            self.module, self.names, plan, is_loss_rank=self.computes_loss, beginning=beginning
+        )
 
     def place(
         self,
@@ -180,11 +197,11 @@ class Engine:
         self.pipeline = layout(
             captured, self.ranks, self.cuts, placement.num_microbatches, self.transport.num_ranks
         )
-        self._programs = Programs(self.pipeline, schedule, costs, placement.split)
+        self._programs = Programs(self.pipeline, schedule, costs, placement.split, placement.depth)
         self.announcements = Announcements(
             self.transport, placement.data_rank, self._hear_word, self._ask_early
         )
-        self.shards = Shards(self.module, networks, self.cuts, self.ranks, placement.holders)
+        self.shards = Shards(self.module, captured.held, self.cuts, self.ranks, placement.holders)
         self.materializer = materializer
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
@@ -193,7 +210,7 @@ class Engine:
         if self._replicas.number > 1:
             trained = self.shards.by_stage(self.rank)
             self._reduction = GradientReduction(trained, self._replicas.peers)
-        self._runner = StepRunner(self.module, self.names, plan, is_loss_rank=self.is_loss_rank)
+        self._runner = self.runner(plan)
         statistics = {
             name: DeferredStatistics(
                 [self.module.get_submodule(block) for block in network.block_names]
@@ -269,7 +286,8 @@ class Engine:
             recorder.ran(self._index, Action(Op.EFFECTS, self.rank), started)
         executor.statistics.commit_ahead(self._index)
         actions = context.program.schedule.ranks[self.rank]
-        stop = next(i for i, action in enumerate(actions) if action.op in _BACKWARDS | {Op.LOSS})
+        ends = _BACKWARDS | {Op.LOSS if self.heads is None else Op.FORWARD}
+        stop = next(i for i, action in enumerate(actions) if action.op in ends)
         plan = self.captured.plan
         started = time.perf_counter()
         fields = self._exchange_fields(header, batch)
@@ -280,8 +298,8 @@ class Engine:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions
         self._runner.late_effects(step, header.batch(), self._seed + self._index)
         executor.run(context, actions[late:stop])
-        self._rest_actions = actions[stop:]
-        if actions[stop].op is not Op.LOSS:
+        self._rest_actions = self._executed(actions[stop:])
+        if not self.computes_loss:
             return None
         executor.await_outputs(context, actions[stop])
         whole = batch
@@ -296,12 +314,24 @@ class Engine:
         self._note_replay()
         return result
 
+    def _executed(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """What the executor runs of some actions: heads run in the replay."""
+        if self.heads is None:
+            return actions
+        return [action for action in actions if action.op is Op.TEACHER]
+
     def _note_replay(self) -> None:
         """The loss is there."""
         if self._replay_started is not None:
-            loss = Action(Op.LOSS, self.rank)
-            self.executor.recorder.ran(self._index, loss, self._replay_started)
+            self._note_loss(Op.FORWARD, self._replay_started)
             self._replay_started = None
+
+    def _note_loss(self, half: Op, started: float) -> None:
+        """Note the loss, or its backward; of heads, what it comes from runs along with it."""
+        loss = Action(Op.LOSS, self.rank)
+        if self.heads is not None:
+            loss = Action(half, self.pipeline.stages_of(self.rank)[0], 0)
+        self.executor.recorder.ran(self._index, loss, started)
 
     def suspended(self) -> AbstractContextManager[None]:
         """While inside, a replay that calls this is as good as over: the networks are at hand."""
@@ -362,7 +392,8 @@ class Engine:
             self.announcements.tell(n, StepHeader.of(following, self._inputs[n]), said)
             if self._programs.tells_early:
                 fields = self.captured.plan.batch_fields
-                send_fields(following, fields, self.transport, AHEAD_CHANNEL)
+                ranks = self.pipeline.loss_ranks
+                send_fields(following, fields, self.transport, AHEAD_CHANNEL, ranks)
         if len(ahead) < most:
             self.announcements.tell(number + len(ahead) + 1, None, word)
         self.executor.recorder.ran(number, Action(Op.DATA, self.rank), started)
@@ -373,7 +404,7 @@ class Engine:
 
     def _ask_early(self, header: StepHeader) -> Receipt | None:
         """On the loss rank: the fields of a batch, if they travel with its description."""
-        if not self.is_loss_rank or not self._programs.tells_early:
+        if not self.computes_loss or not self._programs.tells_early:
             return None
         fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
         return header.ask_for_fields(fields, self.transport, data_rank, AHEAD_CHANNEL)
@@ -383,7 +414,9 @@ class Engine:
         if self._programs.tells_early:
             return self.announcements.companion(self._index)
         fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
-        return header.exchange_fields(fields, batch, self.transport, data_rank, AHEAD_CHANNEL)
+        return header.exchange_fields(
+            fields, batch, self.transport, data_rank, AHEAD_CHANNEL, self.pipeline.loss_ranks
+        )
 
     def _units(self, inputs: tuple[TensorSpec, ...]) -> StepUnits:
         if inputs not in self._known_units:
@@ -423,7 +456,7 @@ class Engine:
         context = self._step
         assert context is not None
         self._note_replay()
-        if self.is_loss_rank:
+        if self.computes_loss:
             assert run_backward is not None
             started = time.perf_counter()
             run_backward()
@@ -431,9 +464,8 @@ class Engine:
                 gradients = {ref: t.grad for (c, ref), t in self._leaves.items() if c == call}
                 self.executor.scatter_gradient(context, call, gradients)
             self._leaves = {}
-            loss = Action(Op.LOSS, self.rank)
-            self.executor.recorder.ran(self._index, loss, started)  # its second half
-            self.executor.send(context, loss)
+            self._note_loss(Op.BACKWARD, started)
+            self.executor.send(context, Action(Op.LOSS, self.rank))
         run = partial(self.executor.run, context)
         if reduce and self._reduction is not None:
             self._reduction.run(self._rest_actions, run, self.executor.recorder)
@@ -452,8 +484,11 @@ class Engine:
         return self._seed, self._index
 
     def ahead(self) -> Ahead | None:
-        """Between two steps: what has run ahead of the next one; None if nothing has."""
-        return self._lookahead.state(self._index)
+        """Between two steps: what has run ahead of the next one; None if nothing has.
+
+        A trunk that never changes runs again instead.
+        """
+        return None if self.heads is not None else self._lookahead.state(self._index)
 
     def resume(self, position: tuple[int, int], ahead: Ahead | None) -> None:
         """Go on where another engine stopped; all ranks call it before their first step.

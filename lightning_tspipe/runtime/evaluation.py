@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
-from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.errors import CaptureError
-from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
@@ -25,7 +24,7 @@ from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepConte
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.programs import layout
 from lightning_tspipe.runtime.units import StepUnits
-from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.schedules.gpipe import gpipe
 
 if TYPE_CHECKING:
@@ -65,9 +64,7 @@ class Evaluation:
                 )
             cuts[name] = own
         self._plan = plan
-        self._runner = StepRunner(
-            engine.module, engine.names, plan, is_loss_rank=engine.is_loss_rank
-        )
+        self._runner = engine.runner(plan)
         statistics = {
             name: DeferredStatistics([engine.module.get_submodule(b) for b in n.block_names])
             for name, n in networks.items()
@@ -75,9 +72,14 @@ class Evaluation:
         self._executor = Executor(
             engine.transport, networks, statistics, engine.context, engine.device
         )
-        self._program = _forward_program(
-            layout(captured, engine.ranks, cuts, 1, engine.transport.num_ranks)
-        )
+        self._pipeline = layout(captured, engine.ranks, cuts, 1, engine.transport.num_ranks)
+        self._program = _forward_program(self._pipeline)
+        actions = self._program.schedule.ranks[engine.rank]
+        reads, executed = Op.LOSS, _FORWARD_OPS
+        if not self._pipeline.is_chain:
+            reads, executed = Op.FORWARD, frozenset({Op.TEACHER})
+        self._reader = next((action for action in actions if action.op is reads), None)
+        self._executed = [action for action in actions if action.op in executed]
 
         def units(inputs: tuple[TensorSpec, ...]) -> StepUnits:
             return StepUnits(plan, networks, cuts, 1, inputs, engine.context)
@@ -113,12 +115,13 @@ class Evaluation:
         if engine.is_data_rank:
             executor.send_inputs(context, 0)
         fields = header.exchange_fields(
-            plan.batch_fields, batch, engine.transport, engine.placement.data_rank, BATCH_CHANNEL
-        )
-        executor.run(context, self._program.schedule.ranks[engine.rank])
+            plan.batch_fields, batch, engine.transport, engine.placement.data_rank, BATCH_CHANNEL,
+            self._pipeline.loss_ranks,
+        )  # fmt: skip
+        executor.run(context, self._executed)
         result = None
-        if engine.is_loss_rank:
-            executor.await_outputs(context, Action(Op.LOSS, LOSS_RANK))
+        if self._reader is not None:
+            executor.await_outputs(context, self._reader)
             whole = batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
 
             def output(call: int, ref: ValueRef) -> Tensor:
@@ -131,7 +134,10 @@ class Evaluation:
 
 
 def _forward_program(pipeline: Pipeline) -> Program:
-    schedule = gpipe(pipeline)
+    if pipeline.is_chain:
+        schedule = gpipe(pipeline)
+    else:
+        schedule = fanout(pipeline, before=0, following=0, depth=0)
     ranks = tuple(
         tuple(action for action in actions if action.op in _FORWARD_OPS)
         for actions in schedule.ranks

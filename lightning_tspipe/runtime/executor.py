@@ -180,8 +180,8 @@ class Executor:
         targets = {message.payload for message in step.program.sends[producer]}
         if "activation" in targets:
             self._activations.pop(key, None)
-        if "output" in targets:
-            self._outputs.pop(key, None)
+        if "output" in targets and step.program.schedule.pipeline.is_chain:
+            self._outputs.pop(key, None)  # else this rank's heads may read them too
         if "gradient" in targets and producer.op is not Op.LOSS:
             previous = Action(Op.BACKWARD, producer.stage - 1, producer.unit)
             self._gradients.pop((step.index, previous, "next"), None)

@@ -57,19 +57,20 @@ class StepHeader:
         assert isinstance(header, StepHeader), f"expected the header of a step, got {header!r}"
         return header
 
-    def exchange_fields(
+    def exchange_fields(  # noqa: PLR0913, PLR0917 - who gives what to whom
         self,
         fields: Sequence[int],
         batch: Any,
         transport: Transport,
         data_rank: int,
         channel: int,
+        loss_ranks: Sequence[int] = (LOSS_RANK,),
     ) -> Receipt | None:
-        """Send the fields that the step reads (data rank), or ask for them (loss rank)."""
+        """Send the fields that the step reads (data rank), or ask for them (loss ranks)."""
         if transport.rank == data_rank:
-            send_fields(batch, fields, transport, channel)
+            send_fields(batch, fields, transport, channel, loss_ranks)
             return None
-        if transport.rank == LOSS_RANK:
+        if transport.rank in loss_ranks:
             return self.ask_for_fields(fields, transport, data_rank, channel)
         return None
 
@@ -95,8 +96,15 @@ class StepHeader:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-def send_fields(batch: Any, fields: Sequence[int], transport: Transport, channel: int) -> None:
-    """Send leaves of a batch to the loss rank, unless it is this one."""
-    if fields and transport.rank != LOSS_RANK:
-        leaves = pytree.tree_leaves(batch)
-        transport.send([leaves[i] for i in fields], LOSS_RANK, channel)
+def send_fields(
+    batch: Any,
+    fields: Sequence[int],
+    transport: Transport,
+    channel: int,
+    loss_ranks: Sequence[int] = (LOSS_RANK,),
+) -> None:
+    """Send leaves of a batch to the loss ranks, unless one is this."""
+    leaves = pytree.tree_leaves(batch)
+    for rank in loss_ranks:
+        if fields and transport.rank != rank:
+            transport.send([leaves[i] for i in fields], rank, channel)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan
 from lightning_tspipe.ir.lowering import Program, lower
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.runtime.heads import Heads
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, lookahead
@@ -17,10 +18,22 @@ from lightning_tspipe.simulation.cost import CostTable
 
 @dataclass(frozen=True)
 class Captured:
-    """A step after the trace: the plan and the networks that it calls."""
+    """A step after the trace: the plan and the networks that it calls.
+
+    Attributes:
+        plan: The plan.
+        networks: The networks whose calls go through the pipeline.
+        heads: The heads of a fan-out, which the step calls where they are.
+    """
 
     plan: StepPlan
     networks: dict[NetworkName, ChainNetwork]
+    heads: Heads | None = None
+
+    @property
+    def held(self) -> dict[NetworkName, ChainNetwork | Heads]:
+        """All that is divided among the ranks."""
+        return {**self.networks, **({"student": self.heads} if self.heads is not None else {})}
 
 
 def layout(
@@ -48,6 +61,11 @@ def layout(
         )
         for name, network in captured.networks.items()
     }
+    if captured.heads is not None:
+        heads = NetworkLayout(ranks["student"], 1, 1, frozenset(range(len(captured.heads.atoms))))
+        return Pipeline(
+            num_ranks, heads, layouts["teacher"], num_ranks - 1, LOSS_RANK, Coupling.FANOUT
+        )
     # An evaluation may call the teacher only.
     no_student = NetworkLayout(ranks["student"], 0, num_microbatches, frozenset())
     student, teacher = layouts.get("student", no_student), layouts.get("teacher")
@@ -59,9 +77,11 @@ class Programs:
 
     Args:
         pipeline: The pipeline.
-        schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``.
+        schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``; of heads, the first one runs
+            their trunk ahead and the others don't.
         costs: Costs of the stages, for the order of actions; None for equal ones.
         split: Student stages whose backwards may run in two halves.
+        depth: How far the trunk of heads runs ahead.
 
     Attributes:
         lookahead: For each rank, up to how many batches ahead its steps have to do with.
@@ -69,14 +89,20 @@ class Programs:
     """
 
     def __init__(
-        self, pipeline: Pipeline, schedule: str, costs: CostTable | None, split: frozenset[int]
+        self,
+        pipeline: Pipeline,
+        schedule: str,
+        costs: CostTable | None,
+        split: frozenset[int],
+        depth: int = 1,
     ) -> None:
         self._pipeline = pipeline
         self._schedule = schedule
         self._costs = costs or CostTable.uniform(pipeline)
         self._split = split
         self._known: dict[tuple[bool, int], Program] = {}
-        self.lookahead = lookahead(schedule, pipeline)
+        self._depth = depth
+        self.lookahead = lookahead(schedule, pipeline, depth)
         # A rank that waits for the data rank's word as deep as it looks itself would wait for the
         # end of its step.
         self.announced = max(self.lookahead) + (schedule == ASYNCHRONOUS and any(self.lookahead))
@@ -102,6 +128,7 @@ class Programs:
                 fresh=fresh,
                 ahead=ahead,
                 split=self._split,
+                depth=self._depth,
             )
             program = lower(schedule)
             validate(program)

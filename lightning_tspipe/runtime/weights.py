@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.runtime.heads import Heads
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.reduction import REST
 from lightning_tspipe.runtime.transport import Transport
@@ -41,7 +42,7 @@ class Shards:
     def __init__(
         self,
         module: nn.Module,
-        networks: Mapping[NetworkName, ChainNetwork],
+        networks: Mapping[NetworkName, ChainNetwork | Heads],
         cuts: Mapping[NetworkName, tuple[int, ...]],
         ranks: Mapping[NetworkName, tuple[int, ...]],
         holders: Mapping[NetworkName, Sequence[Sequence[int]]] | None = None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.lowering import lower
-from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.pipeline import Coupling, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.sequential import sequential
@@ -30,22 +31,35 @@ def runs_ahead(name: str) -> bool:
     return name == "tspipe"
 
 
-def lookahead(name: str, pipeline: Pipeline) -> tuple[int, ...]:
+def lookahead(name: str, pipeline: Pipeline, depth: int = 1) -> tuple[int, ...]:
     """For each rank, up to how many batches ahead its step has to do with.
 
     That is what it works on, and what others send to it. Where others wait for what the data rank
     says of a batch, it looks one batch further, so that they never do.
+
+    Args:
+        name: Of the schedule.
+        pipeline: Who holds what.
+        depth: Of heads: how far their trunk runs ahead.
     """
+    if pipeline.coupling is Coupling.FANOUT:
+        depth = depth if runs_ahead(name) and pipeline.num_ranks > 1 else 0
+        return _reach(fanout(pipeline, before=depth, following=depth, depth=depth))
     if name != ASYNCHRONOUS or pipeline.num_ranks == 1:
         ahead = runs_ahead(name) and pipeline.teacher is not None
         return (int(ahead),) * pipeline.num_ranks
-    program = lower(one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks))
+    return _reach(one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks))
+
+
+def _reach(schedule: Schedule) -> tuple[int, ...]:
+    """For each rank, the last batch that it works on or gets something of."""
+    program = lower(schedule)
     return tuple(
         max(
             *(action.batch for action in actions),
             *(message.producer.batch for message in program.receives.get(rank, ())),
         )
-        for rank, actions in enumerate(program.schedule.ranks)
+        for rank, actions in enumerate(schedule.ranks)
     )
 
 
@@ -57,6 +71,7 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
     fresh: bool,
     ahead: int,
     split: frozenset[int] = frozenset(),
+    depth: int = 1,
 ) -> Schedule:
     """Build one step of an epoch.
 
@@ -67,7 +82,12 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
         fresh: Nothing of this batch has been done in a step before.
         ahead: How many of the batches that follow may be worked on.
         split: Student stages whose backward runs in two halves.
+        depth: Of heads: how far their trunk runs ahead.
     """
+    if pipeline.coupling is Coupling.FANOUT:
+        depth = depth if runs_ahead(name) and pipeline.num_ranks > 1 else 0
+        before = 0 if fresh else min(depth, ahead + 1)
+        return fanout(pipeline, before=before, following=min(depth, ahead), depth=depth)
     if name == ASYNCHRONOUS:
         return one_f_one_b(pipeline, fresh=fresh, ahead=ahead)
     has_teacher = pipeline.teacher is not None

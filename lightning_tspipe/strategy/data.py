@@ -24,6 +24,7 @@ from lightning_tspipe.runtime.loading import (
 from lightning_tspipe.runtime.transport import MORE
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.batches import on_cpu, to_device
+from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
 from lightning_tspipe.strategy.setup import SetupOptions
@@ -122,7 +123,11 @@ class DataHooks(ProcessHooks):
     @property
     def _depth(self) -> int:
         """How many batches are read ahead."""
-        return self.num_ranks if self.options.schedule == ASYNCHRONOUS else 1
+        depth = self.options.queue_depth
+        if fanout_of(self._module) is not None and depth != "auto":
+            return max(1, depth)
+        is_deep = self.options.schedule == ASYNCHRONOUS or fanout_of(self._module) is not None
+        return self.num_ranks if is_deep else 1
 
     def _num_batches(self, length: int | None) -> float:
         """Batches of an epoch, as the Trainer counts them."""
@@ -214,7 +219,9 @@ class DataHooks(ProcessHooks):
                 assert results is not None
                 results.batch, results.batch_size = batch, None
             with self.replicas.as_world():
-                if self.step_sync is None or not self.is_loss_rank:
+                engine = self._engine
+                logs = self.is_loss_rank if engine is None else engine.computes_loss
+                if self.step_sync is None or not logs:
                     return method(batch, *others)
                 with self.step_sync.watch(name):
                     return method(batch, *others)

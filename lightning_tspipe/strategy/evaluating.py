@@ -153,6 +153,7 @@ class EvaluationHooks(TrainingHooks):
                 )
                 self._engine.stop = self._stop
                 self._is_forward_only = True
+                self.heads_here.placed(self._engine)
             assert self._placed is not None
             self._evaluations[key] = Evaluation(self._placed, step, first)
 
@@ -166,6 +167,7 @@ class EvaluationHooks(TrainingHooks):
         self._is_whole = False
         if self._engine is None or not self._is_forward_only:
             return
+        self.heads_here.ended(self._engine)
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._engine.materializer is not None:
                 self._engine.materializer.drop()

@@ -21,6 +21,7 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.strategy.fanout import heads_of, place_heads
 from lightning_tspipe.strategy.origin import Origin, share_weights
 from lightning_tspipe.strategy.setup import HOST_LINK, SetupOptions, find_networks, parse_bytes
 
@@ -46,9 +47,15 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
         PartitionError: They fit no memory. All three on every rank, and with the module untouched.
     """
     networks = find_networks(module, options)
-    engine = Engine(module, networks, transport, device, 0, context)
+    heads = heads_of(module, networks, device, replicas)
+    engine = Engine(module, networks, transport, device, 0, context, heads=heads)
     materializer = share_weights(module, networks, transport, replicas, origin)
     captured = engine.capture(step, batch, training=False)
+    if heads is not None:
+        limit = parse_bytes(options.memory_limit)
+        placement = place_heads(engine, captured, options, step, batch, None, limit)
+        engine.place(captured, placement, "gpipe", None, materializer)
+        return engine
     planner = transport.num_ranks - 1
     decided: Placement | PartitionError | None = None
     if transport.rank == planner:

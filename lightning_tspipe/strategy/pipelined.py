@@ -116,7 +116,7 @@ class Pipelined:
 
     def placed(self, engine: Engine) -> None:
         """The first batch has been seen: every rank has its stages."""
-        network, cuts = engine.captured.networks["student"], engine.cuts["student"]
+        network, cuts = engine.captured.held["student"], engine.cuts["student"]
         self.student_stages = tuple(
             tuple(name for atom in network.atoms[start:stop] for name in atom.parameter_names)
             for start, stop in pairwise(cuts)
@@ -127,6 +127,9 @@ class Pipelined:
     @property
     def delay(self) -> int:
         """How many updates the teacher is late in the steady state."""
+        engine = self._strategy.engine
+        if engine is not None and engine.heads is not None:
+            return 0  # a trunk never changes
         return int(self._strategy.options.schedule == "tspipe")
 
     def evaluate(

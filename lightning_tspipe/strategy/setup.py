@@ -29,6 +29,12 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.strategy.fanout import (
+    fanout_networks,
+    fanout_of,
+    heads_of,
+    place_heads,
+)
 from lightning_tspipe.strategy.origin import Origin, share_weights
 from lightning_tspipe.strategy.support import refuse_compiled
 
@@ -56,6 +62,7 @@ class SetupOptions:
     plan: Plan | None = None
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = False
     compile: bool | Mapping[str, Any] = False
+    queue_depth: Literal["auto"] | int = "auto"
 
     def __post_init__(self) -> None:
         if self.schedule not in {"tspipe", "gpipe", "sequential"}:
@@ -70,6 +77,9 @@ class SetupOptions:
             raise ConfigurationError(
                 f"partition={self.partition!r}: 'auto', or the number of atoms of each stage"
             )
+        depth = self.queue_depth
+        if depth != "auto" and depth < 0:
+            raise ConfigurationError(f"queue_depth={depth!r}: 'auto' or a number from 0 on")
         parse_bytes(self.memory_limit)
         self._check_execution()
 
@@ -145,6 +155,8 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
     Raises:
         ConfigurationError: Not found, or found twice.
     """
+    if options.student is None and fanout_of(module) is not None:
+        return fanout_networks(module, options)
     student = _names(module, options.student, "student")
     teacher = _names(module, options.teacher, "teacher")
     if not student:
@@ -214,10 +226,20 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     """
     networks = find_networks(module, options)
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
-    engine = Engine(module, networks, transport, device, seed, context, replicas, options.compiler)
+    engine = Engine(
+        module, networks, transport, device, seed, context, replicas, options.compiler,
+        heads_of(module, networks, device, replicas),
+    )  # fmt: skip
     materializer = share_weights(module, networks, transport, replicas, origin)
     captured = engine.capture(step, batch)
-    placement, costs = _agree(captured, options, transport, device, optimizers, replicas, origin)
+    costs = None
+    if engine.heads is not None:
+        limit = _memory_limit(options, device)
+        placement = place_heads(engine, captured, options, step, batch, optimizers, limit)
+    else:
+        placement, costs = _agree(
+            captured, options, transport, device, optimizers, replicas, origin
+        )
     engine.place(captured, placement, options.schedule, costs, materializer)
     if materializer is not None:
         materializer.done()

@@ -197,6 +197,10 @@ class StepSync:
         strategy = self._strategy
         results = _results_of(stage, trainer)
         collected = self._collected[stage]
+        engine = strategy.engine
+        if engine is not None and engine.heads is not None:
+            self._exchange(collected, results)
+            return
         mine = (collected.take(), _pack("results", results)) if strategy.is_loss_rank else None
         taken, packed = strategy.transport.broadcast_object(mine, LOSS_RANK)
         if not strategy.is_loss_rank:
@@ -206,6 +210,22 @@ class StepSync:
                 _complete(own, other)
         if stage == "predict":
             self.share_indices(trainer.predict_loop, "epoch_batch_indices")
+
+    def _exchange(self, collected: Collected, results: list[Any]) -> None:
+        """Where each rank runs steps of its own: all get what the first one with it has."""
+        strategy, transport = self._strategy, self._strategy.transport
+        mine = collected.take(), _pack("results", results)
+        gathered = transport.gather_object(mine, LOSS_RANK)
+        everything = transport.broadcast_object(gathered, LOSS_RANK)
+        merged: dict[str | Place, bytes] = {}
+        for taken, _ in reversed(everything):
+            merged |= taken
+        own = mine[0]
+        others = {place: value for place, value in merged.items() if own.get(place) != value}
+        collected.give(others, strategy.root_device)
+        for _, packed in everything:
+            for here, there in zip(results, pickle.loads(packed), strict=False):  # noqa: S301 - as above
+                _complete(here, there)
 
     def share_indices(self, loop: Any, name: str) -> None:
         """Which samples were predicted: that is what the data rank knows."""

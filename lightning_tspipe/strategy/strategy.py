@@ -31,6 +31,7 @@ from lightning_tspipe.runtime.scaling import shared_scaler
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.ends import EndHooks
+from lightning_tspipe.strategy.fanout import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.relaying import Relaying
@@ -73,6 +74,7 @@ class PipelineHooks(EndHooks):
         plan: Plan | str | Path | None = None,
         activation_checkpointing: Literal["auto"] | bool | Sequence[str] = False,
         compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as in torch and Lightning
+        queue_depth: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: Literal["auto"] | bool = "auto",
         ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
@@ -107,6 +109,8 @@ class PipelineHooks(EndHooks):
                 atoms that do. ``"auto"``: if nothing fits the memory otherwise.
             compile: Whether stages are compiled by ``torch.compile``; a mapping gives its
                 arguments.
+            queue_depth: With heads on a trunk (``StudentFanout``): how many batches the trunk may
+                run ahead of the heads; ``"auto"``: as many as it has stages.
             save_distributed_checkpoint: Whether a checkpoint is a folder to which every rank
                 writes what it holds. ``"auto"``: for a module that was built on the meta device
                 (``configure_model``), of which there is no whole.
@@ -124,7 +128,7 @@ class PipelineHooks(EndHooks):
         self.options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
-            activation_checkpointing, compile,
+            activation_checkpointing, compile, queue_depth,
         )  # fmt: skip
         self._engine: Engine | None = None
         self._construction = Construction()
@@ -158,6 +162,7 @@ class PipelineHooks(EndHooks):
         self.have_workers_failed = False
         self._manual = ManualOptimization(self)
         self._relaying = Relaying(self)
+        self.heads_here = HeadsHere(self)
         self.pipelined = Pipelined(self)
 
     @property
@@ -226,7 +231,8 @@ class PipelineHooks(EndHooks):
         """The parts of the module that are not pipelined, by their names."""
         module = self._module
         try:
-            names = [name for _, name in find_networks(module, self.options).items()]
+            networks = find_networks(module, self.options)
+            names = [*networks.local, *(name for _, name in networks.items())]
         except ConfigurationError:  # an evaluation then goes without a pipeline
             names = []
         inside = {part for name in names for part in module.get_submodule(name).modules()}
@@ -257,6 +263,7 @@ class PipelineHooks(EndHooks):
             self.barrier("teardown")
         if self._failures is not None:
             self._failures.end_watch()
+        self.heads_here.release()
         self._engine = None
         self._resumed = None
         self._restores_optimizers = False

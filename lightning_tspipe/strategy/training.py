@@ -19,6 +19,7 @@ from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.data import DataHooks
+from lightning_tspipe.strategy.fanout import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.optimizers import hyperparameters, parameters_of, plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
@@ -49,6 +50,7 @@ class TrainingHooks(DataHooks):
     _stop: Stop
     _manual: ManualOptimization
     _relaying: Relaying
+    heads_here: HeadsHere
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +85,7 @@ class TrainingHooks(DataHooks):
             if not automatic:
                 self._manual.finish()
                 self.pipelined.step_done()
-        if self.is_loss_rank:
+        if engine.computes_loss:
             if automatic:
                 refuse_result(result)
             return result
@@ -151,6 +153,7 @@ class TrainingHooks(DataHooks):
         if not self._relaying.is_on:
             self._manual.commands.attach()
         self.pipelined.placed(self._engine)
+        self.heads_here.placed(self._engine)
         return self._engine
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
@@ -172,6 +175,8 @@ class TrainingHooks(DataHooks):
         assert engine is not None
         networks = engine.captured.networks
         teacher = networks.get("teacher")
+        if engine.heads is not None:
+            return None
         if self.num_ranks == 1 or teacher is None or is_paired(networks["student"], teacher):
             return None
         blocks = [self._module.get_submodule(name) for name in teacher.block_names]
@@ -193,7 +198,7 @@ class TrainingHooks(DataHooks):
         self.pre_backward(closure_loss)
         closure_loss = plugin.pre_backward(closure_loss, module)
         run = None
-        if self.is_loss_rank:
+        if engine.computes_loss:
             run = self._backward_of_loss(closure_loss, optimizer, *args, **kwargs)
         with plugin.forward_context():
             engine.backward(run, reduce=self._reduces)
@@ -260,9 +265,11 @@ class TrainingHooks(DataHooks):
 
     @override
     def on_train_end(self) -> None:
+        self.heads_here.exchange()
         self._relaying.end()
         if self._engine is not None:
             self._engine.drain()
             self._engine.shards.restore(self.pipeline_rank, self.transport)
+            self.heads_here.ended(self._engine)
             self._engine = None
             self._evaluations = {}

@@ -134,12 +134,16 @@ class World:
                 "on_test_end": lambda self, *args: share(),  # noqa: ARG005
             },
         )()
-        deciding = (self.callbacks.Checkpoint, self.callbacks.EarlyStopping)
+        kinds = (self.callbacks.Checkpoint, self.callbacks.EarlyStopping)
+
+        def decides(callback: Any) -> bool:
+            return isinstance(callback, kinds) or hasattr(callback, "decides_by_metrics")
+
         # Before each one, because callbacks between them may log; and for schedulers at the end.
         trainer.callbacks = [
             callback
             for known in trainer.callbacks
-            for callback in ((sync, known) if isinstance(known, deciding) else (known,))
+            for callback in ((sync, known) if decides(known) else (known,))
         ] + [sync]
 
     def prediction_writers(self, trainer: Any) -> list[Any]:
@@ -174,7 +178,10 @@ class World:
 
 
 def _share_metrics(trainer: Any, strategy: PipelineHooks) -> None:
-    """All ranks get the metrics of rank 0."""
+    """All ranks get the metrics of rank 0; of heads, those of the ranks that train them."""
+    if strategy.heads_here.student is not None:
+        strategy.heads_here.exchange()
+        return
     metrics = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
     shared = strategy.broadcast(metrics)
     if not strategy.is_global_zero:

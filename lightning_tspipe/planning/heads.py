@@ -1,0 +1,228 @@
+"""Where the heads of a fan-out go, and the trunk's cuts beside them.
+
+A rank is busy with its part of the trunk and with the steps of its heads, and all ranks take as
+long as the busiest. Few heads on few ranks are tried in all ways; many are dealt out largest first,
+and moved as long as that helps. For each way the trunk is cut exactly (``partition``)::
+
+    rank 1 | trunk ████████ head c ███          |
+    rank 0 | trunk ███      head a ████ head b █|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.partition import megabytes, partition
+from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.table import aligned
+
+_MOST_WAYS = 4096
+_MOST_CUTS = 200
+"""Ways that are looked at with the trunk cut for them, the most even ones first."""
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """What one head costs its rank.
+
+    Attributes:
+        name: The head.
+        seconds: Of a step: forward, loss, backward and update.
+        num_bytes: Parameters, gradients and optimizer state.
+    """
+
+    name: str
+    seconds: float
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TrunkCost:
+    """What the atoms of the trunk cost.
+
+    Attributes:
+        seconds: Of a forward of the whole batch.
+        num_bytes: Parameters and buffers.
+        transfers: Seconds to send what each passes on.
+        names: For messages.
+        joined: Atoms that must be with the next one.
+    """
+
+    seconds: tuple[float, ...]
+    num_bytes: tuple[int, ...]
+    transfers: tuple[float, ...]
+    names: tuple[str, ...]
+    joined: frozenset[int] = frozenset()
+
+    @property
+    def num_pieces(self) -> int:
+        """Stages that can be made of it at most."""
+        return len(self.seconds) - len(self.joined)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Who gets what.
+
+    Attributes:
+        cuts: First atom of each stage of the trunk, and the number of atoms.
+        ranks: The rank of each stage of the trunk.
+        head_ranks: The rank of each head.
+        busy: Seconds per step of each rank.
+        num_bytes: What each rank holds.
+    """
+
+    cuts: tuple[int, ...]
+    ranks: tuple[int, ...]
+    head_ranks: tuple[int, ...]
+    busy: tuple[float, ...]
+    num_bytes: tuple[int, ...]
+
+    def placement(self, depth: int) -> Placement:
+        """For the engine."""
+        return Placement(
+            num_ranks=len(self.busy),
+            student_cuts=tuple(range(len(self.head_ranks) + 1)),
+            student_ranks=self.head_ranks,
+            teacher_cuts=self.cuts,
+            teacher_ranks=self.ranks,
+            depth=depth,
+        )
+
+    def describe(self, heads: Sequence[HeadCost]) -> str:
+        """A table, rank by rank."""
+        rows = [("rank", "trunk", "heads", "ms per step", "memory")]
+        for rank, (seconds, size) in enumerate(zip(self.busy, self.num_bytes, strict=True)):
+            atoms = [
+                f"atoms {start}-{stop - 1}"
+                for stage, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False))
+                if self.ranks[stage] == rank
+            ]
+            own = [h.name for h, where in zip(heads, self.head_ranks, strict=True) if where == rank]
+            cells = (", ".join(atoms) or "-", ", ".join(own) or "-")
+            rows.append((str(rank), *cells, f"{seconds * 1e3:.1f}", megabytes(size)))
+        return "\n".join(aligned(rows))
+
+
+def spread(
+    trunk: TrunkCost,
+    heads: Sequence[HeadCost],
+    num_ranks: int,
+    memory_limit: float = math.inf,
+    cuts: tuple[int, ...] | None = None,
+) -> Spread:
+    """Find the way in which the busiest rank is the least busy; among equals, the leanest.
+
+    Args:
+        trunk: Costs of the trunk.
+        heads: Costs of the heads.
+        num_ranks: Devices.
+        memory_limit: Bytes that each may hold.
+        cuts: The trunk's, if they are given: first atom of each stage, and the number of atoms.
+
+    Raises:
+        PartitionError: Nothing fits; names the largest head, or the atom of the trunk.
+    """
+    _check_sizes(heads, memory_limit)
+    best: Spread | None = None
+    failure: PartitionError | None = None
+    numbers = range(1, min(num_ranks, trunk.num_pieces) + 1) if cuts is None else (len(cuts) - 1,)
+    ways = sorted(_ways(heads, num_ranks), key=lambda way: _evenness(way, trunk, heads, num_ranks))
+    for way in ways[:_MOST_CUTS]:
+        if best is not None and _evenness(way, trunk, heads, num_ranks)[0] >= max(best.busy):
+            break
+        for num_stages in numbers:
+            try:
+                found = _cut(trunk, heads, way, num_stages, num_ranks, memory_limit, cuts)
+            except PartitionError as error:
+                failure = error
+                continue
+            if best is None or _score(found) < _score(best):
+                best = found
+    if best is None:
+        raise failure or PartitionError("no placement of the heads fits the memory")
+    return best
+
+
+def _check_sizes(heads: Sequence[HeadCost], memory_limit: float) -> None:
+    for head in heads:
+        if head.num_bytes > memory_limit:
+            raise PartitionError(
+                f"head {head.name!r} alone needs {megabytes(head.num_bytes)} for parameters, "
+                f"gradients and optimizer state, and a rank may hold {megabytes(memory_limit)}"
+            )
+
+
+def _score(found: Spread) -> tuple[float, int]:
+    return max(found.busy), max(found.num_bytes)
+
+
+def _evenness(
+    way: tuple[int, ...], trunk: TrunkCost, heads: Sequence[HeadCost], num_ranks: int
+) -> tuple[float, float]:
+    """No cut of the trunk makes the busiest rank less busy than that; and the fullest rank."""
+    seconds, sizes = _loads(way, heads, num_ranks)
+    total = sum(seconds) + sum(trunk.seconds)
+    return max(*seconds, total / num_ranks), max(sizes)
+
+
+def _loads(
+    way: tuple[int, ...], heads: Sequence[HeadCost], num_ranks: int
+) -> tuple[list[float], list[int]]:
+    seconds, sizes = [0.0] * num_ranks, [0] * num_ranks
+    for head, rank in zip(heads, way, strict=True):
+        seconds[rank] += head.seconds
+        sizes[rank] += head.num_bytes
+    return seconds, sizes
+
+
+def _ways(heads: Sequence[HeadCost], num_ranks: int) -> Iterator[tuple[int, ...]]:
+    """All ways to deal out few heads; a good one of many, and its neighbours."""
+    if num_ranks ** len(heads) <= _MOST_WAYS:
+        yield from product(range(num_ranks), repeat=len(heads))
+        return
+    dealt = [0] * len(heads)
+    busy = [0.0] * num_ranks
+    for index in sorted(range(len(heads)), key=lambda i: -heads[i].seconds):
+        rank = busy.index(min(busy))
+        dealt[index] = rank
+        busy[rank] += heads[index].seconds
+    yield tuple(dealt)
+    for index in range(len(heads)):
+        for rank in range(num_ranks):
+            if rank != dealt[index]:
+                yield (*dealt[:index], rank, *dealt[index + 1 :])
+
+
+def _cut(  # noqa: PLR0913, PLR0917 - one way, in full
+    trunk: TrunkCost,
+    heads: Sequence[HeadCost],
+    way: tuple[int, ...],
+    num_stages: int,
+    num_ranks: int,
+    memory_limit: float,
+    given: tuple[int, ...] | None,
+) -> Spread:
+    seconds, sizes = _loads(way, heads, num_ranks)
+    if max(sizes) > memory_limit:
+        raise PartitionError(f"{megabytes(max(sizes))} of heads on one rank")
+    ranks = default_ranks(num_stages, num_ranks)
+    limited = math.isfinite(memory_limit)
+    cuts = given or partition(
+        trunk.seconds,
+        num_stages,
+        memory=trunk.num_bytes,
+        memory_limits=[int(memory_limit) - sizes[rank] for rank in ranks] if limited else None,
+        transfers=trunk.transfers,
+        loads=[seconds[rank] for rank in ranks],
+        joined=trunk.joined,
+        names=trunk.names,
+    )
+    for stage, rank in enumerate(ranks):
+        seconds[rank] += sum(trunk.seconds[cuts[stage] : cuts[stage + 1]])
+        sizes[rank] += sum(trunk.num_bytes[cuts[stage] : cuts[stage + 1]])
+    return Spread(cuts, ranks, way, tuple(seconds), tuple(sizes))
