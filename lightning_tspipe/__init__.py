@@ -7,6 +7,7 @@ Importing the package registers the strategies ``tspipe``, ``tspipe_gpipe`` and
 from __future__ import annotations
 
 from lightning_tspipe.callbacks import (
+    AutoCache,
     BlockwiseDistillation,
     BlockwiseRelay,
     DelayedTeacherUpdate,
@@ -32,6 +33,7 @@ from lightning_tspipe.strategy.strategy import TSPipeStrategy
 from lightning_tspipe.strategy.worlds import installed_worlds
 
 __all__ = [
+    "AutoCache",
     "BlockwiseDistillation",
     "BlockwiseRelay",
     "CaptureError",

@@ -31,16 +31,25 @@ def check_loaded(inputs: Any) -> None:
     Raises:
         ConfigurationError: One of them is absent.
     """
-    for leaf in pytree.tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.numel() and leaf.dtype in _MARKED:
-            first = leaf.flatten(1)[:, 0] if leaf.dim() > 1 else leaf
-            gone = first.isnan() if first.is_floating_point() else first == _mark(first.dtype)
-            if bool(gone.any()):
-                raise ConfigurationError(
-                    "the inputs of a sample were not loaded, since its activations are cached, but "
-                    "now they are needed. In WithIds(inputs=...) name only what nothing but the "
-                    "frozen layers reads"
-                )
+    if not all(is_loaded(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)):
+        raise ConfigurationError(
+            "the inputs of a sample were not loaded, since its activations are cached, but now "
+            "they are needed. In WithIds(inputs=...) name only what nothing but the frozen layers "
+            "reads"
+        )
+
+
+def is_loaded(batch: Tensor) -> bool:
+    """Whether a batch of inputs holds no sample that was left out.
+
+    >>> is_loaded(torch.ones(2, 3)), is_loaded(absent((2, 3), torch.int64))
+    (True, False)
+    """
+    if not batch.numel() or batch.dtype not in _MARKED:
+        return True
+    first = batch.flatten(1)[:, 0] if batch.dim() > 1 else batch
+    gone = first.isnan() if first.is_floating_point() else first == _mark(first.dtype)
+    return not bool(gone.any())
 
 
 def _mark(dtype: torch.dtype) -> Tensor:

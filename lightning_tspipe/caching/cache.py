@@ -117,6 +117,7 @@ class ActivationCache:
     def _set(self, index: Index, memory: Arena | None, disk: Arena | None) -> None:
         self._index = index
         self._arenas = (memory, disk)
+        self._in_use: list[Arena | None] = [memory, disk]
         self.counts = Counts()
         self._finalizer = weakref.finalize(self, _close, index, self._arenas)
 
@@ -142,6 +143,13 @@ class ActivationCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ActivationCache.attach, (self.handle,)
+
+    def use(self, *, memory: bool, disk: bool) -> None:
+        """Where further activations are kept, by this process."""
+        self._in_use = [
+            arena if wanted else None
+            for arena, wanted in zip(self._arenas, (memory, disk), strict=True)
+        ]
 
     @property
     def num_bytes(self) -> tuple[int, int]:
@@ -239,7 +247,7 @@ class ActivationCache:
                 f"the activations of one sample at {boundary.name!r} are {layout}, those of "
                 f"another {noted}: cached ones need one shape. Pad all inputs to one length"
             )
-        rows = self._index.reserve(words, _aligned(layout.size), self._arenas)
+        rows = self._index.reserve(words, _aligned(layout.size), self._in_use)
         kept = np.flatnonzero(rows >= 0)
         if not len(kept):
             return 0
@@ -256,6 +264,12 @@ class ActivationCache:
             arena = self._arenas[place & 1]
             assert arena is not None
             arena.memory[place >> 1 : (place >> 1) + size].copy_(entry)
+
+    def num_kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> int:
+        """How many of these samples are kept behind one of the segments."""
+        tokens = [np.uint64(segment.boundary.token) for segment in segments]
+        rows = self._index.find(digests(as_ids(ids)))
+        return int(np.isin(self._index.tokens(rows), tokens).sum())
 
     # For datasets: what need not be loaded
 

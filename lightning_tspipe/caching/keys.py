@@ -43,8 +43,10 @@ class Boundary:
         return _number(text.encode()) or 1
 
 
-def fingerprint(*modules: nn.Module) -> str:
-    """A digest of the weights and buffers of modules, with their names; reads all of them once.
+def fingerprint(*parts: nn.Module | Tensor) -> str:
+    """A digest of weights and buffers: of modules, with their names, or tensors.
+
+    Reads all of them once.
 
     >>> layer = nn.Linear(2, 2)
     >>> before = fingerprint(layer)
@@ -53,8 +55,9 @@ def fingerprint(*modules: nn.Module) -> str:
     False
     """
     digest = hashlib.blake2b(digest_size=16)
-    for module in modules:
-        for name, tensor in sorted(module.state_dict(keep_vars=True).items()):
+    for part in parts:
+        tensors = {"": part} if isinstance(part, Tensor) else part.state_dict()
+        for name, tensor in sorted(tensors.items()):
             if isinstance(tensor, Tensor):
                 digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
                 flat = tensor.detach().cpu().contiguous().flatten()

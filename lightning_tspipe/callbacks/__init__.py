@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_tspipe.callbacks.auto_cache import AutoCache
 from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation
 from lightning_tspipe.callbacks.blockwise_relay import BlockwiseRelay
 from lightning_tspipe.callbacks.delayed_teacher import DelayedTeacherUpdate
@@ -13,6 +14,7 @@ from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor
 from lightning_tspipe.callbacks.timeline import PipelineTimeline
 
 __all__ = [
+    "AutoCache",
     "BlockwiseDistillation",
     "BlockwiseRelay",
     "DelayedTeacherUpdate",

@@ -1,0 +1,165 @@
+"""Reads what frozen layers returned for a sample in an earlier epoch, instead of computing it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from lightning_tspipe.caching import Worth
+from lightning_tspipe.caching.cache import Counts
+from lightning_tspipe.caching.inputs import Path
+from lightning_tspipe.callbacks.common import Callback, pipelined_of, submodules
+from lightning_tspipe.callbacks.frozen_front import FrozenFront
+from lightning_tspipe.callbacks.shared_cache import CacheSettings, SharedCache, replaced
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.strategy.setup import parse_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger("lightning_tspipe")
+
+
+class AutoCache(Callback):
+    """Keeps what the frozen beginning of a network returns, by sample; trains the rest on it.
+
+    Layers are frozen where ``requires_grad`` is False, from the beginning of the network on, by
+    whatever means and at whatever time: by hand, by ``FreezeAndRepack``, by Lightning's finetuning
+    callbacks. In the epoch after, their activations are read. The mathematics stays what it is, so
+    that the inputs have to be the same in every epoch, and the frozen layers have to be in eval
+    mode: with random augmentation or dropout there is an error that says so.
+
+    The samples need ids: ``DataLoader(WithIds(dataset))``. With ``WithIds(dataset, inputs=0)`` the
+    inputs whose activations are there are not even loaded.
+
+    At the first batch with frozen layers it is measured whether reading is faster than computing;
+    if it is not, nothing is cached. ``cache_hit_rate`` is logged at the end of epochs.
+
+    Args:
+        network: Dotted name of the network.
+        memory: Bytes of memory on each machine, or a text such as ``"4GiB"``; None: a quarter of
+            what is left.
+        disk: Bytes on disk, or a text.
+        folder: On the file system to use; None: the system's temporary one.
+        dtype: In which activations are kept, such as ``torch.bfloat16`` or ``"bfloat16"``; None: as
+            they are.
+        ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
+        always: Cache without measuring.
+
+    Attributes:
+        shared: The cache of this fit, and its settings.
+
+    Raises:
+        ConfigurationError: A network that is not there; samples without ids; inputs or layers that
+            are random; budgets that are not there.
+    """
+
+    def __init__(  # noqa: PLR0913 - settings by keyword
+        self,
+        network: str = "student",
+        *,
+        memory: int | str | None = None,
+        disk: int | str = 0,
+        folder: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | str | None = None,
+        ids: Path | None = None,
+        always: bool = False,
+    ) -> None:
+        self.network = network
+        self.always = always
+        settings = CacheSettings(
+            parse_bytes(memory), parse_bytes(disk) or 0, folder, _as_dtype(dtype), ids
+        )
+        self.shared = SharedCache(settings)
+        self._front: FrozenFront | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        if pipelined_of(trainer) is not None:
+            raise ConfigurationError(
+                "AutoCache works on ordinary strategies; under a pipeline, FreezeAndRepack has its "
+                "own argument for it"
+            )
+        submodules(pl_module, self.network, "network")
+        self.shared.follow(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._release()
+        network = pl_module.get_submodule(self.network)
+        self._front = FrozenFront(self.shared, trainer, network, self.network, always=self.always)
+        step = pl_module.training_step
+
+        @functools.wraps(step)
+        def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            assert self._front is not None
+            with self._front.within(batch):
+                return step(batch, *args, **kwargs)
+
+        self._undo.append(replaced(pl_module, "training_step", training_step))
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._front is not None:
+            self._front.forget_weights()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        cache = self.shared.cache
+        if cache is None or not self.is_on:
+            return
+        rate = cache.counts.hit_rate
+        if trainer.is_global_zero:
+            log.info("epoch %d: %r", trainer.current_epoch, cache)
+        cache.counts = Counts()
+        pl_module.log("cache_hit_rate", rate, sync_dist=True, batch_size=1)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._release()
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._release()
+        self.shared.close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._release()
+        self.shared.close()
+
+    def _release(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        if self._front is not None:
+            self._front.close()
+
+    @property
+    def worth(self) -> Worth | None:
+        """What was measured in this fit, or in the last one; None before."""
+        return None if self._front is None else self._front.worth
+
+    @property
+    def is_on(self) -> bool | None:
+        """Whether activations are cached; None before it was measured."""
+        return None if self._front is None else self._front.is_on
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = dtype
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise ConfigurationError(f"AutoCache(dtype={dtype!r}): give a floating-point type")

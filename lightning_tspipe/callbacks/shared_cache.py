@@ -1,0 +1,157 @@
+"""A cache of activations that all processes of a fit share, machine by machine."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_tspipe.caching import ActivationCache, WithIds, check_repeatable
+from lightning_tspipe.caching.arena import available_memory
+from lightning_tspipe.caching.inputs import Path
+from lightning_tspipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """How activations are kept.
+
+    Attributes:
+        memory: Bytes of each machine's shared memory; None: a quarter of what it has left.
+        disk: Bytes of each machine's disk.
+        folder: On the file system to use; None: the system's temporary one.
+        dtype: In which floating-point numbers are kept; None: as they are.
+        ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
+    """
+
+    memory: int | None = None
+    disk: int = 0
+    folder: str | os.PathLike[str] | None = None
+    dtype: torch.dtype | None = None
+    ids: Path | None = None
+
+
+class SharedCache:
+    """Opens a cache when a training loader is there, before its workers start.
+
+    Args:
+        settings: How activations are kept.
+
+    Attributes:
+        cache: The cache; None before and after.
+        dataset: What the loader reads.
+        seconds_saved: To load and decode a sample, if a hit makes that unnecessary; else 0.
+    """
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self.settings = settings
+        self.cache: ActivationCache | None = None
+        self.dataset: Any = None
+        self.seconds_saved = 0.0
+        self._undo: Callable[[], None] | None = None
+
+    def follow(self, trainer: Trainer) -> None:
+        """From now on, the training loader of a fit opens the cache; every rank calls it."""
+        self.close()
+        strategy: Any = trainer.strategy
+        process = strategy.process_dataloader
+
+        def process_dataloader(dataloader: Any) -> Any:
+            if trainer.training and self.cache is None:
+                self.open(trainer, dataloader)
+            return process(dataloader)
+
+        self._undo = replaced(strategy, "process_dataloader", process_dataloader)
+
+    def open(self, trainer: Trainer, loader: Any) -> None:
+        """Make the cache on one rank of each machine, and share it; every rank calls it.
+
+        Raises:
+            ConfigurationError: On every rank: samples without ids, or another one at each reading;
+                budgets that are not there.
+        """
+        dataset = getattr(loader, "dataset", None)
+        box: Any = None
+        if trainer.local_rank == 0:
+            try:
+                self.cache = self._made(dataset, check=trainer.is_global_zero)
+                self.seconds_saved = _seconds_to_load(loader)
+                box = self.cache.handle
+            except Exception as error:  # noqa: BLE001 - all ranks are to know it
+                box = error
+        boxes = [
+            trainer.strategy.broadcast(box, src=node * max(1, trainer.num_devices))
+            for node in range(trainer.num_nodes)
+        ]
+        for found in boxes:
+            if isinstance(found, Exception):
+                raise found
+        if self.cache is None:
+            self.cache = ActivationCache.attach(boxes[trainer.node_rank])
+        self.dataset = dataset
+        if isinstance(dataset, WithIds):
+            dataset.read_from(self.cache)
+
+    def _made(self, dataset: Any, *, check: bool) -> ActivationCache:
+        try:
+            num_samples = len(dataset)
+        except TypeError:
+            raise ConfigurationError(
+                "activations are cached by sample: train with a DataLoader of WithIds(dataset), "
+                f"whose dataset has a length; not with {type(dataset).__name__}"
+            ) from None
+        if self.settings.ids is None and not isinstance(dataset, WithIds):
+            raise ConfigurationError(
+                "activations are cached by sample, and these have no ids: train with "
+                "DataLoader(WithIds(dataset)), or say where they are in a batch (ids=)"
+            )
+        if check:
+            check_repeatable(dataset)
+        memory = self.settings.memory
+        if memory is None:
+            memory = (available_memory() or 2**32) // 4
+        return ActivationCache(num_samples, memory, self.settings.disk, self.settings.folder)
+
+    def close(self) -> None:
+        """Forget what was kept; twice is fine."""
+        if self._undo is not None:
+            self._undo()
+        if isinstance(self.dataset, WithIds):
+            self.dataset.read_from(None)
+        if self.cache is not None:
+            self.cache.close()
+        self._undo = self.cache = self.dataset = None
+
+
+def _seconds_to_load(loader: Any) -> float:
+    """Per sample, if inputs are left out when their activations are cached; else 0."""
+    dataset = loader.dataset
+    if not (isinstance(dataset, WithIds) and dataset.inputs):
+        return 0.0
+    num = min(4, len(dataset))
+    started = time.perf_counter()
+    for index in range(num):
+        dataset[index]
+    workers = max(1, getattr(loader, "num_workers", 0))
+    return (time.perf_counter() - started) / num / workers
+
+
+def replaced(owner: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Hang a function over a method of one object; the way back."""
+    own = vars(owner).get(name)
+    vars(owner)[name] = function
+
+    def undo() -> None:
+        if own is None:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = own
+
+    return undo

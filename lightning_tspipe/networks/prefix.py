@@ -1,0 +1,92 @@
+"""A network in two: its frozen beginning, and the rest that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.atoms import AtomChain, atomize
+
+Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
+"""What passes on between two atoms, and the parts of the return value that are known there."""
+
+
+class DividedNetwork:
+    """Runs the atoms of a network in pieces, for instance the frozen ones apart.
+
+    Args:
+        network: The network.
+        name: What messages call it.
+        args: Of a call, by position.
+        kwargs: Of a call, by keyword.
+
+    Attributes:
+        atoms: Its atoms.
+
+    Raises:
+        PartitionError: It can't be cut.
+    """
+
+    def __init__(
+        self, network: nn.Module, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._arguments = Arguments.of(args, kwargs)
+        self._name = name
+        self._cut = atomize(network, name, self._arguments)
+        self.atoms = self._cut.atoms
+        self._chain = AtomChain(self.atoms, wanted=frozenset(self._cut.outputs))
+
+    def start(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Middle:
+        """What is in front of the first atom in a call.
+
+        Raises:
+            ConfigurationError: The call is unlike the first one.
+        """
+        now = Arguments.of(args, kwargs)
+        if now.structure != self._arguments.structure or not self._arguments.takes(now):
+            raise ConfigurationError(
+                f"{self._name} was called with {self._arguments} and now with {now}: cached layers "
+                "must be called in one way"
+            )
+        return (now.pack(tensors_of(args, kwargs)),), {}
+
+    def num_frozen(self) -> int:
+        """Atoms up to the last one with parameters before the first one that is trained.
+
+        What follows it without parameters may be random (dropout), and belongs to the rest.
+        """
+        number = 0
+        for index, atom in enumerate(self.atoms, start=1):
+            parameters = atom.parameters()
+            if any(parameter.requires_grad for parameter in parameters):
+                break
+            if parameters:
+                number = index
+        return number
+
+    def tensors(self, stop: int) -> list[Tensor]:
+        """Parameters and buffers of the atoms before ``stop``."""
+        return [t for atom in self.atoms[:stop] for t in (*atom.parameters(), *atom.buffers())]
+
+    def piece(self, start: int, stop: int) -> Callable[[Middle], Middle]:
+        """The atoms from ``start`` up to, not including, ``stop``, as one function."""
+
+        def run(middle: Middle) -> Middle:
+            values, known = middle
+            if start == stop:
+                return middle
+            passed, found = self._chain.run(values, start, stop)
+            return passed, known | {f"{atom}.{slot}": tensor for atom, slot, tensor in found}
+
+        return run
+
+    def end(self, middle: Middle) -> Any:
+        """The return value, behind the last atom."""
+        _, known = middle
+        leaves = [known[f"{ref.atom}.{ref.slot}"] for ref in self._cut.outputs]
+        return pytree.tree_unflatten(leaves, self._cut.output_spec)
