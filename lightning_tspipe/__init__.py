@@ -1,7 +1,7 @@
 """Pipeline parallelism for teacher/student models in PyTorch Lightning.
 
-Importing the package registers the strategies ``tspipe``, ``tspipe_gpipe`` and
-``tspipe_sequential``.
+Importing the package registers the strategies ``tspipe``, ``tspipe_gpipe``, ``tspipe_sequential``,
+``tspipe_pipeoptim``, ``tspipe_pipedream``, ``tspipe_2bw`` and ``tspipe_spectrain``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lightning_tspipe.errors import (
 )
 from lightning_tspipe.evaluation import knn_evaluation, linear_evaluation
 from lightning_tspipe.heads import FanoutTraining, HeadOptimizers, StudentFanout
+from lightning_tspipe.runtime.prediction import PredictsUpdate
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 from lightning_tspipe.strategy.worlds import installed_worlds
 
@@ -49,6 +50,7 @@ __all__ = [
     "PartitionError",
     "PipelineThroughputMonitor",
     "PipelineTimeline",
+    "PredictsUpdate",
     "ScheduleError",
     "StudentFanout",
     "TSPipeError",

@@ -8,7 +8,8 @@ from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.bounds import step_bound
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.schedules.gpipe import gpipe
-from lightning_tspipe.schedules.registry import build_schedule, runs_ahead
+from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_schedule, runs_ahead
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.synthesis import estimate_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
@@ -79,4 +80,6 @@ class Evaluator:
             return gpipe(pipeline)
         if self._name == "sequential":
             return sequential(pipeline)
+        if self._name == ASYNCHRONOUS:
+            return one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks)
         return tspipe(pipeline, teacher_now=not self._ahead, teacher_next=self._ahead)

@@ -31,6 +31,7 @@ from lightning_tspipe.planning.search import (
 )
 from lightning_tspipe.planning.wishes import Wishes, explicit_cuts
 from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 _NUM_EXACT = 5
 _FEW_EXACT = 2
@@ -278,7 +279,7 @@ class _Planner:
             atom_seconds(workload, num_microbatches), num_ranks, joined=joined_atoms(workload)
         )
         unlimited = CutSpace(workload, num_ranks, num_microbatches, even)
-        if num_ranks == 1 or unlimited.starts():
+        if num_ranks == 1 or self._wishes.schedule == ASYNCHRONOUS or unlimited.starts():
             return [num_ranks]
         folded = sorted({num_ranks + 1, 2 * num_ranks - 1, 2 * num_ranks})
         return [num_ranks, *(count for count in folded if count <= num_pieces)]

@@ -10,6 +10,7 @@ from typing import Literal
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 _LEAST_TRIED = 8
 """Micro-batches up to at least so many are tried; the deeper a pipeline, the more it needs."""
@@ -46,7 +47,7 @@ class Wishes:
         """
         if self.num_microbatches != "auto":
             return (self.num_microbatches,)
-        if self.schedule == "sequential":
+        if self.schedule in {"sequential", ASYNCHRONOUS}:
             return (1,)
         smallest, _ = workload.measured_sizes
         samples = min(workload.batch_sizes)

@@ -41,9 +41,11 @@ from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured, Programs, layout
 from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
+from lightning_tspipe.runtime.stage_weights import StageWeights, stage_weights
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import StepUnits
+from lightning_tspipe.runtime.weight_policies import WeightPolicy
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards, forget_graphs
 from lightning_tspipe.schedules.phases import teacher_only
 from lightning_tspipe.simulation.cost import CostTable
@@ -164,13 +166,14 @@ class Engine:
             self.module, self.names, plan, is_loss_rank=self.computes_loss, beginning=beginning
         )
 
-    def place(
+    def place(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         self,
         captured: Captured,
         placement: Placement,
         schedule: str,
         costs: CostTable | None,
         materializer: Materializer | None = None,
+        weights: WeightPolicy | None = None,
     ) -> None:
         """Cut the networks, keep this rank's stages, and build the schedules.
 
@@ -180,6 +183,7 @@ class Engine:
             schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``.
             costs: Costs of the stages, for the order of actions; None for equal ones.
             materializer: Where the values come from, of a module that has none; it stays spread.
+            weights: Which version of the weights is read, with ``1f1b``.
 
         Raises:
             PartitionError: The cuts separate a tied parameter.
@@ -225,9 +229,26 @@ class Engine:
             self.device,
             self._executions(networks, statistics),
         )
+        if weights is not None:
+            self.executor.weights = stage_weights(
+                weights, self.rank, self.transport.num_ranks, self.module, self._trained_names()
+            )
         self._lookahead = Lookahead(
             self.module, plan, self.executor, is_loss_rank=self.is_loss_rank
         )
+
+    def _trained_names(self) -> list[str]:
+        """Of this rank's stages of the student, the parameters that are trained."""
+        atoms, cuts = self.captured.networks["student"].atoms, self.cuts["student"]
+        own = [atom for stage in self.pipeline.stages_of(self.rank)
+               for atom in atoms[cuts[stage] : cuts[stage + 1]]]  # fmt: skip
+        names = dict.fromkeys(name for atom in own for name in atom.parameter_names)
+        return [name for name in names if self.module.get_parameter(name).requires_grad]
+
+    @property
+    def weights(self) -> StageWeights | None:
+        """The versions of this rank's weights; None if there is only one."""
+        return self.executor.weights
 
     def _executions(
         self,
@@ -451,7 +472,7 @@ class Engine:
 
         Args:
             run_backward: On the loss rank, the backward of the loss.
-            reduce: Whether the gradients become the means over the replicas.
+            reduce: Whether an update follows: gradients become the means over the replicas.
         """
         context = self._step
         assert context is not None
@@ -472,11 +493,23 @@ class Engine:
         else:
             run(self._rest_actions)
         self.executor.finish(context)
+        if reduce and self.weights is not None:
+            self.weights.keep()
         self._lookahead.done(self._index, context.units)
         self.announcements.forget(self._index)
         self._inputs.pop(self._index, None)
         self._index += 1
         self._step = None
+
+    def settle(self) -> None:
+        """Between two steps: forwards of the student that ran ahead are forgotten, and done again.
+
+        So that what is saved, and what goes on, is a pipeline that is about to be filled. Every
+        rank calls it.
+        """
+        if self.weights is not None and self._lookahead.units:
+            self._lookahead.drop()
+            self.weights.drain()
 
     @property
     def position(self) -> tuple[int, int]:
@@ -538,4 +571,6 @@ class Engine:
         """Forget what ran ahead: the next batches are not those told of. Every rank calls it."""
         self._lookahead.drop()
         self.announcements.drop()
+        if self.weights is not None:
+            self.weights.drain()
         self._inputs.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -27,6 +27,7 @@ from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.stage_weights import StageWeights
 from lightning_tspipe.runtime.statistics import CallStatistics
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
@@ -81,6 +82,7 @@ class Executor:
     Attributes:
         recorder: Notes when what ran.
         statistics: When BatchNorm statistics count.
+        weights: Which version of its weights the student reads; None: always the current one.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -106,6 +108,7 @@ class Executor:
         self._saved: dict[tuple[int, int, int], _Saved] = {}
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
         self.recorder = Recorder()
+        self.weights: StageWeights | None = None
         self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
             Op.FORWARD: self._forward,
             Op.TEACHER: self._forward,
@@ -293,6 +296,8 @@ class Executor:
         for saved in [key for key in self._saved if key[0] <= step.index]:
             del self._saved[saved]
         self.statistics.finish(step.index)
+        if self.weights is not None:
+            self.weights.trained(step.index)
         started = time.perf_counter()
         with waiting(f"the end of batch {step.index}"):
             self._transport.finish_step()
@@ -340,7 +345,10 @@ class Executor:
             for tensor, spec in zip(taken, units.input_specs(action), strict=True)
         )
         batch, execution = step.index + action.batch, self._executions.get(name)
-        with self._context(), self.statistics.collecting(batch, action, units):
+        reading: AbstractContextManager[None] = nullcontext()
+        if grad and self.weights is not None:
+            reading = self.weights.forward(batch, action.batch)
+        with self._context(), reading, self.statistics.collecting(batch, action, units):
             values, found = self._networks[name].run(
                 inputs, first, last, grad=grad, run=execution.run if execution is not None else None
             )
@@ -388,7 +396,9 @@ class Executor:
         gradients = self._grad_outputs(step, action)
         pairs = [(r, g) for r, g in zip(saved.results, gradients, strict=True) if g is not None]
         if pairs:
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+            weights = self.weights
+            with nullcontext() if weights is None else weights.backward(step.index):
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         self._pass_gradients(step, action, saved, [tensor.grad for tensor in saved.inputs])
         self._finish_backward(saved)
 

@@ -34,6 +34,7 @@ def collect(
         epoch_ended: Whether the batch that is held, if any, will not be trained.
         with_gradients: Whether to collect what has been accumulated.
     """
+    engine.settle()
     ahead = engine.ahead()
     own: dict[str, Any] = {"random": RandomStates.now().to_dict()}
     if ahead is not None:

@@ -29,6 +29,7 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.strategy.asynchronous import check_options, policy_for, use_optimizers
 from lightning_tspipe.strategy.fanout import (
     fanout_networks,
     fanout_of,
@@ -63,12 +64,14 @@ class SetupOptions:
     activation_checkpointing: Literal["auto"] | bool | Sequence[str] = False
     compile: bool | Mapping[str, Any] = False
     queue_depth: Literal["auto"] | int = "auto"
+    weights: str | None = None
 
     def __post_init__(self) -> None:
-        if self.schedule not in {"tspipe", "gpipe", "sequential"}:
+        if self.schedule not in {"tspipe", "gpipe", "sequential", "1f1b"}:
             raise ConfigurationError(
-                f"schedule={self.schedule!r}: choose 'tspipe', 'gpipe' or 'sequential'"
+                f"schedule={self.schedule!r}: choose 'tspipe', 'gpipe', 'sequential' or '1f1b'"
             )
+        check_options(self)
         number = self.num_microbatches
         is_count = isinstance(number, int) and number >= 1
         if number != "auto" and not is_count:
@@ -132,7 +135,7 @@ class SetupOptions:
         """Numbers of micro-batches whose sizes are worth measuring."""
         if self.num_microbatches != "auto":
             return (self.num_microbatches,)
-        return (1,) if self.schedule == "sequential" else _MICROBATCHES
+        return (1,) if self.schedule in {"sequential", "1f1b"} else _MICROBATCHES
 
 
 def parse_bytes(amount: int | str | None) -> int | None:
@@ -240,7 +243,9 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         placement, costs = _agree(
             captured, options, transport, device, optimizers, replicas, origin
         )
-    engine.place(captured, placement, options.schedule, costs, materializer)
+    engine.place(captured, placement, options.schedule, costs, materializer, policy_for(options))
+    if engine.weights is not None:
+        use_optimizers(engine.weights, optimizers)
     if materializer is not None:
         materializer.done()
     engine.shards.stays_spread |= origin.placement is not None

@@ -29,7 +29,9 @@ from lightning_tspipe.runtime.loading import LookaheadLoader
 from lightning_tspipe.runtime.materializing import Source, is_on_meta
 from lightning_tspipe.runtime.scaling import shared_scaler
 from lightning_tspipe.runtime.stopping import Stop
+from lightning_tspipe.runtime.weight_policies import POLICIES
 from lightning_tspipe.runtime.weights import Shards
+from lightning_tspipe.strategy.asynchronous import policy_for, refuse_training
 from lightning_tspipe.strategy.ends import EndHooks
 from lightning_tspipe.strategy.fanout import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
@@ -66,7 +68,8 @@ class PipelineHooks(EndHooks):
         *,
         num_stages: int | None = None,
         num_microbatches: Literal["auto"] | int = "auto",
-        schedule: Literal["tspipe", "gpipe", "sequential"] = "tspipe",
+        schedule: Literal["tspipe", "gpipe", "sequential", "1f1b"] = "tspipe",
+        weights: Literal["pipeoptim", "pipedream", "2bw", "spectrain"] | None = None,
         partition: Partition = "auto",
         split_backward: Literal["auto"] | bool = "auto",
         memory_limit: int | str | None = None,
@@ -94,7 +97,10 @@ class PipelineHooks(EndHooks):
             num_microbatches: Micro-batches per call; ``"auto"`` measures and simulates. Networks
                 with BatchNorm normalise each micro-batch by its own statistics.
             schedule: ``tspipe`` (the teacher one update late fills the bubbles), ``gpipe`` or
-                ``sequential`` (one device at a time); the latter two without delay.
+                ``sequential`` (one device at a time), both without delay; or ``1f1b``: batches
+                follow each other through the student, and updates don't wait for them.
+            weights: With ``1f1b``, which version of its weights a stage reads: ``pipeoptim`` (the
+                default), ``pipedream``, ``2bw`` or ``spectrain``.
             partition: Number of atoms of each stage, in order; a mapping gives ``student`` and
                 ``teacher`` apart. ``"auto"``: measured and simulated.
             split_backward: Whether backwards may run in two halves to fill bubbles.
@@ -128,7 +134,7 @@ class PipelineHooks(EndHooks):
         self.options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
-            activation_checkpointing, compile, queue_depth,
+            activation_checkpointing, compile, queue_depth, weights,
         )  # fmt: skip
         self._engine: Engine | None = None
         self._construction = Construction()
@@ -203,12 +209,19 @@ class PipelineHooks(EndHooks):
             refuse_delay(trainer, self._module)
             self.setup_optimizers(trainer)
             refuse_optimizers(self.optimizers)
+            self._refuse_asynchronous(trainer)
         self.prepare_ends(trainer)
         self.setup_precision_plugin()
         if self.num_ranks > 1:
             self._share_scaler()
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
+
+    def _refuse_asynchronous(self, trainer: Trainer) -> None:
+        policy = policy_for(self.options)
+        if policy is not None:
+            student = find_networks(self._module, self.options).student
+            refuse_training(policy, trainer, self._module, student, self.num_ranks)
 
     def _share_scaler(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -287,6 +300,11 @@ class PipelineHooks(EndHooks):
             strategy_registry.register(
                 name, cls, description=f"Pipeline parallelism, schedule {schedule}",
                 schedule=schedule,
+            )  # fmt: skip
+        for weights in POLICIES:
+            strategy_registry.register(
+                f"tspipe_{weights}", cls, description=f"Asynchronous pipeline, weights {weights}",
+                schedule="1f1b", weights=weights,
             )  # fmt: skip
 
 

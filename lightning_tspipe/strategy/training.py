@@ -18,6 +18,7 @@ from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.strategy.asynchronous import begin_step
 from lightning_tspipe.strategy.data import DataHooks
 from lightning_tspipe.strategy.fanout import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
@@ -76,6 +77,8 @@ class TrainingHooks(DataHooks):
                 (later, self._training_step(rest, batch_idx + offset))
                 for offset, later in enumerate(following, 1)
             ]
+            if engine.weights is not None:
+                begin_step(engine.weights, self._trainer.accumulate_grad_batches, batch_idx)
             automatic = self._module.automatic_optimization
             replay = None if automatic else self._step("training_step", rest, batch_idx)
             result = engine.forward(
@@ -237,6 +240,8 @@ class TrainingHooks(DataHooks):
         automatic = self._module.automatic_optimization
         if self._engine is not None:
             self._engine.note_optimizer(self._gradients_ready if automatic else started)
+        if self._engine is not None and self._engine.weights is not None:
+            self._engine.weights.updated()
         if automatic:
             self.pipelined.step_done()
         return result
@@ -248,7 +253,10 @@ class TrainingHooks(DataHooks):
             nn.utils.clip_grad_value_(parameters, clip_val)
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        """Clip by the norm over all stages."""
+        """Clip by the norm over all stages; over this rank's, where ranks don't wait for others."""
+        if self._engine is not None and self._engine.weights is not None:
+            nn.utils.clip_grad_norm_(parameters_of(optimizer), clip_val)
+            return
         started = time.perf_counter()
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]

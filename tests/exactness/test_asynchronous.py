@@ -1,0 +1,288 @@
+"""Asynchronous 1F1B equals its sequential emulation, for every weight policy."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.stage_weights import Read
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.weight_policies import policy_of
+from tests.exactness.asynchronous import Emulated, emulate
+from tests.exactness.pipelined import _no_collection
+
+POLICIES = ("pipedream", "2bw", "pipeoptim", "spectrain")
+NUM_CLASSES = 3
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=1e-2),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: each epoch as many batches of five images as said."""
+
+    policy: str
+    num_stages: int
+    epochs: tuple[int, ...]
+    optimizer: str = "momentum"
+    accumulate: int = 1
+    again: bool = False
+    has_teacher: bool = False
+
+    def __str__(self) -> str:
+        epochs = ",".join(map(str, self.epochs))
+        more = f" x{self.accumulate}" * (self.accumulate > 1) + " again" * self.again
+        teacher = " teacher" * self.has_teacher
+        return f"{self.policy} {self.num_stages} {self.optimizer} {epochs}{more}{teacher}"
+
+
+class Module(nn.Module):
+    """A classifier whose student is a list of stages, and perhaps a frozen teacher."""
+
+    def __init__(self, num_stages: int, *, has_teacher: bool = False) -> None:
+        super().__init__()
+        middle = [
+            nn.Sequential(
+                nn.Conv2d(4, 4, 3, padding=1, bias=False),
+                nn.BatchNorm2d(4),
+                nn.GELU(),
+                nn.Conv2d(4, 4, 1),
+            )
+            for _ in range(num_stages - 2)
+        ]
+        first = nn.Sequential(
+            nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()
+        )
+        last = nn.Sequential(
+            nn.Conv2d(4, 5, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(20, NUM_CLASSES)
+        )
+        parts = [first, *middle, last] if num_stages > 1 else [nn.Sequential(*first, *last)]
+        self.student = nn.Sequential(*parts)
+        if has_teacher:
+            self.teacher = nn.Sequential(nn.Flatten(), nn.Linear(75, NUM_CLASSES)).eval()
+            self.teacher.requires_grad_(requires_grad=False)
+
+    def training_step(self, batch: Any, _index: int) -> Tensor:
+        images, labels = batch
+        output = self.student(images)
+        if not hasattr(self, "teacher"):
+            return loss_of(output, labels)
+        with torch.no_grad():
+            taught = self.teacher(images)
+        return loss_of(output, labels) + F.mse_loss(output, taught)
+
+
+def loss_of(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output, labels) + 0.1 * output.mean(0).square().sum()
+
+
+def make(case: Case) -> tuple[Module, list[list[Any]]]:
+    torch.manual_seed(case.num_stages)
+    module = Module(case.num_stages, has_teacher=case.has_teacher)
+    numbers = torch.Generator().manual_seed(1)
+    epochs = [
+        [
+            (
+                torch.randn(5, 3, 5, 5, generator=numbers),
+                torch.randint(NUM_CLASSES, (5,), generator=numbers),
+            )
+            for _ in range(length)
+        ]
+        for length in case.epochs
+    ]
+    return module, epochs
+
+
+def run_emulated(case: Case) -> tuple[Emulated, dict[str, Tensor]]:
+    module, epochs = make(case)
+    optimizer = OPTIMIZERS[case.optimizer](module.student.parameters())
+    labelled = epochs
+    if case.has_teacher:  # its outputs are labels too: it is frozen
+        labelled = [[(x, (y, module.teacher(x))) for x, y in batches] for batches in epochs]
+    found = emulate(
+        list(module.student), with_teacher if case.has_teacher else loss_of, labelled, optimizer,
+        case.policy, accumulate=case.accumulate, again=case.again,
+    )  # fmt: skip
+    return found, module.state_dict()
+
+
+def with_teacher(output: Tensor, labels: Any) -> Tensor:
+    return loss_of(output, labels[0]) + F.mse_loss(output, labels[1])
+
+
+@dataclass
+class Rank:
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor]]
+    state: dict[str, Tensor]
+    trace: list[Read]
+    most_versions: int
+
+
+def run_pipelined(case: Case) -> list[Rank]:
+    network = LocalNetwork(case.num_stages, timeout=20)
+    ranks: dict[int, Rank] = {}
+    failures: list[BaseException] = []
+    made = [make(case) for _ in range(case.num_stages)]
+
+    def work(rank: int) -> None:
+        try:
+            ranks[rank] = train(case, *made[rank], LocalTransport(network, rank))
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(case.num_stages)
+    ]
+    with _no_collection():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads)
+    return [ranks[rank] for rank in range(case.num_stages)]
+
+
+def train(case: Case, module: Module, epochs: list[list[Any]], transport: LocalTransport) -> Rank:
+    engine = place(case, module, epochs, transport)
+    optimizer = OPTIMIZERS[case.optimizer](module.student.parameters())
+    weights = engine.weights
+    assert weights is not None
+    weights.optimizers, weights.batches_per_update, weights.trace = [optimizer], case.accumulate, []
+    own = {name: p for name, p in module.student.named_parameters() if not p.is_meta}
+    losses, gradients = [], []
+    for batches in epochs:
+        engine.drain()
+        for index, batch in enumerate(batches):
+            weights.position = index
+            later = range(index + 1, min(index + 1 + engine.lookahead, len(batches)))
+            ahead = [(batches[i], partial(step, module, i)) for i in later]
+            is_data = engine.is_data_rank
+            loss = engine.forward(
+                partial(step, module, index), batch if is_data else None, ahead if is_data else []
+            )
+            updates = (index + 1) % case.accumulate == 0 or index + 1 == len(batches)
+            run = None if loss is None else (loss / case.accumulate).backward
+            engine.backward(run, reduce=updates)
+            if loss is not None:
+                losses.append(loss.detach())
+            gradients.append({n: p.grad.clone() for n, p in own.items() if p.grad is not None})
+            if updates:
+                optimizer.step()
+                weights.updated()
+                optimizer.zero_grad()
+    state = engine.shards.state_dict(engine.rank, transport)
+    return Rank(losses, gradients, dict(state), weights.trace, weights.most_versions)
+
+
+def step(module: Module, index: int, batch: Any) -> Tensor:
+    return module.training_step(batch, index)
+
+
+def place(case: Case, module: Module, epochs: list[list[Any]], transport: LocalTransport) -> Engine:
+    networks = Networks(("student",), ("teacher",) if case.has_teacher else ())
+    engine = Engine(module, networks, transport, torch.device("cpu"))
+    captured = engine.capture(partial(step, module, 0), epochs[0][0])
+    atoms = captured.networks["student"].atoms
+    starts = [
+        next(i for i, atom in enumerate(atoms) for n in atom.parameter_names
+             if n.startswith(f"student.{stage}."))
+        for stage in range(case.num_stages)
+    ]  # fmt: skip
+    ranks = tuple(reversed(range(case.num_stages)))
+    teacher = ((0, len(captured.networks["teacher"].atoms)), ranks[:1]) if case.has_teacher else ()
+    again = frozenset(range(len(atoms))) if case.again else frozenset()
+    placement = Placement(
+        case.num_stages, (*starts, len(atoms)), ranks, *(teacher or ((), ())), recomputed=again
+    )
+    engine.place(captured, placement, "1f1b", None, weights=policy_of(case.policy))
+    return engine
+
+
+def assert_equal(case: Case) -> list[Rank]:
+    expected, state = run_emulated(case)
+    ranks = run_pipelined(case)
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
+    for mine, theirs in zip(ranks[0].losses, expected.losses, strict=True):
+        close(mine, theirs)
+    for number, theirs in enumerate(expected.gradients):
+        mine = {name: g for rank in ranks for name, g in rank.gradients[number].items()}
+        assert mine.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            close(mine[name], gradient)
+    for name, value in state.items():
+        close(ranks[0].state[name], value, msg=lambda text, name=name: f"{name}: {text}")
+    return ranks
+
+
+def cases() -> list[Case]:
+    found = []
+    for policy in POLICIES:
+        for num_stages in (1, 2, 3, 4):
+            every = num_stages if policy == "2bw" else 1
+            lengths = (1, num_stages, 3 * num_stages * every)
+            found.append(Case(policy, num_stages, lengths, accumulate=every))
+    found += [
+        Case("pipeoptim", 3, (7, 5), name)
+        for name in ("nesterov", "sgd", "adam", "adamw", "rmsprop")
+    ]
+    found += [Case(policy, 3, (8, 5), "momentum", accumulate=3) for policy in POLICIES]
+    found += [Case(policy, 3, (8, 3), again=True, accumulate=1 + 2 * (policy == "2bw"))
+              for policy in POLICIES]  # fmt: skip
+    found += [Case("pipedream", 3, (6, 3), "adamw", has_teacher=True)]
+    return found
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_a_pipelined_training_equals_its_emulation(case: Case) -> None:
+    ranks = assert_equal(case)
+    if case.optimizer == "momentum" and max(case.epochs) > case.num_stages > 1:
+        assert [rank.most_versions for rank in ranks] == most_versions(case)
+
+
+def most_versions(case: Case) -> list[int]:
+    """Copies of the weights on each rank: kept ones, or one that is predicted and dropped."""
+    if case.policy == "pipedream" and case.accumulate == 1:
+        return [rank + 1 for rank in range(case.num_stages)]
+    if case.policy == "spectrain" and case.num_stages > 2:
+        return [2] * case.num_stages  # the last stage predicts too
+    if case.policy == "2bw":
+        return [2] * case.num_stages
+    return [1] + [2] * (case.num_stages - 1)
+
+
+def test_what_is_read_is_what_the_policy_says() -> None:
+    """Stage 0 of 3: two updates between a forward and its backward, fewer at first."""
+    reads = {
+        policy: run_pipelined(Case(policy, 3, (5,), accumulate=3 if policy == "2bw" else 1))[2]
+        for policy in POLICIES
+    }
+
+    def seen(policy: str, *, forward: bool) -> list[tuple[int, int]]:
+        trace = reads[policy].trace
+        return [(r.version, r.predicted) for r in trace if r.forward is forward]
+
+    moved_on = [(0, 0), (0, 1), (0, 2), (1, 2), (2, 2)]
+    assert seen("pipeoptim", forward=True) == seen("spectrain", forward=True) == moved_on
+    assert seen("pipeoptim", forward=False) == [(version, 0) for version in range(5)]
+    kept = [(0, 0), (0, 0), (0, 0), (1, 0), (2, 0)]
+    assert seen("pipedream", forward=True) == seen("pipedream", forward=False) == kept
+    assert seen("2bw", forward=True) == seen("2bw", forward=False) == [(0, 0)] * 5
