@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -103,8 +104,8 @@ def emulate(  # noqa: C901, PLR0912, PLR0913 - the schedule, as plain as it gets
             )  # fmt: skip
             number += 1
             if (step + 1) % accumulate == 0 or step + 1 == len(batches):
-                for stage in stages if clip is not None else ():
-                    nn.utils.clip_grad_norm_(stage.parameters(), clip)
+                for layers in stages if clip is not None else ():
+                    nn.utils.clip_grad_norm_(layers.parameters(), clip or 0.0)
                 optimizer.step()
                 if scheduler is not None:
                     scheduler.step()
@@ -161,7 +162,7 @@ def predicted(stage: Stage, optimizer: torch.optim.Optimizer, steps: int) -> Wei
     }
 
 
-def direction(optimizer: torch.optim.Optimizer, group: dict, p: nn.Parameter) -> Tensor:
+def direction(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> Tensor:
     """What the learning rate multiplies, as far as the state tells."""
     state, name = optimizer.state.get(p), type(optimizer).__name__
     if not state:

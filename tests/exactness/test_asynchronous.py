@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from tests.exactness.pipelined import _no_collection
 
 POLICIES = ("pipedream", "2bw", "pipeoptim", "spectrain")
 NUM_CLASSES = 3
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, weight_decay=1e-3),
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=1e-2),
@@ -223,11 +224,11 @@ def assert_equal(case: Case) -> list[Rank]:
     close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-12)
     for mine, theirs in zip(ranks[0].losses, expected.losses, strict=True):
         close(mine, theirs)
-    for number, theirs in enumerate(expected.gradients):
-        mine = {name: g for rank in ranks for name, g in rank.gradients[number].items()}
-        assert mine.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            close(mine[name], gradient)
+    for number, gradients in enumerate(expected.gradients):
+        found = {name: g for rank in ranks for name, g in rank.gradients[number].items()}
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            close(found[name], gradient)
     for name, value in state.items():
         close(ranks[0].state[name], value, msg=lambda text, name=name: f"{name}: {text}")
     return ranks

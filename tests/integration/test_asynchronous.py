@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ from tests.exactness.test_asynchronous import Case, Module, loss_of, make
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import CLOSE, Epochs, Recorder, Unsized, strict
 
-EVERY_EPOCH = {"enable_checkpointing": False, "max_epochs": 2}
+SLOW = pytest.mark.slow
 
 
 class Lit(Module, LightningModule):
     """The exactness tests' classifier, with a learning rate that falls at every update."""
-
-    optimizer: Callable[[Any], torch.optim.Optimizer]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -208,14 +205,18 @@ def fit_badly(make_module: Any, options: dict[str, Any], trainer: dict[str, Any]
     ("module", "options", "trainer", "message"),
     [
         pytest.param(Meddler, {}, {}, "was changed between two updates", id="changed"),
-        *(
-            pytest.param(*row[1:], id=row[0], marks=pytest.mark.slow)
-            for row in [
-                ("nan", NotANumber, {}, {}, "is not finite"),
-                ("unknown", StrangeLit, {}, {}, "predict_update(parameter, group)"),
-                ("momentum", Lit, {"weights": "spectrain"}, {}, "weights='pipeoptim', which knows"),
-                ("2bw", Lit, {"weights": "2bw"}, {}, "accumulate_grad_batches=2 or more"),
-            ]
+        pytest.param(NotANumber, {}, {}, "is not finite", id="nan", marks=SLOW),
+        pytest.param(StrangeLit, {}, {}, "predict_update(parameter", id="unknown", marks=SLOW),
+        pytest.param(
+            Lit,
+            {"weights": "spectrain"},
+            {},
+            "weights='pipeoptim', which knows",
+            id="momentum",
+            marks=SLOW,
+        ),
+        pytest.param(
+            Lit, {"weights": "2bw"}, {}, "accumulate_grad_batches=2 or more", id="2bw", marks=SLOW
         ),
     ],
 )
