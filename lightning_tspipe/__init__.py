@@ -11,6 +11,8 @@ from lightning_tspipe.callbacks import (
     BlockwiseDistillation,
     BlockwiseRelay,
     DelayedTeacherUpdate,
+    FreezeAndRepack,
+    GradientNormFreeze,
     HeadCheckpoint,
     HeadEarlyStopping,
     KNNEvaluator,
@@ -18,6 +20,7 @@ from lightning_tspipe.callbacks import (
     OnlineLinearProbe,
     PipelineThroughputMonitor,
     PipelineTimeline,
+    ScheduledFreeze,
 )
 from lightning_tspipe.errors import (
     CaptureError,
@@ -41,6 +44,8 @@ __all__ = [
     "ConfigurationError",
     "DelayedTeacherUpdate",
     "FanoutTraining",
+    "FreezeAndRepack",
+    "GradientNormFreeze",
     "HeadCheckpoint",
     "HeadEarlyStopping",
     "HeadOptimizers",
@@ -52,6 +57,7 @@ __all__ = [
     "PipelineTimeline",
     "PredictsUpdate",
     "ScheduleError",
+    "ScheduledFreeze",
     "StudentFanout",
     "TSPipeError",
     "TSPipeStrategy",

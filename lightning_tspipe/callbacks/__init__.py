@@ -6,6 +6,8 @@ from lightning_tspipe.callbacks.auto_cache import AutoCache
 from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation
 from lightning_tspipe.callbacks.blockwise_relay import BlockwiseRelay
 from lightning_tspipe.callbacks.delayed_teacher import DelayedTeacherUpdate
+from lightning_tspipe.callbacks.freeze_and_repack import FreezeAndRepack
+from lightning_tspipe.callbacks.freeze_policies import GradientNormFreeze, ScheduledFreeze
 from lightning_tspipe.callbacks.heads import HeadCheckpoint, HeadEarlyStopping
 from lightning_tspipe.callbacks.knn import KNNEvaluator
 from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
@@ -18,6 +20,8 @@ __all__ = [
     "BlockwiseDistillation",
     "BlockwiseRelay",
     "DelayedTeacherUpdate",
+    "FreezeAndRepack",
+    "GradientNormFreeze",
     "HeadCheckpoint",
     "HeadEarlyStopping",
     "KNNEvaluator",
@@ -25,4 +29,5 @@ __all__ = [
     "OnlineLinearProbe",
     "PipelineThroughputMonitor",
     "PipelineTimeline",
+    "ScheduledFreeze",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -47,6 +47,18 @@ class Pipelined(Protocol):
     batch_size: int
     teacher_ran_ahead: bool | None
     seconds_reading: float
+    student_names: tuple[str, ...]
+
+    def freezes(self, *, repack: bool) -> None:
+        """Layers will freeze; before the training loader is made."""
+
+    def freeze(
+        self,
+        names: Collection[str],
+        mesh: tuple[int | None, int | None],
+        told: Callable[[float], None],
+    ) -> None:
+        """Take frozen parameters out of the pipeline, between two epochs."""
 
     def gather(self, value: Any) -> list[Any] | None:
         """The values of a pipeline's ranks, on its loss rank; every rank calls it."""

@@ -14,6 +14,10 @@ for the teacher only::
     blockwise  T(s-1,u) ──┬───► F(s,u) ─────► L(rank) ──► B(s,u)
                           └───► T(s,u) ─────────┘
 
+A student whose beginning is frozen is a chain that begins with the teacher::
+
+    prefix     D ──► T(0,u) ──► ... ──► T(last,u) ──► F(0,u) ──► ... ──► L
+
 What several actions of a rank read travels there once: the others read what the first has kept.
 """
 
@@ -99,6 +103,9 @@ def _read_by_forward(action: Action, pipeline: Pipeline) -> tuple[str, list[Acti
         return _read_by_head(action, pipeline)
     if action.op is Op.FORWARD and pipeline.coupling is Coupling.BLOCKWISE:
         return _read_by_block(action, pipeline)
+    if action.stage == 0 and action.op is Op.FORWARD and pipeline.coupling is Coupling.PREFIX:
+        last = pipeline.layout(Op.TEACHER).num_stages - 1
+        return "activation", [Action(Op.TEACHER, last, action.unit, action.batch)]
     if action.stage == 0 or not pipeline.is_relayed:
         return "input", [Action(Op.DATA, pipeline.data_rank, batch=action.batch)]
     if pipeline.layout(action.op).groups:

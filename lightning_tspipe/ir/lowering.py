@@ -8,7 +8,7 @@ from functools import cached_property
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import Dependency, depends_on
-from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.pipeline import Coupling, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 
 
@@ -121,6 +121,9 @@ def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
     batches = {action.batch for action in actions}
     readers = {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches}
     ahead = {action for action in actions if action.op is Op.TEACHER and action.batch}
+    if pipeline.coupling is Coupling.PREFIX:
+        units = range(pipeline.student.num_units)
+        readers |= {Action(Op.FORWARD, 0, u, a.batch) for u in units for a in ahead}
     if pipeline.is_chain or pipeline.teacher is None:
         return readers | {
             replace(action, stage=action.stage + 1)

@@ -17,13 +17,15 @@ class Coupling(Enum):
     - ``CHAIN``: each stage reads the one before it, and one loss reads all outputs.
     - ``FANOUT``: every stage is a head of its own, which reads what the teacher puts out.
     - ``BLOCKWISE``: stage s reads what stage s of the teacher reads, and learns to do the same.
+    - ``PREFIX``: a chain that begins with the teacher, which is the student's frozen part.
 
-    In the latter two, stages don't depend on each other: every rank has its own loss.
+    In fan-out and blockwise, stages don't depend on each other: every rank has its own loss.
     """
 
     CHAIN = "chain"
     FANOUT = "fanout"
     BLOCKWISE = "blockwise"
+    PREFIX = "prefix"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,11 @@ class Pipeline:
             raise ScheduleError(f"a {self.coupling.value} pipeline without a teacher to read")
         layouts = (self.student, self.teacher)
         stages, units = ({getattr(x, name) for x in layouts} for name in _SIZES)
+        if self.coupling is Coupling.PREFIX and len(units) > 1:
+            raise ScheduleError(
+                f"the frozen part has {self.teacher.num_units} units and the rest of the student "
+                f"{self.student.num_units}: they have equally many"
+            )
         if self.coupling is Coupling.BLOCKWISE and len(stages) + len(units) > 2:
             raise ScheduleError(
                 f"student and teacher have {self.student.num_stages} and "
@@ -126,7 +133,7 @@ class Pipeline:
     @property
     def is_chain(self) -> bool:
         """Whether the stages of the student read each other, so that one loss is for all."""
-        return self.coupling is Coupling.CHAIN
+        return self.coupling in {Coupling.CHAIN, Coupling.PREFIX}
 
     @property
     def loss_ranks(self) -> tuple[int, ...]:

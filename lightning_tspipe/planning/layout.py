@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.memory import MemoryUse
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
@@ -98,7 +98,9 @@ class Layout:
                 workload.num_calls[1],
             )
         student = self._network(workload.student, self.cuts.student, ranks, workload.num_calls[0])
-        return Pipeline(workload.num_ranks, student, teacher, data_rank=workload.num_ranks - 1)
+        coupling = Coupling.PREFIX if workload.frozen else Coupling.CHAIN
+        last = workload.num_ranks - 1
+        return Pipeline(workload.num_ranks, student, teacher, last, coupling=coupling)
 
     def _network(
         self, network: NetworkProfile, cuts: tuple[int, ...], ranks: tuple[int, ...], num_calls: int
@@ -108,9 +110,9 @@ class Layout:
             for stage, (start, stop) in enumerate(pairwise(cuts))
             if any(atom.result_bytes_per_sample for atom in network.atoms[start:stop])
         }
-        return NetworkLayout(
-            ranks, num_calls, self.num_microbatches, frozenset(outputs | {len(ranks) - 1})
-        )
+        if network is self.workload.student or not self.workload.frozen:
+            outputs.add(len(ranks) - 1)
+        return NetworkLayout(ranks, num_calls, self.num_microbatches, frozenset(outputs))
 
     @cached_property
     def costs(self) -> CostTable:
@@ -136,8 +138,12 @@ class Layout:
         teacher = tuple(
             StageCost(
                 forward=seconds(units.teacher, start, stop, rank),
-                output_bytes=_output_bytes(workload.teacher, stop, other),
-                result_bytes=_result_bytes(workload.teacher, start, stop, other),
+                output_bytes=_output_bytes(
+                    workload.teacher, stop, other, passed_on=workload.frozen
+                ),
+                result_bytes=0
+                if workload.frozen
+                else _result_bytes(workload.teacher, start, stop, other),
             )
             for start, stop, rank in self.teacher_parts
             if workload.teacher is not None
@@ -267,9 +273,11 @@ def _part(sums: tuple[float, ...], start: int, stop: int) -> float:
     return sums[stop] - sums[start]
 
 
-def _output_bytes(network: NetworkProfile | None, stop: int, samples: float) -> int:
-    """Bytes that a stage passes on to the next one; nothing behind the last."""
-    if network is None or stop == network.num_atoms:
+def _output_bytes(
+    network: NetworkProfile | None, stop: int, samples: float, *, passed_on: bool = False
+) -> int:
+    """Bytes that a stage passes on to the next one; behind the last, a frozen part only."""
+    if network is None or (stop == network.num_atoms and not passed_on):
         return 0
     return round(network.atoms[stop - 1].output_bytes_per_sample * samples)
 

@@ -82,6 +82,8 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
     action_overhead: float = 0.0,
     update_seconds_per_byte: float = 0.0,
     input_bytes_per_sample: int = 0,
+    frozen: bool = False,
+    num_stages: int | None = None,
 ) -> Plan:
     """Find the plan with the smallest simulated steady step time that fits the memory.
 
@@ -112,6 +114,9 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         action_overhead: Seconds that each action costs besides its computation.
         update_seconds_per_byte: Of the optimizer step, per byte of trained parameters.
         input_bytes_per_sample: One sample of a call's input.
+        frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
+        num_stages: Stages of the student; None: one for each rank, or, behind a frozen part, fewer
+            if it has not as many atoms.
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
@@ -134,6 +139,7 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         action_overhead=action_overhead,
         update_seconds_per_byte=update_seconds_per_byte,
         input_bytes_per_sample=input_bytes_per_sample,
+        frozen=frozen,
     )
     wishes = Wishes(
         schedule=schedule,
@@ -141,6 +147,7 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         num_microbatches=num_microbatches,
         cuts=None if partition == "auto" else explicit_cuts(partition, workload),
         split=split,
+        num_stages=num_stages,
     )
     return _Planner(workload, wishes, share=1 if thorough else _QUICK).plan()
 
@@ -266,8 +273,9 @@ class _Planner:
             yield from (CutSpace(workload, len(fixed) - 1, n, fixed) for n in counts)
             return
         num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
-        if num_pieces < workload.num_ranks:
-            raise too_few_atoms(num_pieces, workload.num_ranks)
+        wanted = self._wishes.num_stages or (1 if workload.frozen else workload.num_ranks)
+        if num_pieces < wanted:
+            raise too_few_atoms(num_pieces, wanted)
         for num_stages in self._stage_counts(num_pieces, counts[0]):
             yield from (CutSpace(workload, num_stages, count) for count in counts)
 
@@ -275,6 +283,10 @@ class _Planner:
         """As many stages as ranks; more, to be folded, if the most even cut doesn't fit."""
         workload = self._workload
         num_ranks = workload.num_ranks
+        if self._wishes.num_stages is not None:
+            return [self._wishes.num_stages]
+        if num_pieces < num_ranks:
+            return [num_pieces]
         even = cut_evenly(
             atom_seconds(workload, num_microbatches), num_ranks, joined=joined_atoms(workload)
         )

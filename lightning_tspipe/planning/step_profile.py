@@ -27,6 +27,7 @@ class StepProfile:
         optimizer_bytes_per_parameter_byte: 0 for SGD, 1 with momentum, 2 for Adam.
         input_bytes_per_sample: One sample of a call's input.
         update_seconds_per_byte: Of the optimizer step, per byte of trained parameters.
+        frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
     """
 
     student: NetworkProfile
@@ -37,6 +38,7 @@ class StepProfile:
     optimizer_bytes_per_parameter_byte: float = 1.0
     input_bytes_per_sample: int = 0
     update_seconds_per_byte: float = 0.0
+    frozen: bool = False
 
     @property
     def state_bytes(self) -> int:
@@ -49,6 +51,20 @@ class StepProfile:
     def recomputing(self, atoms: Collection[int]) -> StepProfile:
         """The same step, with atoms of the student that run again in the backward."""
         return replace(self, student=self.student.recomputing(atoms))
+
+    def freezing(self, num_atoms: int) -> StepProfile:
+        """The same step after the student's first atoms have become a forward-only network."""
+        if num_atoms == 0:
+            return self
+        frozen, trained = self.student.atoms[:num_atoms], self.student.atoms[num_atoms:]
+        return replace(
+            self,
+            student=NetworkProfile(trained),
+            teacher=NetworkProfile(tuple(replace(a, trainable_bytes=0) for a in frozen)),
+            num_calls=(self.num_calls[0], self.num_calls[0]),
+            paired=False,
+            frozen=True,
+        )
 
     def plan(self, num_ranks: int, **wishes: Any) -> Plan:  # noqa: ANN401 - as in `plan`
         """The fastest plan over ``num_ranks`` ranks; see :func:`~.planner.plan` for the wishes.
@@ -67,6 +83,7 @@ class StepProfile:
             optimizer_bytes_per_parameter_byte=self.optimizer_bytes_per_parameter_byte,
             input_bytes_per_sample=self.input_bytes_per_sample,
             update_seconds_per_byte=self.update_seconds_per_byte,
+            frozen=self.frozen,
             **wishes,
         )
 
@@ -87,6 +104,7 @@ class StepProfile:
             num_replicas=num_replicas,
             update_seconds_per_byte=self.update_seconds_per_byte,
             input_bytes_per_sample=self.input_bytes_per_sample,
+            frozen=self.frozen,
             **limits,
         )
 

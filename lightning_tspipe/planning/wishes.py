@@ -32,6 +32,7 @@ class Wishes:
         num_microbatches: Micro-batches per call.
         cuts: First atom of each student stage, and the number of atoms; None to choose.
         split: Whether backwards run in halves.
+        num_stages: Stages of the student; None: one for each rank.
     """
 
     schedule: str
@@ -39,6 +40,7 @@ class Wishes:
     num_microbatches: int | Literal["auto"]
     cuts: tuple[int, ...] | None
     split: bool | Literal["auto"]
+    num_stages: int | None = None
 
     def microbatch_counts(self, workload: Workload) -> tuple[int, ...]:
         """Numbers of micro-batches to try: their units must have been measured.

@@ -24,6 +24,7 @@ class Workload:
         batch_sizes: Samples in each call of the student, in one replica; the teacher's calls are
             the first of them. A single number serves all calls.
         paired: Whether the teacher is cut where the student is.
+        frozen: Whether it is the student's frozen part, which the rest of the student reads.
         memory_limit: Bytes per rank for everything; a device may have less.
         state_limit: Bytes per rank for parameters, gradients and optimizer state of both networks.
         optimizer_bytes_per_parameter_byte: 1 for momentum, 2 for Adam.
@@ -53,6 +54,7 @@ class Workload:
     action_overhead: float = 0.0
     update_seconds_per_byte: float = 0.0
     input_bytes_per_sample: int = 0
+    frozen: bool = False
     _units: dict[int, UnitSums] = field(default_factory=dict, repr=False, compare=False)
 
     def samples(self, *, teacher: bool = False) -> tuple[int, ...]:

@@ -38,18 +38,26 @@ class Lookahead:
         plan: The captured step.
         executor: Holds the values.
         is_loss_rank: Whether the outputs are on this rank.
+        is_frozen: Whether it is a student's frozen part that runs ahead.
 
     Attributes:
         units: By their numbers, the units of the batches on which work has begun.
     """
 
     def __init__(
-        self, module: nn.Module, plan: StepPlan, executor: Executor, *, is_loss_rank: bool
+        self,
+        module: nn.Module,
+        plan: StepPlan,
+        executor: Executor,
+        *,
+        is_loss_rank: bool,
+        is_frozen: bool = False,
     ) -> None:
         self._module = module
         self._plan = plan
         self._executor = executor
         self._is_loss_rank = is_loss_rank
+        self._is_frozen = is_frozen
         self._resumed: Ahead | None = None
         self.units: dict[int, StepUnits] = {}
 
@@ -58,6 +66,8 @@ class Lookahead:
         units = self.units.get(index)
         if units is None:
             return self._resumed
+        if self._is_frozen:
+            return None  # whoever goes on gets the same from the same weights
         values = self._values() if self._is_loss_rank else []
         outputs = self._executor.outputs_ahead(index, units, values)
         names = {layer: name for name, layer in self._module.named_modules()}

@@ -196,8 +196,8 @@ class Engine:
         if "teacher" in networks:
             self.cuts["teacher"] = placement.teacher_cuts
             self.ranks["teacher"] = placement.teacher_ranks
-        for name, network in networks.items():
-            network.check_cuts(self.cuts[name])
+        for name, network in self.whole_networks.items():
+            network.check_cuts(self.whole_cuts[name])
         self.pipeline = layout(
             captured, self.ranks, self.cuts, placement.num_microbatches, self.transport.num_ranks
         )
@@ -218,6 +218,8 @@ class Engine:
         statistics = {
             name: DeferredStatistics(
                 [self.module.get_submodule(block) for block in network.block_names]
+                if network.called_as == name
+                else []  # BatchNorm that is frozen counts nothing
             )
             for name, network in networks.items()
         }
@@ -234,8 +236,28 @@ class Engine:
                 weights, self.rank, self.transport.num_ranks, self.module, self._trained_names()
             )
         self._lookahead = Lookahead(
-            self.module, plan, self.executor, is_loss_rank=self.is_loss_rank
-        )
+            self.module, plan, self.executor, is_loss_rank=self.is_loss_rank,
+            is_frozen=captured.is_frozen,
+        )  # fmt: skip
+
+    @property
+    def whole_networks(self) -> dict[NetworkName, ChainNetwork]:
+        """The networks; a student with its frozen part."""
+        return {n: x for n, x in self.captured.networks.items() if x.called_as == n}
+
+    @property
+    def whole_cuts(self) -> dict[NetworkName, tuple[int, ...]]:
+        """The cuts of the whole networks: of a student, those of its frozen part come first."""
+        if not self.captured.is_frozen:
+            return self.cuts
+        return {"student": (*self.cuts["teacher"], *self.cuts["student"][1:])}
+
+    @property
+    def whole_ranks(self) -> dict[NetworkName, tuple[int, ...]]:
+        """The rank of each of their stages."""
+        if not self.captured.is_frozen:
+            return self.ranks
+        return {"student": (*self.ranks["teacher"], *self.ranks["student"])}
 
     def _trained_names(self) -> list[str]:
         """Of this rank's stages of the student, the parameters that are trained."""

@@ -52,10 +52,10 @@ class Evaluation:
         self._index = 0
         captured = engine.capture(step, batch, training=False)
         plan, networks = captured.plan, captured.networks
-        trained = engine.captured.networks
+        trained, trained_cuts = engine.whole_networks, engine.whole_cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {}
         for name, network in networks.items():
-            own = network.cuts_like(trained[name], engine.cuts[name]) if name in trained else None
+            own = network.cuts_like(trained[name], trained_cuts[name]) if name in trained else None
             if own is None:
                 raise CaptureError(
                     f"this step goes another way through the {name} than the step that the stages "
@@ -72,7 +72,7 @@ class Evaluation:
         self._executor = Executor(
             engine.transport, networks, statistics, engine.context, engine.device
         )
-        self._pipeline = layout(captured, engine.ranks, cuts, 1, engine.transport.num_ranks)
+        self._pipeline = layout(captured, engine.whole_ranks, cuts, 1, engine.transport.num_ranks)
         self._program = _forward_program(self._pipeline)
         actions = self._program.schedule.ranks[engine.rank]
         reads, executed = Op.LOSS, _FORWARD_OPS

@@ -327,11 +327,10 @@ class Executor:
         received = self._received.pop((batch, _base(action)), None)
         if received is not None:
             return received, True
-        if action.stage == 0:
+        producer = step.program.needs[action][0].producer
+        if producer.op is Op.DATA:
             return (self._input_chunk(step, action),), False
-        return self._activations.pop(
-            (batch, Action(action.op, action.stage - 1, action.unit))
-        ), False
+        return self._activations.pop((batch, _base(producer))), False
 
     def _forward(self, step: StepContext, action: Action) -> None:
         units = step.units[action.batch]

@@ -59,6 +59,7 @@ class ChainNetwork:
         device: Where it runs.
 
     Attributes:
+        called_as: The network whose calls go through it: another one for a frozen part.
         atoms: Its atoms; parameter names are those of the LightningModule.
         ends: For each link of the chain, one after its last atom.
         chain: Runs them.
@@ -68,6 +69,7 @@ class ChainNetwork:
         self, name: NetworkName, module: nn.Module, plan: StepPlan, device: torch.device
     ) -> None:
         self.name = name
+        self.called_as: NetworkName = name
         self._device = device
         self._links = plan.chains[name]
         first_seen: dict[int, Interception] = {}

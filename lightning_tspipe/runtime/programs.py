@@ -35,6 +35,12 @@ class Captured:
         """All that is divided among the ranks."""
         return {**self.networks, **({"student": self.heads} if self.heads is not None else {})}
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the student's first atoms run in the place of a teacher."""
+        teacher = self.networks.get("teacher")
+        return teacher is not None and teacher.called_as == "student"
+
 
 def layout(
     captured: Captured,
@@ -55,7 +61,7 @@ def layout(
     layouts = {
         name: NetworkLayout(
             ranks[name],
-            len(captured.plan.calls_of(name)),
+            len(captured.plan.calls_of(network.called_as)),
             num_microbatches,
             network.output_stages(cuts[name]),
         )
@@ -69,7 +75,8 @@ def layout(
     # An evaluation may call the teacher only.
     no_student = NetworkLayout(ranks["student"], 0, num_microbatches, frozenset())
     student, teacher = layouts.get("student", no_student), layouts.get("teacher")
-    return Pipeline(num_ranks, student, teacher, num_ranks - 1, LOSS_RANK)
+    coupling = Coupling.PREFIX if captured.is_frozen else Coupling.CHAIN
+    return Pipeline(num_ranks, student, teacher, num_ranks - 1, LOSS_RANK, coupling)
 
 
 class Programs:

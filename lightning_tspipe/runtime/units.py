@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
-from lightning_tspipe.capture.plan import CallPlan, NetworkName, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message
@@ -89,19 +89,19 @@ class StepUnits:
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
             name: tuple(
                 unit
-                for call in plan.calls_of(name)
-                for unit in self._units_of(call, plan.calls[call], num_microbatches)
+                for call in plan.calls_of(network.called_as)
+                for unit in self._units_of(network, call, num_microbatches)
             )
-            for name in networks
+            for name, network in networks.items()
         }
 
-    def _units_of(self, index: int, call: CallPlan, num_microbatches: int) -> list[Unit]:
-        spec = self.inputs[index]
+    def _units_of(self, network: ChainNetwork, index: int, num_microbatches: int) -> list[Unit]:
+        call, spec = self._plan.calls[index], self.inputs[index]
+        grad = call.grad and network.called_as == network.name  # a frozen part has no backward
         if not spec.shape:
             raise ConfigurationError(
                 f"call {index} of the {call.network} gets a tensor without a batch dimension"
             )
-        network = self._networks[call.network]
         sizes = split_sizes(spec.shape[0], num_microbatches)
         filled = sum(size > 0 for size in sizes)
         units = []
@@ -109,7 +109,7 @@ class StepUnits:
             shapes = None
             if size:
                 unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
-                shapes = network.shapes(unit_spec, call.num_links, self._context, grad=call.grad)
+                shapes = network.shapes(unit_spec, call.num_links, self._context, grad=grad)
                 _check_batched(shapes, size, filled, network)
             units.append(
                 Unit(
@@ -118,7 +118,7 @@ class StepUnits:
                     sum(sizes[:microbatch]),
                     size,
                     network.end_of(call.num_links),
-                    call.grad,
+                    grad,
                     shapes,
                     is_only=filled == 1,
                 )
@@ -165,7 +165,7 @@ class StepUnits:
         first, last = self.span(action)
         if unit.shapes is None or first >= last:
             return ()
-        network = self._networks[self._plan.calls[unit.call].network]
+        network = self._networks[NETWORK_OF[action.op]]  # type: ignore[index]
         return tuple(
             ref for ref in network.outputs_between(first, last) if ref in unit.shapes.outputs
         )
@@ -180,19 +180,22 @@ class StepUnits:
         return known
 
     def _forwards_of(self, call: int) -> Iterator[Action]:
-        name = self._plan.calls[call].network
-        op = Op.TEACHER if name == "teacher" else Op.FORWARD
-        for index, unit in enumerate(self.units[name]):
-            if unit.call == call:
-                for stage in range(len(self._cuts[name]) - 1):
-                    yield Action(op, stage, index)
+        called = self._plan.calls[call].network
+        ops = {"teacher": Op.TEACHER, "student": Op.FORWARD}
+        for name, network in sorted(self._networks.items(), reverse=True):
+            if network.called_as != called:
+                continue
+            for index, unit in enumerate(self.units[name]):
+                if unit.call == call:
+                    for stage in range(len(self._cuts[name]) - 1):
+                        yield Action(ops[name], stage, index)
 
     def loss_gradients(self, call: int) -> tuple[tuple[Action, Unit, tuple[ValueRef, ...]], ...]:
         """The backwards that get gradients of one call's outputs, and of which."""
         found = []
         for action in self._forwards_of(call):
             unit = self.of(action)
-            if unit.shapes is None or not self.outputs_of(action):
+            if unit.shapes is None or not self.outputs_of(action) or action.op is Op.TEACHER:
                 continue
             outputs = unit.shapes.outputs
             refs = tuple(ref for ref in self.outputs_of(action) if outputs[ref].requires_grad)

@@ -87,10 +87,17 @@ class Shards:
             for atom in (student.atoms[start:stop] if student is not None else ())
             for name in atom.parameter_names
         }
-        forward_only = tuple(f"{b}." for b in teacher.block_names) if teacher is not None else ()
+        forward_only: tuple[str, ...] = ()
+        frozen: set[str] = set()
+        if teacher is not None and teacher.called_as == "teacher":
+            forward_only = tuple(f"{b}." for b in teacher.block_names)
+        elif teacher is not None:
+            atoms = teacher.atoms[: self._cuts["teacher"][-1]]
+            frozen = {name for atom in atoms for name in atom.parameter_names}
         found: dict[int, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self._module.named_parameters():
-            if self.owner(name) == rank and not name.startswith(forward_only):
+            is_trained = name not in frozen and not name.startswith(forward_only)
+            if self.owner(name) == rank and is_trained:
                 found[stages.get(name, REST)].append(parameter)
         return dict(found)
 

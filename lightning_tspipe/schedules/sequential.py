@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.pipeline import Coupling, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.phases import assemble, loss
 
@@ -37,11 +37,14 @@ def _forwards(pipeline: Pipeline) -> Iterator[Action]:
     networks = [(Op.FORWARD, pipeline.student)]
     if pipeline.teacher is not None:
         networks.insert(0, (Op.TEACHER, pipeline.teacher))
-    for stage in range(max(layout.num_stages for _, layout in networks)):
+    # A frozen part comes before the rest; another teacher runs beside its student.
+    starts = [0, networks[0][1].num_stages if pipeline.coupling is Coupling.PREFIX else 0]
+    placed = list(zip(networks, starts, strict=False))
+    for place in range(max(start + layout.num_stages for (_, layout), start in placed)):
         cells = [
-            Action(op, stage, unit)
-            for op, layout in networks
-            if stage < layout.num_stages
+            Action(op, place - start, unit)
+            for (op, layout), start in placed
+            if 0 <= place - start < layout.num_stages
             for unit in range(layout.num_units)
         ]
-        yield from cells if stage % 2 == 0 else reversed(cells)
+        yield from cells if place % 2 == 0 else reversed(cells)

@@ -27,6 +27,7 @@ class CheckpointHooks(ShardedHooks):
     """The part of the strategy that saves and loads."""
 
     _left: dict[str, Any] | None
+    _resumed_replicas: list[dict[str, Any]] | None
 
     @override
     def save_checkpoint(
@@ -52,9 +53,20 @@ class CheckpointHooks(ShardedHooks):
             for index, gradients in apart.items():
                 replicas[int(index)]["gradients"] = gradients
             self._resumed = progress.of_replica(replicas, self.replica, self.num_replicas)
-            if self.is_global_zero and progress.repeats_data(checkpoint, self._resumed):
+            self._resumed_replicas = replicas
+            # A callback that changes the mesh will set up the one of the checkpoint.
+            repacks = any(key.startswith("FreezeAndRepack") for key in checkpoint["callbacks"])
+            repeats = progress.repeats_data(checkpoint, self._resumed)
+            if self.is_global_zero and repeats and not repacks:
                 warnings.warn(REPEATED, stacklevel=2)
         return checkpoint
+
+    @override
+    def reconnect(self, num_ranks: int) -> None:
+        super().reconnect(num_ranks)
+        if self._resumed_replicas is not None and self._engine is None:
+            replicas = self._resumed_replicas
+            self._resumed = progress.of_replica(replicas, self.replica, self.num_replicas)
 
     @override
     def on_train_end(self) -> None:

@@ -27,6 +27,7 @@ from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
+from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.setup import SetupOptions
 from lightning_tspipe.strategy.sharing import StepSync
 
@@ -46,6 +47,15 @@ class DataHooks(ProcessHooks):
     _words: dict[int, deque[tuple[int, bool]]]
     step_sync: StepSync | None
     _resumed: dict[str, Any] | None
+    repacking: Repacking
+
+    @property
+    @override
+    def is_distributed(self) -> bool:
+        """Whether Lightning splits samplers, unless the replicas get parts of batches."""
+        module = self.lightning_module
+        deals = module is not None and self.repacking.repacks and self._trainer.training
+        return super().is_distributed and not deals
 
     @property
     def _module(self) -> LightningModule:
@@ -59,6 +69,8 @@ class DataHooks(ProcessHooks):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        if self._trainer.training:
+            dataloader = self.repacking.share(dataloader)
         length = self._agreed_length(dataloader) if self.is_data_rank else None
         if self.num_ranks == 1:
             return self._look_ahead(dataloader)

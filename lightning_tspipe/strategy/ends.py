@@ -54,13 +54,25 @@ class EndHooks(CheckpointHooks):
             return
         store = connecting_store()
         run = self.broadcast(next(_RUNS))
-        self._stop = Stop(
+        self._stop = self._make_stop(store, run)
+        self._failures = self._make_failures(store, run)
+        self._failures.watch()
+
+    @override
+    def reconnect(self, num_ranks: int) -> None:
+        super().reconnect(num_ranks)
+        before = self._stop
+        # Its own notes: replicas count their steps and evaluations anew.
+        self._stop = self._make_stop(connecting_store(), self.broadcast(next(_RUNS)))
+        if before.was_asked:
+            self._stop.ask(END)
+
+    def _make_stop(self, store: Any, run: int) -> Stop:
+        return Stop(
             self._on_agreed, store, run=run, replica=self.replica, num_replicas=self.num_replicas,
             batches_per_update=lambda: int(self._trainer.accumulate_grad_batches),
             timeout=self._timeout,
         )  # fmt: skip
-        self._failures = self._make_failures(store, run)
-        self._failures.watch()
 
     def _make_failures(self, store: Any = None, run: int = 0) -> Failures:
         # A launcher that starts functions tells of the process that ended first, and of no other.

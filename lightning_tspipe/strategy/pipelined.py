@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from lightning_tspipe.runtime.loading import isolated
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
+from lightning_tspipe.strategy.setup import find_networks
 
 if TYPE_CHECKING:
     from lightning_tspipe.ir.pipeline import Pipeline
@@ -86,6 +87,35 @@ class Pipelined:
     def num_stages(self) -> int:
         """Stages of the student; 1 per rank before the first batch."""
         return len(self.student_stages) or self._strategy.num_ranks
+
+    def freezes(self, *, repack: bool) -> None:
+        """Layers will freeze, before the training loader is made; every rank calls it.
+
+        Args:
+            repack: Whether pipelines may become shorter, and have more replicas.
+        """
+        self._strategy.repacking.enable(repack=repack)
+
+    def freeze(
+        self,
+        names: Collection[str],
+        mesh: tuple[int | None, int | None],
+        told: Callable[[float], None],
+    ) -> None:
+        """Take frozen layers out of the pipeline, between two epochs; every rank calls it.
+
+        Args:
+            names: All parameters that are frozen now.
+            mesh: Stages of what is trained, and ranks of a pipeline; None: as memory and time say.
+            told: Called with the seconds that it took, when the next step is about to run.
+        """
+        self._strategy.repacking.freeze(frozenset(names), mesh, told)
+
+    @property
+    def student_names(self) -> tuple[str, ...]:
+        """The submodules that are pipelined as the student."""
+        strategy = self._strategy
+        return find_networks(strategy._module, strategy.options).student  # noqa: SLF001
 
     def gather(self, value: Any) -> list[Any] | None:
         """The values of this pipeline's ranks, on the loss rank; every rank calls it.

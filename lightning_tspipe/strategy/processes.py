@@ -77,6 +77,7 @@ class ProcessHooks(_Base):
         self._num_nodes = 1
         self._transport: Transport | None = None
         self._replicas = Replicas()
+        self._groups: tuple[Any, ...] = ()
 
     @property
     @override
@@ -226,6 +227,20 @@ class ProcessHooks(_Base):
         )
         self._connect()
 
+    def reconnect(self, num_ranks: int) -> None:
+        """Divide the ranks into other pipelines; every rank calls it, and nothing is under way.
+
+        Args:
+            num_ranks: Ranks of a pipeline from now on.
+        """
+        self.barrier("another mesh")
+        self.transport.close()
+        before = self._groups
+        self._num_stages = num_ranks
+        self._connect()
+        for group in before:
+            dist.destroy_process_group(group)
+
     def _connect(self) -> None:
         """Make the groups, and the transport within this rank's pipeline."""
         has_nccl = self.root_device.type == "cuda" and self.ranks_per_device == 1
@@ -234,6 +249,7 @@ class ProcessHooks(_Base):
             self._timeout,
         )  # fmt: skip
         self._replicas = Replicas(self.replica, self.num_replicas, peers)
+        self._groups = (pipeline, peers)
         # Inside, ranks are places in this pipeline.
         with default_group(pipeline):
             self._transport = self._make_transport()

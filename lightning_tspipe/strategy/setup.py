@@ -24,6 +24,7 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import is_paired, profile_step
 from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.frozen import with_frozen
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
@@ -36,6 +37,7 @@ from lightning_tspipe.strategy.fanout import (
     heads_of,
     place_heads,
 )
+from lightning_tspipe.strategy.freezing import Freezing, of_plan, place_frozen
 from lightning_tspipe.strategy.origin import Origin, share_weights
 from lightning_tspipe.strategy.support import refuse_compiled
 
@@ -220,6 +222,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     optimizers: Sequence[torch.optim.Optimizer],
     replicas: Replicas,
     origin: Origin,
+    freezing: Freezing,
 ) -> Engine:
     """Make this rank ready to train; all ranks of its pipeline have the same first batch.
 
@@ -234,15 +237,16 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         heads_of(module, networks, device, replicas),
     )  # fmt: skip
     materializer = share_weights(module, networks, transport, replicas, origin)
-    captured = engine.capture(step, batch)
+    captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names)
     costs = None
     if engine.heads is not None:
         limit = _memory_limit(options, device)
         placement = place_heads(engine, captured, options, step, batch, optimizers, limit)
     else:
         placement, costs = _agree(
-            captured, options, transport, device, optimizers, replicas, origin
+            captured, options, transport, device, optimizers, replicas, origin, freezing, num_frozen
         )
+        placement = _executed_as_wished(placement, captured, options)
     engine.place(captured, placement, options.schedule, costs, materializer, policy_for(options))
     if engine.weights is not None:
         use_optimizers(engine.weights, optimizers)
@@ -262,28 +266,60 @@ def _agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     optimizers: Sequence[torch.optim.Optimizer],
     replicas: Replicas,
     origin: Origin,
+    freezing: Freezing,
+    num_frozen: int,
 ) -> tuple[Placement, CostTable | None]:
     """Who gets what, on all ranks."""
-    costs = None
+    is_decided = options.plan is not None or isinstance(options.partition, Mapping)
     if origin.placement is not None:
-        placement = origin.placement
-    elif options.plan is not None:
+        return origin.placement, None
+    if num_frozen and (freezing.plan is not None or is_decided or transport.num_ranks == 1):
+        number = 1 if options.num_microbatches == "auto" else options.num_microbatches
+        num_atoms = len(captured.networks["student"].atoms)
+        return place_frozen(freezing, num_atoms, num_frozen, transport.num_ranks, number)
+    if options.plan is not None:
         _check_plan(options.plan, captured, transport.num_ranks, replicas.number)
-        placement, costs = options.plan.placement, options.plan.costs
-    elif transport.num_ranks == 1:
-        placement = _single(captured, options)
-    else:
-        decided = None
-        if replicas.is_first:
-            planner = transport.num_ranks - 1
-            if transport.rank == planner:
-                decided = _decide(captured, options, transport.num_ranks, device, optimizers)
-            decided = transport.broadcast_object(decided, planner)
-        # Measured apart, they would not agree, and peers would hold different stages.
-        placement, costs, summary = replicas.broadcast(decided)
-        if transport.rank == LOSS_RANK and replicas.is_first:
-            log.info("%s", summary)
-    return _executed_as_wished(placement, captured, options), costs
+        return options.plan.placement, options.plan.costs
+    if transport.num_ranks == 1:
+        return _single(captured, options), None
+    decided = None
+    if replicas.is_first:
+        planner = transport.num_ranks - 1
+        if transport.rank == planner:
+            decided = _decide(captured, options, transport.num_ranks, device, optimizers)
+            if num_frozen:
+                decided = decided.freezing(num_frozen, transport.num_ranks, options, device)
+        decided = transport.broadcast_object(decided, planner)
+    # Measured apart, they would not agree, and peers would hold different stages.
+    decision: _Decision = replicas.broadcast(decided)
+    if decision.profile is not None and decision.plan is not None:
+        freezing.learn(decision.profile, decision.plan, replicas.number)
+    if transport.rank == LOSS_RANK and replicas.is_first:
+        log.info("%s", decision.summary)
+    return decision.placement, decision.costs
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Who gets what, why, and what it was decided by."""
+
+    placement: Placement
+    costs: CostTable | None
+    summary: str
+    profile: StepProfile | None = None
+    plan: Plan | None = None
+
+    def freezing(
+        self, num_frozen: int, num_ranks: int, options: SetupOptions, device: torch.device
+    ) -> _Decision:
+        """The same for a student whose first atoms are frozen already."""
+        assert self.profile is not None
+        plan = self.profile.freezing(num_frozen).plan(
+            num_ranks, link=HOST_LINK, **planning_wishes(options, device)
+        )
+        return replace(
+            self, placement=of_plan(plan, num_frozen), costs=plan.costs, summary=str(plan)
+        )
 
 
 def _executed_as_wished(
@@ -369,7 +405,7 @@ def _decide(
     num_ranks: int,
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
-) -> tuple[Placement, CostTable | None, str]:
+) -> _Decision:
     """Measure and plan."""
     plan, networks = captured.plan, captured.networks
     student, teacher = networks["student"], networks.get("teacher")
@@ -389,14 +425,10 @@ def _decide(
     def best(profile: StepProfile) -> Plan:
         return profile.plan(
             num_ranks,
-            memory_limit=_memory_limit(options, device),
             state_limit=_state_limit(options, profile),
-            schedule=options.schedule,
-            num_microbatches=options.num_microbatches,
             partition="auto" if isinstance(partition, str) else list(partition),
-            split=False if options.compile else options.split_backward,
             link=HOST_LINK,
-            action_overhead=_ACTION_SECONDS,
+            **planning_wishes(options, device),
         )
 
     try:
@@ -404,10 +436,22 @@ def _decide(
     except PartitionError:
         if options.activation_checkpointing != "auto":
             raise
-        decided = best(profile.recomputing(range(profile.student.num_atoms)))
+        profile = profile.recomputing(range(profile.student.num_atoms))
+        decided = best(profile)
         note = "nothing fits otherwise: activation_checkpointing='auto' was switched on"
-        return decided.placement, decided.costs, f"{decided}\n{note}"
-    return decided.placement, decided.costs, str(decided)
+        return _Decision(decided.placement, decided.costs, f"{decided}\n{note}", profile, decided)
+    return _Decision(decided.placement, decided.costs, str(decided), profile, decided)
+
+
+def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:
+    """What the user and the machine say about every plan of this run."""
+    return {
+        "memory_limit": _memory_limit(options, device),
+        "schedule": options.schedule,
+        "num_microbatches": options.num_microbatches,
+        "split": False if options.compile else options.split_backward,
+        "action_overhead": _ACTION_SECONDS,
+    }
 
 
 def _by_hand(
@@ -417,7 +461,7 @@ def _by_hand(
     num_ranks: int,
     *,
     paired: bool,
-) -> tuple[Placement, None, str]:
+) -> _Decision:
     cuts: dict[str, tuple[int, ...]] = {}
     for name, network in captured.networks.items():
         counts = partition.get(name)
@@ -439,7 +483,7 @@ def _by_hand(
     if paired:
         teacher_ranks = ranks[: len(teacher) - 1]
     placement = Placement(num_ranks, cuts["student"], ranks, teacher, teacher_ranks, number)
-    return placement, None, f"partition by hand: {cuts}"
+    return _Decision(placement, None, f"partition by hand: {cuts}")
 
 
 def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:

@@ -37,6 +37,7 @@ from lightning_tspipe.strategy.fanout import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.relaying import Relaying
+from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
 from lightning_tspipe.strategy.support import (
@@ -145,6 +146,7 @@ class PipelineHooks(EndHooks):
         self._save_distributed = save_distributed_checkpoint
         self._evaluations: dict[Any, Evaluation] = {}
         self._resumed: dict[str, Any] | None = None
+        self._resumed_replicas: list[dict[str, Any]] | None = None
         self._left: dict[str, Any] | None = None
         self._left_shards: Shards | None = None
         self._writer: ShardWriter | None = None
@@ -170,6 +172,7 @@ class PipelineHooks(EndHooks):
         self._relaying = Relaying(self)
         self.heads_here = HeadsHere(self)
         self.pipelined = Pipelined(self)
+        self.repacking = Repacking(self)
 
     @property
     def engine(self) -> Engine | None:
@@ -240,6 +243,14 @@ class PipelineHooks(EndHooks):
         self.step_sync = StepSync(self, modules, world.internal_names)
         world.insert_step_sync(trainer, self)
 
+    @override
+    def reconnect(self, num_ranks: int) -> None:
+        super().reconnect(num_ranks)
+        self._loader, self._words = None, {}
+        if self._peer_metrics is not None:
+            self._peer_metrics.release()
+            self._peer_metrics = PeerMetrics(self._modules_outside(), self.replicas)
+
     def _modules_outside(self) -> dict[str, nn.Module]:
         """The parts of the module that are not pipelined, by their names."""
         module = self._module
@@ -278,7 +289,7 @@ class PipelineHooks(EndHooks):
             self._failures.end_watch()
         self.heads_here.release()
         self._engine = None
-        self._resumed = None
+        self._resumed = self._resumed_replicas = None
         self._restores_optimizers = False
         self._evaluations = {}
         self._is_whole = self._is_forward_only = False

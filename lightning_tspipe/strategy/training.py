@@ -26,6 +26,7 @@ from lightning_tspipe.strategy.optimizers import hyperparameters, parameters_of,
 from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.progress import late_teacher, restore
 from lightning_tspipe.strategy.relaying import Relaying
+from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.setup import set_up
 from lightning_tspipe.strategy.support import (
     TeacherWatch,
@@ -52,6 +53,8 @@ class TrainingHooks(DataHooks):
     _manual: ManualOptimization
     _relaying: Relaying
     heads_here: HeadsHere
+    repacking: Repacking
+    _resumed_replicas: list[dict[str, Any]] | None
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +148,7 @@ class TrainingHooks(DataHooks):
                 [plain_optimizer(optimizer) for optimizer in self.optimizers],
                 self.replicas,
                 self._origin(),
+                self.repacking.freezing,
             )
         self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
@@ -157,11 +161,13 @@ class TrainingHooks(DataHooks):
             self._manual.commands.attach()
         self.pipelined.placed(self._engine)
         self.heads_here.placed(self._engine)
+        self.repacking.begun()
         return self._engine
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
         """If the run is resumed, go on exactly where it was stopped."""
         progress, self._resumed = self._resumed, None
+        self._resumed_replicas = None
         runs_ahead = self.options.schedule == "tspipe" and "teacher" in engine.captured.networks
         if progress is not None:
             restore(engine, progress, runs_ahead=runs_ahead)
@@ -211,6 +217,10 @@ class TrainingHooks(DataHooks):
         return closure_loss
 
     def _backward_of_loss(self, loss: Tensor, *args: Any, **kwargs: Any) -> Callable[[], None]:
+        weight = self.repacking.weight(self._engine.batch_size if self._engine is not None else 1)
+        if weight != 1:  # replicas whose samples can't be divided evenly
+            loss = loss * weight
+
         def run() -> None:
             with self.replicas.as_world():  # a loss that gathered also spreads gradients
                 self.precision_plugin.backward(loss, self._module, *args, **kwargs)
@@ -270,6 +280,17 @@ class TrainingHooks(DataHooks):
         )
         self.pipelined.recorder.paused("clip", started)
         self._gradients_ready = time.perf_counter()
+
+    def leave_engine(self, progress: dict[str, Any]) -> None:
+        """The stages go; with the next batch others come, and go on where these were.
+
+        Args:
+            progress: What ``progress.collect`` gave.
+        """
+        self._engine = self._watch = None
+        self._evaluations = {}
+        self._prepared = {}
+        self._resumed, self._resumed_replicas = progress, None
 
     @override
     def on_train_end(self) -> None:

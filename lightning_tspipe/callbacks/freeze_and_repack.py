@@ -1,0 +1,316 @@
+"""Freezes layers between epochs, and lets the pipeline shrink around what is left.
+
+PipeTransformer (He et al., ICML 2021). On one device and under DDP the layers freeze, and that is
+all; so the mathematics of a pipeline can be compared with it::
+
+    epoch 0    | 1 2 3 4 5 6 7 8 |   everything is trained
+    epoch 1    |.1.2.3 4 5 6 7 8 |   layers 1 to 3 run forward only, in eval mode
+    epoch 2    |.1.2.3.4.5 6 7 8 |   under a pipeline, less and less is left to be cut into stages
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tspipe.callbacks.common import Callback, Names, as_names, pipelined_of, submodules
+from lightning_tspipe.callbacks.freeze_policies import (
+    Decision,
+    GradientNormFreeze,
+    Observed,
+    Policy,
+    decide,
+)
+from lightning_tspipe.callbacks.layers import Layer, freeze, layers_of
+from lightning_tspipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+log = logging.getLogger("lightning_tspipe")
+
+_SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
+
+
+class FreezeAndRepack(Callback):
+    """Layers freeze from the beginning of the network on, as a policy decides between epochs.
+
+    A frozen layer gets no gradients, its BatchNorm and dropout are in eval mode, and what an
+    optimizer keeps for it stays. The rest of the LightningModule, which is not in ``student``, and
+    the last layers never freeze.
+
+    Under a pipelining strategy the frozen layers become a forward-only network, which is scheduled
+    like a teacher: it fills bubbles, and runs a batch ahead. With ``repack``, the active layers are
+    cut anew over as few devices as need no more memory than the fullest device did at the start,
+    and the freed devices become replicas of this shorter pipeline. The global batch stays what it
+    was: each replica reads its part of it.
+
+    Args:
+        policy: A function of :class:`~.freeze_policies.Observed` that returns the number of frozen
+            layers, or a :class:`~.freeze_policies.Decision`.
+        repack: Whether pipelines become shorter; a mapping gives the number of stages that the
+            active layers are cut into, by the number of frozen layers from which on it holds.
+        student: Dotted name of the network, or of several in the order of the forward. None: what
+            the strategy pipelines, else the attribute ``student``.
+        layers: Dotted names of the layers, in order; None finds them.
+        num_active: So many layers at the end never freeze.
+
+    Raises:
+        ConfigurationError: A policy that can't be called, a number of active layers below 1.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        repack: bool | Mapping[int, int] = True,
+        student: Names | None = None,
+        layers: Sequence[str] | None = None,
+        num_active: int = 2,
+    ) -> None:
+        self.policy: Policy = GradientNormFreeze() if policy is None else policy
+        if not callable(self.policy):
+            raise ConfigurationError(
+                f"FreezeAndRepack(policy={policy!r}): a function of what was observed, such as "
+                "GradientNormFreeze(alpha=1/3) or ScheduledFreeze({2: 4})"
+            )
+        if num_active < 1:
+            raise ConfigurationError(
+                f"FreezeAndRepack(num_active={num_active}): at least 1 layer must stay active"
+            )
+        self.repack = repack if isinstance(repack, bool) else dict(sorted(repack.items()))
+        if isinstance(self.repack, dict) and min([1, *self.repack, *self.repack.values()]) < 1:
+            raise ConfigurationError(
+                f"FreezeAndRepack(repack={repack}): the number of stages by the number of frozen "
+                "layers from which on it holds, both at least 1, such as {4: 2, 8: 1}"
+            )
+        self.student = None if student is None else as_names(student)
+        self.num_active = num_active
+        self.num_frozen = 0
+        self.history: list[dict[str, Any]] = []
+        self._given = layers
+        self._layers: list[Layer] = []
+        self._place: dict[str, int] = {}
+        self._squares: Tensor | None = None
+        self._restored: list[float] = []
+        self._num_steps = 0
+        self._num_ranks = 0
+        self._epoch = 0
+        self._has_ended = False
+
+    @property
+    def num_freezable(self) -> int:
+        """Layers that may freeze at most."""
+        return max(0, len(self._layers) - self.num_active)
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        bases = {base.__name__ for base in type(trainer.strategy).__mro__}
+        if bases & _SHARDING:
+            raise ConfigurationError(
+                f"FreezeAndRepack does not work on {type(trainer.strategy).__name__}'s sharded "
+                "parameters; use strategy='auto', 'ddp' or 'tspipe'"
+            )
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pipelined = pipelined_of(trainer)
+        names = self.student or ("student",)
+        if self.student is None and pipelined is not None:
+            names = pipelined.student_names
+        submodules(pl_module, names, "student")
+        self._layers = layers_of(pl_module, names, self._given)
+        if self.num_freezable == 0:
+            raise ConfigurationError(
+                f"the network {', '.join(names)} has {len(self._layers)} layers, and "
+                f"num_active={self.num_active} of them stay active: nothing can freeze. Name "
+                "smaller layers (FreezeAndRepack(layers=[...])), or leave the callback out"
+            )
+        if pipelined is not None:
+            pipelined.freezes(repack=bool(self.repack))
+        self._place = {name: i for i, layer in enumerate(self._layers) for name in layer.parameters}
+        if self.num_frozen > self.num_freezable:
+            raise ConfigurationError(
+                f"the checkpoint has {self.num_frozen} frozen layers, and here "
+                f"{self.num_freezable} may freeze at most: go on with its layers and num_active"
+            )
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.num_frozen:
+            self._apply(trainer, pl_module, Decision(self.num_frozen, "as in the checkpoint"))
+        if self._has_ended:  # Lightning may leave out the start of the next epoch
+            self._begin_epoch(trainer, pl_module, self._epoch + 1)
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._has_ended or trainer.current_epoch != self._epoch:
+            self._begin_epoch(trainer, pl_module, trainer.current_epoch)
+        self._has_ended = False
+
+    def _begin_epoch(self, trainer: Trainer, pl_module: LightningModule, epoch: int) -> None:
+        self._epoch = epoch
+        decision = self._decide(trainer)
+        self._squares, self._restored, self._num_steps = None, [], 0
+        if decision.num_frozen > self.num_frozen:
+            self._apply(trainer, pl_module, decision)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # Whoever calls module.train() means the layers that are trained.
+        for layer in self._layers[: self.num_frozen]:
+            for module in layer.modules:
+                if module.training:
+                    module.eval()
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
+    ) -> None:
+        if self._squares is None:
+            self._squares = torch.zeros(len(self._layers), dtype=torch.float64)
+        names = {id(p): name for name, p in pl_module.named_parameters()}
+        found = [
+            (self._place[name], p.grad)
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and (name := names.get(id(p))) in self._place
+        ]
+        if found:
+            places, gradients = zip(*found, strict=True)
+            norms = torch.stack(torch._foreach_norm(list(gradients))).double().cpu()  # noqa: SLF001
+            if bool(norms.isfinite().all()):  # else the scaler skips the step
+                self._squares.index_add_(0, torch.tensor(places), norms**2)
+        self._num_steps += 1
+
+    def _decide(self, trainer: Trainer) -> Decision:
+        """What the policy says, on rank 0; the same on all ranks."""
+        squares = self._all_squares(trainer)
+        box: Decision | Exception | None = None
+        if trainer.is_global_zero:
+            steps = max(1, self._num_steps)
+            norms = tuple((square / steps) ** 0.5 for square in squares) if any(squares) else ()
+            observed = Observed(
+                self._epoch,
+                tuple(layer.name for layer in self._layers),
+                self.num_frozen,
+                self.num_freezable,
+                norms,
+            )
+            try:
+                box = decide(self.policy, observed)
+            except Exception as error:  # noqa: BLE001 - all ranks are to know it
+                box = error
+        found = trainer.strategy.broadcast(box)
+        if isinstance(found, Exception):
+            raise found
+        assert isinstance(found, Decision)
+        return found
+
+    def _all_squares(self, trainer: Trainer) -> list[float]:
+        """Sums over the epoch's steps, of all ranks of a pipeline; complete on its loss rank."""
+        own = [0.0] * len(self._layers) if self._squares is None else self._squares.tolist()
+        pipelined = pipelined_of(trainer)
+        parts = [own] if pipelined is None else pipelined.gather(own)
+        parts = [own] if parts is None else parts
+        if self._restored:
+            parts = [*parts, self._restored]
+        return [sum(values) for values in zip(*parts, strict=True)]
+
+    def _apply(self, trainer: Trainer, pl_module: LightningModule, decision: Decision) -> None:
+        """Freeze the layers, on every rank, and have the strategy know it."""
+        before, self.num_frozen = self.num_frozen, decision.num_frozen
+        frozen = self._layers[: self.num_frozen]
+        freeze(pl_module, frozen)
+        _forget_buckets(trainer, pl_module)
+        if decision.num_frozen > before:
+            entry = {"epoch": self._epoch, "num_frozen": self.num_frozen}
+            self.history.append(entry | {"reason": decision.reason, "seconds": 0.0})
+        self._move(trainer, goes_on=decision.num_frozen == before)
+        if trainer.is_global_zero:
+            log.info(
+                "epoch %d: %d of %d layers are frozen, up to %s: %s",
+                self._epoch, self.num_frozen, len(self._layers), frozen[-1].name,
+                decision.reason,
+            )  # fmt: skip
+
+    def _move(self, trainer: Trainer, *, goes_on: bool) -> None:
+        """Have a pipeline take the frozen layers out.
+
+        Args:
+            trainer: The Trainer.
+            goes_on: Whether a checkpoint says what is frozen, and on how many ranks.
+        """
+        pipelined = pipelined_of(trainer)
+        if pipelined is None:
+            return
+        num_stages, num_ranks = None, None
+        if isinstance(self.repack, dict):
+            due = [stages for number, stages in self.repack.items() if number <= self.num_frozen]
+            num_stages = due[-1] if due else None
+            num_ranks = None if due else pipelined.num_ranks
+        if goes_on and self.repack and self._num_ranks:
+            num_ranks = self._num_ranks
+        names = [name for layer in self._layers[: self.num_frozen] for name in layer.parameters]
+        entry = self.history[-1]
+
+        def told(seconds: float) -> None:
+            if not goes_on:
+                entry["seconds"] = seconds
+            if trainer.is_global_zero:
+                log.info(
+                    "the pipelines are %d x %d ranks now; the change took %.2f s",
+                    pipelined.data_parallel_size, pipelined.num_ranks, seconds,
+                )  # fmt: skip
+
+        pipelined.freeze(names, (num_stages, num_ranks), told)
+        self._num_ranks = pipelined.num_ranks
+        entry |= {"num_ranks": pipelined.num_ranks, "num_replicas": pipelined.data_parallel_size}
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if getattr(trainer.strategy, "is_failing", False):  # the other ranks may be gone
+            return
+        squares = self._all_squares(trainer)
+        ended = bool(trainer.is_last_batch)
+        checkpoint["callbacks"][self.state_key] |= {"squares": squares, "has_ended": ended}
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """What is frozen, why, and the gradients of the epoch so far."""
+        return {
+            "num_frozen": self.num_frozen,
+            "epoch": self._epoch,
+            "num_steps": self._num_steps,
+            "num_ranks": self._num_ranks,
+            "history": self.history,
+        }
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_frozen = state_dict["num_frozen"]
+        self.history = list(state_dict["history"])
+        self._num_steps = state_dict["num_steps"]
+        self._num_ranks = state_dict["num_ranks"]
+        self._epoch = state_dict["epoch"]
+        self._restored = list(state_dict.get("squares", ()))
+        self._has_ended = state_dict.get("has_ended", False)
+
+
+def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
+    """DDP waits for the gradients of all that was trained when it was made: make it anew."""
+    strategy: Any = trainer.strategy
+    if "DDPStrategy" in {base.__name__ for base in type(strategy).__mro__}:
+        strategy.model = pl_module
+        strategy.configure_ddp()

@@ -1,0 +1,182 @@
+"""Where the frozen beginning of a student runs, and how many devices the rest of it needs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.planning.cluster import Cluster, Link, divisors
+from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.simulation.cost import CostTable
+
+log = logging.getLogger("lightning_tspipe")
+
+
+@dataclass
+class Freezing:
+    """What is frozen, and what is known about the step.
+
+    Attributes:
+        names: Parameters that are frozen.
+        profile: Of the whole step, as it was measured for the first plan; its batch is that of one
+            replica then. None if nothing was measured.
+        num_replicas: Replicas then.
+        memory: Bytes that the fullest rank needed then; None if there was no plan.
+        num_stages: Stages of what is trained, if the user says so.
+        plan: For the mesh that was chosen.
+    """
+
+    names: frozenset[str] = frozenset()
+    profile: StepProfile | None = None
+    num_replicas: int = 1
+    memory: int | None = None
+    num_stages: int | None = None
+    plan: Plan | None = None
+
+    def learn(self, profile: StepProfile, plan: Plan, num_replicas: int) -> None:
+        """Keep what the first plan was made from."""
+        if self.profile is None:
+            self.profile, self.num_replicas = profile, num_replicas
+            self.memory = max(plan.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a division of the devices must respect.
+
+    Attributes:
+        num_devices: Devices of the job.
+        meshes: Ranks of a pipeline that may be, fewest first.
+        link: Seconds per message and bytes per second.
+        wishes: Further arguments of :func:`~.planner.plan`.
+    """
+
+    num_devices: int
+    meshes: tuple[int, ...]
+    link: tuple[float, float]
+    wishes: dict[str, Any] = field(default_factory=dict)
+
+
+def possible_meshes(
+    num_devices: int, num_ranks: int, fewest_samples: int, num_stages: int | None
+) -> tuple[int, ...]:
+    """Ranks of a pipeline that may be from now on, fewest first.
+
+    Args:
+        num_devices: Devices of the job.
+        num_ranks: Ranks of a pipeline now: it never gets longer.
+        fewest_samples: Of the batches of an epoch; each replica needs one.
+        num_stages: Stages of what is trained, if the user says so; what is frozen gets the ranks
+            that are left over.
+
+    >>> possible_meshes(8, 8, 64, None), possible_meshes(8, 8, 2, None)
+    ((1, 2, 4, 8), (4, 8))
+    >>> possible_meshes(8, 8, 64, 3)
+    (4,)
+    """
+    found = [
+        ranks
+        for ranks in divisors(num_devices)
+        if ranks <= num_ranks and num_devices // ranks <= fewest_samples
+    ]
+    if num_stages is not None:
+        found = [ranks for ranks in found if ranks >= num_stages][:1]
+    return tuple(found) or (num_ranks,)
+
+
+def choose(freezing: Freezing, num_frozen: int, choices: Choices) -> Plan | None:
+    """The fastest plan whose fullest rank needs no more memory than at the start.
+
+    Args:
+        freezing: What is known.
+        num_frozen: Atoms of the student that are frozen.
+        choices: What may be.
+
+    Returns:
+        A plan of what is trained and, as its teacher, what is frozen; None if nothing is known, or
+        nothing fits.
+    """
+    if freezing.profile is None or num_frozen == 0:
+        return None
+    profile = freezing.profile.freezing(num_frozen)
+    profile = profile.with_batch(max(profile.batch_sizes) * freezing.num_replicas)
+    plans = (_plan(profile, ranks, freezing, choices) for ranks in choices.meshes)
+    found = [plan for plan in plans if plan is not None]
+    return min(found, key=lambda plan: plan.step_seconds, default=None)
+
+
+def _plan(
+    profile: StepProfile, num_ranks: int, freezing: Freezing, choices: Choices
+) -> Plan | None:
+    wishes = dict(choices.wishes)
+    if freezing.num_stages is None and freezing.memory is not None:
+        limit = wishes.get("memory_limit")
+        wishes["memory_limit"] = min(freezing.memory, limit or freezing.memory)
+    replicas = choices.num_devices // num_ranks
+    # Samples that can't be divided evenly cost as much as if there were a few more.
+    batch = max(profile.batch_sizes)
+    profile = profile.with_batch(-(-batch // replicas) * replicas)
+    try:
+        return profile.plan(
+            num_ranks,
+            num_replicas=replicas,
+            cluster=Cluster(choices.num_devices, Link(*choices.link)),
+            num_stages=freezing.num_stages,
+            thorough=False,
+            **wishes,
+        )
+    except (PartitionError, ConfigurationError) as error:
+        log.debug("%d ranks: %s", num_ranks, error)
+        return None
+
+
+def place_frozen(
+    freezing: Freezing, num_atoms: int, num_frozen: int, num_ranks: int, num_microbatches: int
+) -> tuple[Placement, CostTable | None]:
+    """Who gets what: as planned, or, where nothing was measured, as many atoms each.
+
+    Args:
+        freezing: What is known.
+        num_atoms: Atoms of the whole student.
+        num_frozen: The first of them, which are frozen.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Micro-batches per call, if nothing was planned.
+
+    Raises:
+        PartitionError: More stages than atoms that are trained.
+    """
+    plan = freezing.plan
+    if plan is not None and plan.pipeline.num_ranks == num_ranks:
+        return of_plan(plan, num_frozen), plan.costs
+    number = min(freezing.num_stages or num_ranks, num_atoms - num_frozen)
+    if freezing.num_stages is not None and number < freezing.num_stages:
+        raise PartitionError(
+            f"{num_atoms - num_frozen} atoms are trained: too few for {freezing.num_stages} "
+            "stages. Give FreezeAndRepack(repack=...) fewer"
+        )
+    teacher = min(num_ranks, num_frozen)
+    placement = Placement(
+        num_ranks,
+        _even_cuts(num_frozen, num_atoms, number), default_ranks(number, num_ranks),
+        _even_cuts(0, num_frozen, teacher), default_ranks(teacher, num_ranks),
+        num_microbatches,
+    )  # fmt: skip
+    return placement, None
+
+
+def _even_cuts(start: int, stop: int, parts: int) -> tuple[int, ...]:
+    return tuple(start + (stop - start) * part // parts for part in range(parts + 1))
+
+
+def of_plan(plan: Plan, num_frozen: int) -> Placement:
+    """A plan of the frozen and the trained part, in the numbers of the whole student's atoms."""
+    placement = plan.placement
+    return replace(
+        placement,
+        student_cuts=tuple(cut + num_frozen for cut in placement.student_cuts),
+        recomputed=frozenset(atom + num_frozen for atom in placement.recomputed),
+    )

@@ -1,0 +1,167 @@
+"""Layers freeze, pipelines get shorter, replicas join: the mathematics is that of one device."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_tspipe.strategy.repacking import Repacking
+from tests.integration.freezing import Case, Found, train
+from tests.integration.jobs import run, run_job
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def alone(case: Case, folder: Path) -> Found:
+    single = replace(case, strategy="auto", num_ranks=1, options={}, repack=False)
+    found: Found = run(train, single, num_ranks=1, folder=folder)[0]
+    return found
+
+
+def together(case: Case, folder: Path) -> list[Found]:
+    return run(train, case, num_ranks=case.num_ranks, folder=folder)
+
+
+def assert_same(expected: Found, ranks: list[Found]) -> None:
+    """Losses of the whole batch, weights, optimizer, learning rates; and every sample once."""
+    rank = ranks[0]
+    torch.testing.assert_close(rank.weights, expected.weights, **CLOSE)
+    torch.testing.assert_close(rank.optimizer["state"], expected.optimizer["state"], **CLOSE)
+    assert rank.rates == expected.rates
+    assert {found.global_step for found in ranks} == {expected.global_step}
+    for epoch, whole in enumerate(expected.read):
+        parts = [index for found in ranks for index in found.read[epoch]]
+        assert sorted(parts) == sorted(whole)
+
+
+def by_hand(parts: int, **options: Any) -> dict[str, Any]:
+    """The first cuts; stem, five blocks and head are an atom each."""
+    cuts = [7 * (i + 1) // parts - 7 * i // parts for i in range(parts)]
+    return {"partition": {"student": cuts}, "num_microbatches": 2, **options}
+
+
+def test_a_frozen_part_runs_ahead_and_a_shorter_pipeline_trains_the_rest(tmp_path: Path) -> None:
+    # 8 + 8 + 5 samples: of the last batch, two replicas get 3 and 2.
+    case = Case(options=by_hand(2), frozen={1: 2, 2: 4}, repack={4: 1}, num_samples=21,
+                compares=True, validates=True, shuffle=False)  # fmt: skip
+    expected = alone(case, tmp_path)
+    ranks = together(case, tmp_path)
+    assert_same(expected, ranks)
+    torch.testing.assert_close(ranks[0].losses[:6], expected.losses[:6], **CLOSE)
+    assert ranks[0].metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-9)
+    for rank in ranks:
+        assert rank.num_ranks == [2, 2, 1]
+        assert rank.replicas == 2
+        assert rank.ran_ahead == [False] * 3 + [False, True, True] * 2
+        assert rank.moved == []
+        assert [entry["num_replicas"] for entry in rank.history] == [1, 2]
+        assert all(entry["seconds"] > 0 for entry in rank.history)
+
+
+GRID = [
+    (2, {2: 2}), (2, {2: 1}), (3, {2: 3}), (3, {2: 2}), (3, {2: 2, 4: 1}), (4, {2: 4, 4: 3}),
+    (4, {2: 3, 4: 2}), (4, {2: 2, 4: 1}), (4, {2: 1}),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "repack"), GRID, ids=str)
+def test_any_number_of_stages(num_ranks: int, repack: dict[int, int], tmp_path: Path) -> None:
+    case = Case(options=by_hand(num_ranks), num_ranks=num_ranks, repack=repack, num_samples=22)
+    expected = alone(case, tmp_path)
+    ranks = together(case, tmp_path)
+    assert_same(expected, ranks)
+    assert ranks[0].history[-1]["num_ranks"] * ranks[0].replicas == num_ranks
+
+
+@pytest.mark.slow
+def test_normalisation_that_is_frozen_counts_nothing(tmp_path: Path) -> None:
+    # Whole batches on one replica, as long as statistics of the batch are used.
+    case = Case(options=by_hand(2, num_microbatches=1), normalised=True, frozen={0: 2, 1: 6},
+                num_active=1, repack={6: 1}, validates=True, shuffle=False)  # fmt: skip
+    expected = alone(case, tmp_path)
+    ranks = together(case, tmp_path)
+    assert_same(expected, ranks)
+    assert ranks[0].num_ranks == [2, 1, 1]
+    assert ranks[0].metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-9)
+
+
+def test_replicas_from_the_start_and_a_run_that_goes_on(tmp_path: Path) -> None:
+    """Two replicas of two stages become four of one; a checkpoint of these, and one of before."""
+    case = Case(options=by_hand(2, num_stages=2), num_ranks=4, repack={2: 1}, frozen={1: 2},
+                batch_size=4, num_samples=22, save_at=4)  # fmt: skip
+    expected = alone(replace(case, batch_size=8, save_at=0), tmp_path)
+    assert_same(expected, together(case, tmp_path))
+    # The second batch of the second epoch was saved on the new mesh: go on from there.
+    ranks = together(replace(case, resume=True), tmp_path)
+    assert ranks[0].num_ranks == [1, 1]
+    assert ranks[0].replicas == 4
+    torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
+    torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
+    whole = sorted(index for rank in ranks for index in rank.read[1])
+    assert whole == sorted(expected.read[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3, 6])
+def test_a_checkpoint_between_transitions(step: int, tmp_path: Path) -> None:
+    """Within the first epoch, and after the last batches of the first two."""
+    case = Case(options=by_hand(2), repack={2: 1}, frozen={1: 2, 2: 4}, save_at=step)
+    expected = alone(replace(case, save_at=0), tmp_path)
+    assert_same(expected, together(case, tmp_path))
+    ranks = together(replace(case, resume=True), tmp_path)
+    assert [entry["num_frozen"] for entry in ranks[0].history] == [2, 4]
+    torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
+    torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
+
+
+def test_as_few_stages_as_memory_and_time_say(tmp_path: Path) -> None:
+    case = Case(options={"num_microbatches": "auto"}, repack=True, num_samples=24)
+    expected = alone(case, tmp_path)
+    ranks = together(case, tmp_path)
+    assert_same(expected, ranks)
+    # Stages of microseconds: whatever is sent costs more.
+    assert ranks[0].history[-1]["num_ranks"] == 1
+
+
+def test_ddp_freezes_only(tmp_path: Path) -> None:
+    case = Case(strategy="ddp", batch_size=4, num_samples=16, shuffle=False)
+    expected = alone(replace(case, batch_size=8), tmp_path)
+    ranks = together(case, tmp_path)
+    for rank in ranks:
+        torch.testing.assert_close(rank.weights, expected.weights, **CLOSE)
+        assert [entry["num_frozen"] for entry in rank.history] == [2, 4]
+
+
+def killed(case: Case) -> None:
+    """A rank is killed while groups are made anew."""
+    original = Repacking._change
+
+    def change(self: Repacking, num_ranks: int) -> None:
+        if self._strategy.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, num_ranks)
+
+    Repacking._change = change  # type: ignore[method-assign]
+    train(case)
+
+
+def test_a_rank_that_is_killed_in_a_transition(tmp_path: Path) -> None:
+    case = Case(options={**by_hand(2), "timeout": timedelta(seconds=20)}, repack={2: 1}, save_at=2)
+    job = run_job(killed, case, num_ranks=2, folder=tmp_path, seconds=60)
+    assert job.ranks[1].exit_code == -signal.SIGKILL
+    assert job.ranks[0].exit_code not in {0, -signal.SIGKILL}
+    assert "another mesh" in job.output or "Connection" in job.output, job.output
+    # What was saved before is whole, and one can go on from it.
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == 2
+    ranks = together(replace(case, resume=True), tmp_path)
+    expected = alone(replace(case, save_at=0), tmp_path)
+    torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
