@@ -196,7 +196,7 @@ class Engine:
         if "teacher" in networks:
             self.cuts["teacher"] = placement.teacher_cuts
             self.ranks["teacher"] = placement.teacher_ranks
-        for name, network in self.whole_networks.items():
+        for name, network in captured.whole.networks.items():
             network.check_cuts(self.whole_cuts[name])
         self.pipeline = layout(
             captured, self.ranks, self.cuts, placement.num_microbatches, self.transport.num_ranks
@@ -239,11 +239,6 @@ class Engine:
             self.module, plan, self.executor, is_loss_rank=self.is_loss_rank,
             is_frozen=captured.is_frozen,
         )  # fmt: skip
-
-    @property
-    def whole_networks(self) -> dict[NetworkName, ChainNetwork]:
-        """The networks; a student with its frozen part."""
-        return {n: x for n, x in self.captured.networks.items() if x.called_as == n}
 
     @property
     def whole_cuts(self) -> dict[NetworkName, tuple[int, ...]]:

@@ -52,7 +52,7 @@ class Evaluation:
         self._index = 0
         captured = engine.capture(step, batch, training=False)
         plan, networks = captured.plan, captured.networks
-        trained, trained_cuts = engine.whole_networks, engine.whole_cuts
+        trained, trained_cuts = engine.captured.whole.networks, engine.whole_cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {}
         for name, network in networks.items():
             own = network.cuts_like(trained[name], trained_cuts[name]) if name in trained else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured
@@ -67,7 +68,10 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
             "the step calls a teacher, and FreezeAndRepack makes the frozen layers run in its "
             "place. Use FreezeAndRepack on trainable networks without a teacher"
         )
-    networks = {"student": student, "teacher": FrozenPart(student, number)}
+    networks: dict[NetworkName, ChainNetwork] = {
+        "student": student,
+        "teacher": FrozenPart(student, number),
+    }
     return replace(captured, networks=networks), number
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan
 from lightning_tspipe.ir.lowering import Program, lower
@@ -40,6 +40,12 @@ class Captured:
         """Whether the student's first atoms run in the place of a teacher."""
         teacher = self.networks.get("teacher")
         return teacher is not None and teacher.called_as == "student"
+
+    @property
+    def whole(self) -> Captured:
+        """The same with the frozen part in the student, where it comes from."""
+        networks = {name: x for name, x in self.networks.items() if x.called_as == name}
+        return replace(self, networks=networks)
 
 
 def layout(

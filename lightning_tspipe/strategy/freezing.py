@@ -37,9 +37,9 @@ class Freezing:
     num_stages: int | None = None
     plan: Plan | None = None
 
-    def learn(self, profile: StepProfile, plan: Plan, num_replicas: int) -> None:
-        """Keep what the first plan was made from."""
-        if self.profile is None:
+    def learn(self, profile: StepProfile | None, plan: Plan | None, num_replicas: int) -> None:
+        """Keep what the first plan was made from, if it was."""
+        if self.profile is None and profile is not None and plan is not None:
             self.profile, self.num_replicas = profile, num_replicas
             self.memory = max(plan.memory_bytes)
 

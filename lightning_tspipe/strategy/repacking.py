@@ -153,8 +153,8 @@ class Repacking:
         transport, replicas = strategy.transport, strategy.replicas
         engine.drain()
         by_hand = not strategy._module.automatic_optimization
-        found = progress.collect(engine, strategy._loader, epoch_ended=True, with_gradients=by_hand)
-        found = replicas.gather(found) if strategy.is_loss_rank else None
+        mine = progress.collect(engine, strategy._loader, epoch_ended=True, with_gradients=by_hand)
+        found: Any = replicas.gather(mine) if strategy.is_loss_rank else None
         found = transport.broadcast_object(found, LOSS_RANK)
         optimizers = [plain_optimizer(optimizer) for optimizer in strategy.optimizers]
         states = [engine.shards.optimizer_state(one, transport) for one in optimizers]
@@ -251,7 +251,7 @@ def _put_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 def _set_epoch(loader: Any, epoch: int) -> None:
     for owner in (loader, getattr(loader, "batch_sampler", None)):
-        sampler = getattr(owner, "sampler", None)
+        sampler: Any = getattr(owner, "sampler", None)
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
 

@@ -270,33 +270,34 @@ def _agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     num_frozen: int,
 ) -> tuple[Placement, CostTable | None]:
     """Who gets what, on all ranks."""
-    is_decided = options.plan is not None or isinstance(options.partition, Mapping)
+    num_ranks = transport.num_ranks
     if origin.placement is not None:
         return origin.placement, None
-    if num_frozen and (freezing.plan is not None or is_decided or transport.num_ranks == 1):
+    if num_frozen and (freezing.plan is not None or _needs_no_measuring(options, num_ranks)):
         number = 1 if options.num_microbatches == "auto" else options.num_microbatches
         num_atoms = len(captured.networks["student"].atoms)
-        return place_frozen(freezing, num_atoms, num_frozen, transport.num_ranks, number)
+        return place_frozen(freezing, num_atoms, num_frozen, num_ranks, number)
     if options.plan is not None:
-        _check_plan(options.plan, captured, transport.num_ranks, replicas.number)
+        _check_plan(options.plan, captured, num_ranks, replicas.number)
         return options.plan.placement, options.plan.costs
-    if transport.num_ranks == 1:
+    if num_ranks == 1:
         return _single(captured, options), None
     decided = None
     if replicas.is_first:
-        planner = transport.num_ranks - 1
-        if transport.rank == planner:
-            decided = _decide(captured, options, transport.num_ranks, device, optimizers)
-            if num_frozen:
-                decided = decided.freezing(num_frozen, transport.num_ranks, options, device)
-        decided = transport.broadcast_object(decided, planner)
+        if transport.rank == num_ranks - 1:
+            decided = _decide(captured, options, num_ranks, device, optimizers, num_frozen)
+        decided = transport.broadcast_object(decided, num_ranks - 1)
     # Measured apart, they would not agree, and peers would hold different stages.
     decision: _Decision = replicas.broadcast(decided)
-    if decision.profile is not None and decision.plan is not None:
-        freezing.learn(decision.profile, decision.plan, replicas.number)
+    freezing.learn(decision.profile, decision.plan, replicas.number)
     if transport.rank == LOSS_RANK and replicas.is_first:
         log.info("%s", decision.summary)
     return decision.placement, decision.costs
+
+
+def _needs_no_measuring(options: SetupOptions, num_ranks: int) -> bool:
+    """Whether there is nothing to decide, or the user has decided it."""
+    return num_ranks == 1 or options.plan is not None or isinstance(options.partition, Mapping)
 
 
 @dataclass(frozen=True)
@@ -308,18 +309,6 @@ class _Decision:
     summary: str
     profile: StepProfile | None = None
     plan: Plan | None = None
-
-    def freezing(
-        self, num_frozen: int, num_ranks: int, options: SetupOptions, device: torch.device
-    ) -> _Decision:
-        """The same for a student whose first atoms are frozen already."""
-        assert self.profile is not None
-        plan = self.profile.freezing(num_frozen).plan(
-            num_ranks, link=HOST_LINK, **planning_wishes(options, device)
-        )
-        return replace(
-            self, placement=of_plan(plan, num_frozen), costs=plan.costs, summary=str(plan)
-        )
 
 
 def _executed_as_wished(
@@ -399,14 +388,16 @@ def _single(captured: Captured, options: SetupOptions) -> Placement:
     )
 
 
-def _decide(
+def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     captured: Captured,
     options: SetupOptions,
     num_ranks: int,
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
+    num_frozen: int,
 ) -> _Decision:
     """Measure and plan."""
+    captured = captured.whole
     plan, networks = captured.plan, captured.networks
     student, teacher = networks["student"], networks.get("teacher")
     paired = teacher is not None and is_paired(student, teacher)
@@ -423,7 +414,7 @@ def _decide(
     profile = profile.recomputing(options.recomputed([atom.name for atom in profile.student.atoms]))
 
     def best(profile: StepProfile) -> Plan:
-        return profile.plan(
+        return profile.freezing(num_frozen).plan(
             num_ranks,
             state_limit=_state_limit(options, profile),
             partition="auto" if isinstance(partition, str) else list(partition),
@@ -439,8 +430,10 @@ def _decide(
         profile = profile.recomputing(range(profile.student.num_atoms))
         decided = best(profile)
         note = "nothing fits otherwise: activation_checkpointing='auto' was switched on"
-        return _Decision(decided.placement, decided.costs, f"{decided}\n{note}", profile, decided)
-    return _Decision(decided.placement, decided.costs, str(decided), profile, decided)
+        return _Decision(
+            of_plan(decided, num_frozen), decided.costs, f"{decided}\n{note}", profile, decided
+        )
+    return _Decision(of_plan(decided, num_frozen), decided.costs, str(decided), profile, decided)
 
 
 def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:

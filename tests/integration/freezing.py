@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tspipe import FreezeAndRepack, ScheduledFreeze, TSPipeStrategy
 from tests.integration.trainings import strict
@@ -226,6 +228,10 @@ def train(case: Case) -> Found:
     )  # fmt: skip
     torch.manual_seed(3)
     loader = DataLoader(samples, case.batch_size, shuffle=case.shuffle)
+    if strategy == "ddp":  # Lightning's own sampler shuffles
+        rank = int(os.environ["LOCAL_RANK"])
+        sampler: Any = DistributedSampler(samples, case.num_ranks, rank, shuffle=False)
+        loader = DataLoader(samples, case.batch_size, sampler=sampler)
     data: list[Any] = [loader]
     if case.validates:
         data.append(DataLoader(Samples(12), 6))
