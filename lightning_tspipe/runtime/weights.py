@@ -89,11 +89,12 @@ class Shards:
         }
         forward_only: tuple[str, ...] = ()
         frozen: set[str] = set()
-        if teacher is not None and teacher.called_as == "teacher":
-            forward_only = tuple(f"{b}." for b in teacher.block_names)
-        elif teacher is not None:
-            atoms = teacher.atoms[: self._cuts["teacher"][-1]]
-            frozen = {name for atom in atoms for name in atom.parameter_names}
+        if teacher is not None and student is not None:
+            if teacher.block_names == student.block_names:  # the student's own frozen part
+                atoms = teacher.atoms[: self._cuts["teacher"][-1]]
+                frozen = {name for atom in atoms for name in atom.parameter_names}
+            else:
+                forward_only = tuple(f"{b}." for b in teacher.block_names)
         found: dict[int, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self._module.named_parameters():
             is_trained = name not in frozen and not name.startswith(forward_only)

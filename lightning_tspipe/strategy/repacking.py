@@ -25,6 +25,7 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.sharing_batches import share_batches
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy import progress
+from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.freezing import Choices, Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.origin import Origin, share_weights
@@ -70,6 +71,11 @@ class Repacking:
             ConfigurationError: A way of training in which the mesh can't change.
         """
         strategy = self._strategy
+        if fanout_of(strategy._module) is not None or strategy._relaying.is_on:
+            raise ConfigurationError(
+                "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
+                "here heads or blocks are trained apart, each behind what is frozen. Leave it out"
+            )
         self.freezing, self._shares = Freezing(), False
         self.repacks = repack and strategy.total_ranks > 1
         self._joined = strategy.num_replicas
