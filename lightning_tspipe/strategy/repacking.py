@@ -76,6 +76,11 @@ class Repacking:
                 "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
                 "here heads or blocks are trained apart, each behind what is frozen. Leave it out"
             )
+        if strategy.options.schedule == "1f1b":
+            raise ConfigurationError(
+                "FreezeAndRepack with asynchronous training: several versions of the weights are "
+                "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
+            )
         self.freezing, self._shares = Freezing(), False
         self.repacks = repack and strategy.total_ranks > 1
         self._joined = strategy.num_replicas
