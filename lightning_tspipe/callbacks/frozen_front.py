@@ -87,7 +87,14 @@ class FrozenFront:
             self._batch, self._is_within = None, False
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        """The network's ``forward``."""
+        """The network's ``forward``; while it runs, the network has its own, to be traced."""
+        self._undo()
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            self._undo = replaced(self._network, "forward", self._call)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_within or all(p.requires_grad for p in self._network.parameters()):
             return self._forward(*args, **kwargs)
         if self._divided is None:
