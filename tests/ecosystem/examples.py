@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SELF_SUPERVISED = ("byol", "mocov3", "dino")
 DISTILLATION = ("kd", "feature_kd", "distilbert")
+FINE_TUNING = ("finetune_vit", "finetune_text")
 NAMES = (*SELF_SUPERVISED, *DISTILLATION, "mean_teacher")
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.ecosystem.examples import (
     DISTILLATION,
     EXAMPLES,
+    FINE_TUNING,
     NAMES,
     SELF_SUPERVISED,
     column,
@@ -49,6 +50,26 @@ def test_an_example_is_a_command(tmp_path: Path) -> None:
 def test_an_example_trains_in_its_fast_mode(name: str, tmp_path: Path) -> None:
     in_forks(tmp_path, name, "--fast")
     check(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["finetune_text", pytest.param("finetune_vit", marks=pytest.mark.slow)]
+)
+def test_layers_freeze_and_what_they_return_is_cached(name: str, tmp_path: Path) -> None:
+    in_forks(tmp_path, name, "--fast", num_ranks=1)
+    assert all(map(math.isfinite, column(tmp_path, name, "loss")))
+    assert len(column(tmp_path, name, "val_accuracy")) == 4
+    # Layers freeze in epoch 1, whose samples are all but the last batch's.
+    first, second, third = column(tmp_path, name, "cache_hit_rate")
+    assert first == 0
+    assert min(second, third) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FINE_TUNING)
+def test_the_fine_tuned_networks_can_be_planned(name: str, tmp_path: Path) -> None:
+    output = command(tmp_path, *TSPIPE, "plan", str(EXAMPLES / f"{name}.py"), "--devices", "2")
+    assert "\n1  " in output
 
 
 @pytest.mark.slow
