@@ -50,6 +50,7 @@ class Contest:
         length: How much is measured.
         context: Starts the processes.
         background: The largest share of a core that waiting methods used during a turn.
+        program: What the processes run.
     """
 
     workload: str
@@ -57,6 +58,7 @@ class Contest:
     length: Length
     context: ForkServerContext
     background: float = 0.0
+    program: str = PROGRAM
     _crews: dict[Entry, Crew] = field(default_factory=dict)
     _failures: dict[Entry, str] = field(default_factory=dict)
 
@@ -81,7 +83,7 @@ class Contest:
 
     def _job(self, entry: Entry) -> Job:
         return Job(
-            program=PROGRAM,
+            program=self.program,
             workload=self.workload,
             method=entry.method,
             options=entry.options,

@@ -358,12 +358,8 @@ class _Through(torch.autograd.Function):
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
-    table = module._parameters  # noqa: SLF001
-    old, table[name] = table[name], value
-    # nn.LSTM and its kind hold their weights a second time.
-    flat = vars(module).get("_flat_weights")
-    if flat is not None:
-        vars(module)["_flat_weights"] = [value if weight is old else weight for weight in flat]
+    # nn.LSTM, which holds its weights a second time, notices at its next call.
+    module._parameters[name] = value  # noqa: SLF001
 
 
 def stage_weights(

@@ -110,9 +110,15 @@ class Shards:
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
         forget_graphs(self._module)
+        recurrent = [m for m in self._module.modules() if isinstance(m, nn.RNNBase)]
+        for module in recurrent:
+            # Weak references to its weights, as torch's own moves drop them: they forbid swapping.
+            module._flat_weight_refs = []  # noqa: SLF001
         for name, parameter in self._module.named_parameters():
             here = self.holds(name, rank)
             _move(parameter, device if here else torch.device("meta"))
+        for module in recurrent:
+            module._init_flat_weights()  # noqa: SLF001
         for prefix, module in self._module.named_modules():
             if hasattr(module, "metric_state"):  # torchmetrics keeps states beside the buffers
                 module.to(device)

@@ -1,0 +1,30 @@
+"""The figures that the project quotes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.asynchronous.entries import NUM_EMULATED, POLICIES
+from benchmarks.throughput.figures import Result, speed_up
+
+
+def figures_of_real(results: Sequence[Result]) -> dict[str, float]:
+    """PipeOptim over GPipe and DDP, in images per second."""
+    by_name = {result.entry.name: result for result in results}
+    ratios = {name: speed_up(by_name["pipeoptim"], by_name[name]) for name in ("gpipe4", "ddp")}
+    return {f"real.pipeoptim_over_{n}": ratio.median for n, ratio in ratios.items() if ratio}
+
+
+def figures_of_emulated(results: Sequence[Result]) -> dict[str, float]:
+    """The policies over GPipe on emulated devices, and the weights that they keep."""
+    by_name = {result.entry.name: result for result in results}
+    found: dict[str, float] = {}
+    for policy in POLICIES:
+        result = by_name[policy]
+        ratio = speed_up(result, by_name["gpipe4"])
+        if ratio is not None:
+            found[f"emulated.{NUM_EMULATED}.{policy}_over_gpipe4"] = ratio.median
+        if result.bytes_per_rank:
+            versions = (held["student"] / held["gradients"] for held in result.bytes_per_rank)
+            found[f"weight_versions.{policy}"] = max(versions)
+    return found
