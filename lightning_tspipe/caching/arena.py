@@ -23,7 +23,6 @@ from lightning_tspipe.errors import ConfigurationError
 
 _STEP = 64 * 2**20
 """Bytes that are claimed from the system at a time."""
-ALIGNMENT = 64
 
 
 class ArenaHandle(NamedTuple):

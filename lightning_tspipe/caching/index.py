@@ -10,8 +10,7 @@ a process was writing when it ended is not there::
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -200,12 +199,6 @@ class Index:
     def used(self, number: int) -> int:
         """Bytes given out of an arena."""
         return int(self._header[_NEXT + number])
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """One process at a time."""
-        with self._arena.locked():
-            yield
 
     def close(self) -> None:
         """Let go of the table; twice is fine."""

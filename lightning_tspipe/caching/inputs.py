@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_tspipe.caching.absent import absent
@@ -196,11 +195,3 @@ def ids_of(batch: Any, where: Path | None = None) -> Any:
         f"the batch has no sample ids at {where!r}: train on WithIds(dataset), which puts them "
         "behind the other parts of a sample, or say where they are"
     )
-
-
-def datasets_of(loaders: Any) -> Iterator[Any]:
-    """The datasets of a loader, or of a structure of loaders."""
-    for loader in pytree.tree_leaves(loaders):
-        dataset = getattr(loader, "dataset", None)
-        if dataset is not None:
-            yield dataset

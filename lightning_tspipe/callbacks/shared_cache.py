@@ -56,6 +56,7 @@ class SharedCache:
         self.dataset: Any = None
         self.seconds_saved = 0.0
         self._undo: Callable[[], None] | None = None
+        self._epoch = 0
 
     def follow(self, trainer: Trainer) -> None:
         """From now on, the training loader of a fit opens the cache; every rank calls it."""
@@ -64,11 +65,25 @@ class SharedCache:
         process = strategy.process_dataloader
 
         def process_dataloader(dataloader: Any) -> Any:
-            if trainer.training and self.cache is None:
-                self.open(trainer, dataloader)
+            if trainer.training:
+                self._open_or_go_on(trainer, dataloader)
             return process(dataloader)
 
         self._undo = replaced(strategy, "process_dataloader", process_dataloader)
+
+    def _open_or_go_on(self, trainer: Trainer, loader: Any) -> None:
+        if self.cache is None:
+            self._epoch = trainer.current_epoch
+            self.open(trainer, loader)
+        elif trainer.current_epoch == self._epoch:
+            raise ConfigurationError(
+                "the fit has several training loaders, whose samples may have the same ids: train "
+                "with one, of a ConcatDataset for instance, or without the cache"
+            )
+        else:  # loaders are made anew
+            self._epoch, self.dataset = trainer.current_epoch, getattr(loader, "dataset", None)
+            if isinstance(self.dataset, WithIds):
+                self.dataset.read_from(self.cache)
 
     def open(self, trainer: Trainer, loader: Any) -> None:
         """Make the cache on one rank of each machine, and share it; every rank calls it.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -111,6 +112,7 @@ class Run:
     num_epochs: int = 6
     with_ids: bool = True
     always: bool = True
+    num_loaders: int = 1
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -124,7 +126,8 @@ def train(run: Run) -> dict[str, Any]:
         max_epochs=run.num_epochs, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, num_sanity_val_steps=0, callbacks=[*caches, rates],
     )  # fmt: skip
-    trainer.fit(module, loader, DataLoader(Pictures(), 5))
+    loaders = loader if run.num_loaders == 1 else CombinedLoader([loader] * 2, "sequential")
+    trainer.fit(module, loaders, DataLoader(Pictures(), 5))
     return {
         "weights": {name: value.clone() for name, value in module.state_dict().items()},
         "loss": trainer.callback_metrics["loss"],
@@ -233,6 +236,7 @@ def fails(run: Run) -> str:
         (Run(noise=(0.0, 0.1)), "other inputs for the same sample"),
         (Run(evaluates=False), "module.eval"),
         (Run(with_ids=False), "WithIds"),
+        (Run(num_loaders=2), "several training loaders"),
         (Run(options={"network": "backbone"}), "backbone"),
         (Run(options={"dtype": "int8"}), "floating-point"),
         (Run(options={"memory": 2**60}), "the machine has"),
