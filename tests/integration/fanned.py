@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_tspipe import HeadCheckpoint, HeadEarlyStopping, TSPipeStrategy
-from tests.exactness.fanout import Loader, Tasks, make_batches
+from lightning_tspipe import HeadCheckpoint, HeadEarlyStopping, StudentFanout, TSPipeStrategy
+from tests.exactness.fanout import (
+    WIDTH,
+    Loader,
+    Tasks,
+    make_batches,
+    make_heads,
+    make_trunk,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class Fanned:
         patience: Of ``HeadEarlyStopping``; 0: none.
         diverges: The head whose loss is not finite after a while.
         validates: Whether there are validation batches.
-        module: What is trained, by name in this file.
+        checkpoint: To go on from.
     """
 
     num_heads: int = 3
@@ -38,6 +47,7 @@ class Fanned:
     patience: int = 0
     diverges: str = ""
     validates: bool = True
+    checkpoint: str | None = None
 
 
 @dataclass
@@ -86,7 +96,8 @@ def train(job: Fanned, num_ranks: int) -> Outcome:
         default_root_dir=".", callbacks=callbacks, **arguments | job.trainer,
     )  # fmt: skip
     validation = Loader(make_batches((4, 2))) if job.validates else None
-    trainer.fit(module, Loader(make_batches(job.sizes)), validation)
+    batches = Loader(make_batches(job.sizes))
+    trainer.fit(module, batches, validation, ckpt_path=job.checkpoint)
     weights = {}
     if trainer.is_global_zero:
         weights = {
@@ -96,6 +107,49 @@ def train(job: Fanned, num_ranks: int) -> Outcome:
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     heads, depth = here[-1]
     return Outcome(weights, metrics, dict(module.student.stopped), heads, depth)
+
+
+class Plain(LightningModule):
+    """Heads without ``FanoutTraining``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher, self.student = make_trunk(), StudentFanout(make_heads(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.student(self.teacher(batch[0])).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Killed(Tasks):
+    """Its second rank ends without a word."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and self.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def break_it(change: str) -> None:
+    """Train something that can't be trained."""
+    warnings.filterwarnings("ignore")
+    module: Any = Diverging(2)
+    if change == "thawed":
+        next(module.teacher.parameters()).requires_grad_(True)
+    elif change == "wide":
+        module.student = StudentFanout({"task0": nn.Linear(WIDTH + 1, 3)})
+    elif change == "inf":
+        module.diverges = "task1"
+    else:
+        module = Plain() if change == "plain" else Killed(2)
+    trainer = Trainer(
+        strategy="tspipe", accelerator="cpu", devices=2, max_epochs=3, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        precision="64-true",
+    )  # fmt: skip
+    trainer.fit(module, Loader())
 
 
 def files(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,16 @@ import pytest
 import torch
 
 from tests.exactness.fanout import make_batches, train_alone
-from tests.integration.fanned import Fanned, Outcome, files, train
-from tests.integration.jobs import run
+from tests.integration.fanned import Fanned, Outcome, break_it, files, train
+from tests.integration.jobs import run, run_job
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+
+
+def made(folder: Path) -> Path:
+    """A folder that is there."""
+    folder.mkdir()
+    return folder
 
 
 def check(found: list[Outcome], job: Fanned, **alone: Any) -> None:
@@ -44,3 +51,93 @@ def test_each_head_over_two_ranks_is_as_if_it_were_alone(tmp_path: Path) -> None
         logged = [(int(r["step"]), float(v)) for r in rows if (v := r[f"task{index}/loss_step"])]
         assert [value for _, value in sorted(logged)] == pytest.approx(losses)
     assert set(files(tmp_path)) == {"task0", "task1", "task2"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_ranks", "num_heads", "depth", "partition"),
+    [(2, 1, 1, [5, 5]), (3, 6, 3, [3, 3, 4]), (3, 2, 2, [4, 3, 3]), (4, 6, 6, [2, 3, 3, 2])],
+)
+def test_any_number_of_heads_on_any_number_of_ranks(
+    tmp_path: Path, num_ranks: int, num_heads: int, depth: int, partition: list[int]
+) -> None:
+    job = Fanned(
+        num_heads,
+        {"queue_depth": depth, "partition": partition},
+        sizes=(5, 5, 4, 5, 5, 3),
+        trainer={"gradient_clip_val": 0.3},
+        validates=False,
+    )
+    found = run(train, job, num_ranks, num_ranks=num_ranks, folder=tmp_path)
+    check(found, job, clip=0.3)
+    assert len([name for rank in found for name in rank.heads]) == num_heads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["tspipe", "gpipe", "sequential"])
+def test_one_rank_and_no_queue(tmp_path: Path, schedule: str) -> None:
+    job = Fanned(4, {"schedule": schedule}, validates=False)
+    check(run(train, job, 1, num_ranks=1, folder=made(tmp_path / "one")), job)
+    job = Fanned(4, {"schedule": schedule, "queue_depth": 0}, validates=False)
+    check(run(train, job, 2, num_ranks=2, folder=made(tmp_path / "two")), job)
+
+
+@pytest.mark.slow
+def test_heads_that_stop_leave_the_others_as_they_are(tmp_path: Path) -> None:
+    job = Fanned(3, diverges="task1", validates=False, trainer={"accumulate_grad_batches": 1})
+    found = run(train, job, 2, num_ranks=2, folder=made(tmp_path / "nan"))
+    for rank in found:
+        assert rank.stopped == {"task1": "its loss is inf"}
+    for index in (0, 2):
+        weights, _ = train_alone(index)
+        torch.testing.assert_close(found[0].weights[f"task{index}"], weights, **CLOSE)
+    weights, _ = train_alone(1, 1, make_batches()[:3])
+    torch.testing.assert_close(found[0].weights["task1"], weights, **CLOSE)
+    # Early stopping: all stop at some time, and the run with them.
+    job = Fanned(3, patience=1, trainer={"max_epochs": 8})
+    piped = run(train, job, 2, num_ranks=2, folder=made(tmp_path / "piped"))
+    alone = run(train, job, 1, num_ranks=1, folder=made(tmp_path / "alone"))
+    assert piped[0].stopped == piped[1].stopped == alone[0].stopped
+    assert set(piped[0].stopped) == {"task0", "task1", "task2"}
+    for name, weights in alone[0].weights.items():
+        torch.testing.assert_close(piped[0].weights[name], weights, **CLOSE)
+    written = files(tmp_path / "piped")
+    for name, best in files(tmp_path / "alone").items():
+        assert written[name]["epoch"] == best["epoch"]
+        torch.testing.assert_close(written[name]["state_dict"], best["state_dict"], **CLOSE)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_gives_what_one_gives_that_went_through(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    first = Fanned(3, trainer={"max_epochs": 1, "enable_checkpointing": True}, validates=False)
+    run(train, first, 2, num_ranks=2, folder=folder)
+    (path,) = (path for path in folder.rglob("*.ckpt") if path.parent.name != "heads")
+    job = Fanned(3, validates=False, checkpoint=str(path))
+    check_weights(run(train, job, 3, num_ranks=3, folder=made(tmp_path / "on")), 3)
+
+
+def check_weights(found: list[Outcome], num_heads: int) -> None:
+    """Every head is as if it had been trained alone."""
+    for index in range(num_heads):
+        weights, _ = train_alone(index)
+        torch.testing.assert_close(found[0].weights[f"task{index}"], weights, **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("thawed", "the trunk has parameters that require gradients: 0.weight"),
+        ("wide", r"head 'task0' does not fit the trunk: the features have shape \(5, 6\)"),
+        ("inf", "head 'task1': its loss is inf"),
+        ("plain", "derive Plain from FanoutTraining"),
+        ("killed", "ended|closed|lost|Connection"),
+    ],
+)
+def test_what_is_wrong_is_said_on_every_rank_in_time(
+    tmp_path: Path, change: str, message: str
+) -> None:
+    job = run_job(break_it, change, num_ranks=2, folder=tmp_path, seconds=60)
+    assert all(rank.exit_code for rank in job.ranks)
+    assert re.search(message, job.output), job.output[-3000:]
