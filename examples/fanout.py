@@ -47,10 +47,10 @@ class Tasks(FanoutTraining, LightningModule):
     ) -> None:
         super().__init__()
         self.lr = lr
-        self.teacher = models.get_model(trunk, weights=weights)
-        features = self.teacher.fc.in_features
-        self.teacher.fc = nn.Identity()
-        self.teacher.requires_grad_(requires_grad=False).eval()
+        network: Any = models.get_model(trunk, weights=weights)
+        features = network.fc.in_features
+        network.fc = nn.Identity()
+        self.teacher = network.requires_grad_(requires_grad=False).eval()
         deep = nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, 4))
         heads = {name: nn.Linear(features, outputs) for name, outputs in TASKS.items()}
         self.student = StudentFanout(heads | {"rotation": deep})

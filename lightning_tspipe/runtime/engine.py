@@ -346,9 +346,15 @@ class Engine:
             whole = header.batch(plan.batch_fields, fields)
             recorder.paused("receive", started)
         self._leaves = {}
+        return self._replay(replay or step, whole)
+
+    def _replay(self, step: Step, batch: Any) -> Any:
+        """What the step returns, with the real outputs."""
+        if self.heads is not None and not self.heads.student.trained:
+            # All of this rank's heads have stopped.
+            return torch.zeros((), device=self.device, requires_grad=True)
         self._replay_started = time.perf_counter()
-        seed = self._seed + self._index
-        result = self._runner.replay(replay or step, whole, seed, self._output)
+        result = self._runner.replay(step, batch, self._seed + self._index, self._output)
         self._note_replay()
         return result
 

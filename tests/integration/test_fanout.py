@@ -92,7 +92,9 @@ def test_heads_that_stop_leave_the_others_as_they_are(tmp_path: Path) -> None:
         weights, _ = train_alone(index)
         torch.testing.assert_close(found[0].weights[f"task{index}"], weights, **CLOSE)
     weights, _ = train_alone(1, 1, make_batches()[:3])
-    torch.testing.assert_close(found[0].weights["task1"], weights, **CLOSE)
+    for key, value in weights.items():
+        if "running" not in key and "tracked" not in key:  # which count the batch that diverged
+            torch.testing.assert_close(found[0].weights["task1"][key], value, **CLOSE)
     # Early stopping: all stop at some time, and the run with them.
     job = Fanned(3, patience=1, trainer={"max_epochs": 8})
     piped = run(train, job, 2, num_ranks=2, folder=made(tmp_path / "piped"))
