@@ -59,9 +59,9 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
     Raises:
         ConfigurationError: The step has a teacher.
     """
-    student = captured.networks["student"]
-    number = num_frozen_atoms(student, frozen)
-    if number == 0:
+    student = captured.networks.get("student")
+    number = 0 if student is None else num_frozen_atoms(student, frozen)
+    if student is None or number == 0:
         return captured, 0
     if "teacher" in captured.networks:
         raise ConfigurationError(

@@ -119,3 +119,17 @@ def test_the_strategy_is_configured_and_a_checkpoint_is_validated(tmp_path: Path
     config = ["--config", str(EXAMPLES / "configs" / "kd_fast.yaml")]
     output = command(tmp_path, file, "validate", *config, "--ckpt_path", str(checkpoint))
     assert "val_accuracy" in output
+
+
+@pytest.mark.slow
+def test_heads_on_a_trunk_are_those_of_one_device_and_are_exported(tmp_path: Path) -> None:
+    in_forks(tmp_path, "fanout", "--fast", *EXACT)
+    names = ("kind", "animal", "rotation")
+    over_two = {name: column(tmp_path, "fanout", f"{name}/loss") for name in names}
+    alone = ["--trainer.strategy", "auto", "--trainer.devices", "1"]
+    in_forks(tmp_path, "fanout", "--fast", *EXACT, *alone, num_ranks=1)
+    for name, losses in over_two.items():
+        assert losses == pytest.approx(column(tmp_path, "fanout", f"{name}/loss"), rel=1e-9)
+    head = tmp_path / "runs" / "fanout" / "heads" / "rotation.ckpt"
+    output = command(tmp_path, *TSPIPE, "export", str(head), "--part", "student.heads.rotation")
+    assert "4 tensors" in output
