@@ -2,12 +2,12 @@
 
 A mini-batch is one unit, and nothing waits for a batch to leave the pipeline: after the update of
 batch n each rank goes on at once. The rank that is w ranks before the loss runs forwards w batches
-ahead, with weights that lack w updates; the *weight policy* says what becomes of that. Two stages
-more than the loss's (rank 2 holds stage 0), seven batches, a backward that costs two forwards::
+ahead, with weights that lack w updates; the *weight policy* says what becomes of that. Three
+stages (rank 2 holds stage 0), an epoch of six batches, a backward that costs two forwards::
 
-    rank 0 |    F0B0──F1B1──F2B2──F3B3──F4B4──F5B5──F6B6──    |
-    rank 1 |  F0F1  B0──F2B1──F3B2──F4B3──F5B4──F6B5──  B6──  |
-    rank 2 |F0F1F2    B0──F3B1──F4B2──F5B3──F6B4──    B5──B6──|
+    rank 0 |    F0B0──F1B1──F2B2──F3B3──F4B4──F5B5──        |
+    rank 1 |  F0F1    B0──F2B1──F3B2──F4B3──F5B4──  B5──    |
+    rank 2 |F0F1F2        B0──F3B1──F4B2──F5B3──  B4──  B5──|
 
 A step of rank w is `F0+w`, then `B0`. The first one after a drain also runs the w forwards before;
 where an epoch ends, forwards of batches that don't exist are left out.

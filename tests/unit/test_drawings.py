@@ -11,6 +11,7 @@ import pytest
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.registry import build_schedule
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
@@ -44,12 +45,24 @@ def epoch(*, is_split: bool = True) -> Timeline:
     return simulate([lower(one) for one in (first, *[steady] * 4, last)], COSTS)
 
 
+def asynchronous(num_batches: int) -> Timeline:
+    """An epoch of a student with one view, and no teacher."""
+    student = NetworkLayout((2, 1, 0), 1, 1, frozenset({2}))
+    pipeline = Pipeline(3, student=student, teacher=None, data_rank=2)
+    steps = [
+        one_f_one_b(pipeline, fresh=number == 0, ahead=num_batches - number - 1)
+        for number in range(num_batches)
+    ]
+    return simulate([lower(one) for one in steps], CostTable.uniform(pipeline))
+
+
 TIMELINES: dict[str, Callable[[], Timeline]] = {
     "sequential": lambda: simulate([lower(step("sequential", teacher_now=True))], COSTS),
     "gpipe": lambda: simulate([lower(step("gpipe", teacher_now=True))], COSTS),
     "tspipe, two steady steps": lambda: epoch().between(2, 3),
     "tspipe, first step": lambda: epoch().between(0, 0),
     "tspipe, last step": lambda: epoch().between(5, 5),
+    "1f1b, an epoch of six batches": lambda: asynchronous(6),
     "tspipe, whole backwards": lambda: epoch(is_split=False).between(2, 3),
 }
 FOUND = [
