@@ -142,7 +142,7 @@ def measure(  # noqa: PLR0913 - what to measure, where, and how
         callbacks=[Measure()],
         **QUIET,
     )
-    trainer.fit(module, **_data_arguments(data))
+    trainer.fit(module, **data_arguments(data))
     if not measured:
         raise ConfigurationError("the training data has no batch: there is nothing to measure")
     return measured[0]
@@ -161,7 +161,8 @@ class Batches:
         return iter(self._batches)
 
 
-def _data_arguments(data: Data) -> dict[str, Any]:
+def data_arguments(data: Data) -> dict[str, Any]:
+    """What ``Trainer.fit`` gets."""
     if isinstance(data, LightningDataModule):
         return {"datamodule": data}
     if inspect.isgenerator(data) or isinstance(data, list | tuple):

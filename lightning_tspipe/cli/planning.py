@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tspipe.cli import modules
+from lightning_tspipe.cli import modules, relaying
 from lightning_tspipe.cli.quantities import (
     format_seconds,
     parse_bandwidth,
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fastest number (default: 1 on one node, auto on several)",
     )
     parser.add_argument("--batch", type=int, help="samples per call, of all replicas together")
-    parser.add_argument("--schedule", default="all", choices=["all", *SCHEDULES])
+    parser.add_argument("--schedule", default="all", choices=["all", *SCHEDULES, "relay"])
     parser.add_argument("--memory", metavar="32GiB", help="of one device, for everything")
     parser.add_argument(
         "--state", metavar="8GiB", help="of one device, for weights, gradients, optimizer, teacher"
@@ -88,6 +88,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure or read, plan, print, save."""
+    if options.schedule == "relay":
+        relaying.run(options)
+        return
     cluster = _cluster(options)
     profile = _changed(_profile(options), options)
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)

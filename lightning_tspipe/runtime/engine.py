@@ -121,6 +121,11 @@ class Engine:
         return list(self._leaves.values())
 
     @property
+    def is_copy(self) -> bool:
+        """Whether another rank holds the same stages, and speaks for them."""
+        return False
+
+    @property
     def is_loss_rank(self) -> bool:
         """Whether this rank computes the loss."""
         return self.rank == LOSS_RANK

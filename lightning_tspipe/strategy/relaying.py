@@ -73,6 +73,11 @@ class Relaying:
                 f"BlockwiseRelay with num_stages={strategy.num_ranks}: it divides all devices by "
                 "itself. Leave num_stages out, and let devices share blocks with mode='ahd'"
             )
+        if strategy.options.schedule != "tspipe":
+            raise ConfigurationError(
+                f"BlockwiseRelay with schedule={strategy.options.schedule!r}: it has an order of "
+                "its own. Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)"
+            )
         return set_up_relay(
             strategy._module,  # noqa: SLF001
             relay_of(strategy._trainer),  # noqa: SLF001

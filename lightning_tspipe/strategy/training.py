@@ -270,7 +270,8 @@ class TrainingHooks(DataHooks):
         started = time.perf_counter()
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        own = nn.utils.get_total_norm(gradients) if gradients else None
+        is_copy = self._engine is not None and self._engine.is_copy
+        own = nn.utils.get_total_norm(gradients) if gradients and not is_copy else None
         squares = self.transport.gather_object(0.0 if own is None else float(own) ** 2)
         total = self.transport.broadcast_object(
             None if squares is None else sum(squares) ** 0.5, LOSS_RANK

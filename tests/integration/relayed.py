@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
@@ -155,7 +159,11 @@ def train(relay: Relay) -> Relayed:
     """Fit, and tell what this rank has then."""
     strict()
     module, counts = relay.build(), Counts()
-    trainer = relay_trainer(relay, counts)
+    callbacks: list[Any] = [counts]
+    if relay.trainer.get("enable_checkpointing"):
+        every = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
+        callbacks.append(ModelCheckpoint(".", **every))
+    trainer = relay_trainer(relay, *callbacks)
     trainer.fit(module, Epochs(relay.epochs()), Epochs([batches((4, 3), seed=9)]))
     return Relayed(
         {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta},
@@ -163,6 +171,46 @@ def train(relay: Relay) -> Relayed:
         trainer.global_step,
         counts.forwards,
     )
+
+
+def resume(relay: Relay, file: str) -> Relayed:
+    """Go on from a checkpoint."""
+    strict()
+    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+    module = relay.build()
+    trainer = relay_trainer(relay)
+    epochs, loader = relay.epochs(), Epochs(relay.epochs()[:1])
+    loader._epochs = epochs
+    trainer.fit(module, loader, Epochs([batches((4, 3), seed=9)]), ckpt_path=file)
+    weights = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
+    return Relayed(weights, {}, trainer.global_step, {})
+
+
+class Broken(Blocks):
+    """Breaks in the second epoch, in the last block."""
+
+    broken = ""
+
+    def block_loss(
+        self, student_out: Tensor, teacher_out: Tensor, block_idx: int, batch: Any
+    ) -> Tensor:
+        loss = super().block_loss(student_out, teacher_out, block_idx, batch)
+        if block_idx < 3 or self.trainer.current_epoch == 0:
+            return loss
+        if self.broken == "nan":
+            return loss * float("nan")
+        if self.broken == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ValueError("no block")
+
+
+def train_broken(broken: str) -> None:
+    """A training that fails."""
+    strict()
+    relay = Relay(options={"partition": [2, 2]})
+    module = Broken(4)
+    module.broken = broken
+    relay_trainer(relay).fit(module, Epochs(relay.epochs()), Epochs([batches((4,))]))
 
 
 def train_all(relays: Sequence[Relay]) -> list[Relayed]:

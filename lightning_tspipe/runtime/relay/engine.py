@@ -124,9 +124,9 @@ class RelayEngine(Engine):
         self._batch: Any = None
 
     @property
-    def is_first_holder(self) -> bool:
-        """Whether this rank speaks for its stage, where several ranks hold the same values."""
-        return all(walk.group.unit == 0 for walk in self.passes)
+    @override
+    def is_copy(self) -> bool:
+        return any(walk.group.unit > 0 for walk in self.passes)
 
     def begin(self, batch: Any, make_inputs: Callable[[Any], Sequence[Tensor]]) -> None:
         """All ranks begin a step.

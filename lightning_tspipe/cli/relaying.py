@@ -1,0 +1,114 @@
+"""``tspipe plan --schedule relay``: which devices get which blocks, and what other ways take."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from typing_extensions import override
+
+from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation
+from lightning_tspipe.cli import modules
+from lightning_tspipe.cli.quantities import format_seconds, parse_bandwidth, parse_seconds
+from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.ir.shares import largest_share
+from lightning_tspipe.planning.relay import RelayProfile
+from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode, seconds_per_batch
+from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.runtime.relay.blocks import infer_shapes
+from lightning_tspipe.runtime.relay.profiler import measure_block
+from lightning_tspipe.strategy.setup import parse_bytes
+
+_STEPS = 10
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure each block, distribute them in each mode, print.
+
+    Raises:
+        ConfigurationError: The module has no blocks.
+        PartitionError: They fit in no mode.
+    """
+    module, data = modules.load(options.target)
+    if not isinstance(module, BlockwiseDistillation):
+        raise ConfigurationError(
+            f"--schedule relay needs a module of blocks: class {type(module).__name__}("
+            "BlockwiseDistillation, LightningModule)"
+        )
+    measure = _Measure(options)
+    trainer = Trainer(
+        accelerator=options.accelerator, devices=1, max_steps=1, callbacks=[measure],
+        **modules.QUIET,
+    )  # fmt: skip
+    trainer.fit(module, **modules.data_arguments(data))
+    if measure.profile is None:
+        raise ConfigurationError("the training data has no batch: there is nothing to measure")
+    print(explained(measure.profile, options.devices, parse_bytes(options.memory)))  # noqa: T201
+
+
+def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> str:
+    """All modes beside each other, and who gets what in the best that relays.
+
+    Raises:
+        PartitionError: Blocks fit in no mode.
+    """
+    rows = [("", "mode", "step", "samples/s", "devices of each stage")]
+    plans = {}
+    failures = {}
+    for mode in MODES:
+        try:
+            plans[mode] = plan_mode(mode, profile, num_devices, memory)
+        except PartitionError as error:
+            failures[mode] = str(error)
+    relayed: list[Mode] = [mode for mode in plans if mode in {"dpu", "ahd", "ir"}]
+    if not relayed:
+        raise PartitionError("; ".join(dict.fromkeys(failures.values())))
+    seconds = {mode: seconds_per_batch(mode, plan, profile) for mode, plan in plans.items()}
+    best: Mode = min((seconds[mode], mode) for mode in relayed)[1]
+    for mode, plan in plans.items():
+        each = " ".join(map(str, plan.widths))
+        rate = profile.batch_size / seconds[mode]
+        mark = "*" if mode == best else ""
+        rows.append((mark, mode, format_seconds(seconds[mode]), f"{rate:.1f}", each))
+    lines = [*aligned(rows), *(f"{mode}: {failure}" for mode, failure in failures.items())]
+    blocks = [("block", "teacher", "student", "gradients")] + [
+        (
+            block.name,
+            format_seconds(block.teacher[profile.batch_size]),
+            format_seconds(block.student[profile.batch_size]),
+            f"{block.gradient_bytes / 1e6:.2f} MB",
+        )
+        for block in profile.blocks
+    ]
+    return "\n".join([*lines, "", *aligned(blocks), "", str(plans[best])])
+
+
+class _Measure(Callback):
+    """Measures all blocks with the first batch."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self.profile: RelayProfile | None = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pairs, x = pl_module.block_pairs, pl_module.block_input(batch)
+        shapes = infer_shapes(pairs, pl_module.block_loss, x, batch)
+        widths = range(1, self._options.devices + 1)
+        sizes = sorted({largest_share(width, len(x)) for width in widths})
+        blocks = tuple(
+            measure_block(
+                pair, pl_module.block_loss, shapes, sizes, batch, x.device,
+                steps=_STEPS, moments=2, context=nullcontext,
+            )
+            for pair in pairs
+        )  # fmt: skip
+        latency, bandwidth = (
+            parse_seconds(self._options.latency), parse_bandwidth(self._options.link)
+        )  # fmt: skip
+        self.profile = RelayProfile(blocks, len(x), latency, bandwidth)
+        trainer.should_stop = True
