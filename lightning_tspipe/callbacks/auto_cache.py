@@ -114,14 +114,20 @@ class AutoCache(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.shared.cache is not None and self.is_on:
+            rate = self.take_hit_rate(trainer)
+            pl_module.log("cache_hit_rate", rate, sync_dist=True, batch_size=1)
+
+    def take_hit_rate(self, trainer: Trainer) -> float:
+        """The share of this epoch's samples that this rank has read; they are counted anew."""
         cache = self.shared.cache
-        if cache is None or not self.is_on:
-            return
+        if cache is None:
+            return 0.0
         rate = cache.counts.hit_rate
         if trainer.is_global_zero:
             log.info("epoch %d: %r", trainer.current_epoch, cache)
         cache.counts = Counts()
-        pl_module.log("cache_hit_rate", rate, sync_dist=True, batch_size=1)
+        return rate
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -52,6 +52,9 @@ class Pipelined(Protocol):
     def freezes(self, *, repack: bool) -> None:
         """Layers will freeze; before the training loader is made."""
 
+    def use_front(self, front: Any) -> None:
+        """Have something asked what the frozen part of a single rank returns for a sample."""
+
     def freeze(
         self,
         names: Collection[str],

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tspipe.callbacks.auto_cache import AutoCache
 from lightning_tspipe.callbacks.common import Callback, Names, as_names, pipelined_of, submodules
 from lightning_tspipe.callbacks.freeze_policies import (
     Decision,
@@ -27,6 +28,7 @@ from lightning_tspipe.callbacks.freeze_policies import (
     decide,
 )
 from lightning_tspipe.callbacks.layers import Layer, freeze, layers_of
+from lightning_tspipe.callbacks.pipeline_front import PipelineFront
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -59,12 +61,16 @@ class FreezeAndRepack(Callback):
             the strategy pipelines, else the attribute ``student``.
         layers: Dotted names of the layers, in order; None finds them.
         num_active: So many layers at the end never freeze.
+        cache: Whether activations of frozen layers are read where that is faster than computing
+            them: ``"auto"``, or an ``AutoCache`` with its settings. The samples need ids:
+            ``DataLoader(WithIds(dataset))``. Under a pipeline that is done as soon as each replica
+            is a single device.
 
     Raises:
         ConfigurationError: A policy that can't be called, a number of active layers below 1.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings by keyword
         self,
         policy: Policy | None = None,
         *,
@@ -72,6 +78,7 @@ class FreezeAndRepack(Callback):
         student: Names | None = None,
         layers: Sequence[str] | None = None,
         num_active: int = 2,
+        cache: Literal["auto"] | AutoCache | None = None,
     ) -> None:
         self.policy: Policy = GradientNormFreeze() if policy is None else policy
         if not callable(self.policy):
@@ -89,6 +96,12 @@ class FreezeAndRepack(Callback):
                 f"FreezeAndRepack(repack={repack}): the number of stages by the number of frozen "
                 "layers from which on it holds, both at least 1, such as {4: 2, 8: 1}"
             )
+        if cache is not None and cache != "auto" and not isinstance(cache, AutoCache):
+            raise ConfigurationError(
+                f"FreezeAndRepack(cache={cache!r}): 'auto', or AutoCache(...) with its settings, "
+                "or None to compute everything"
+            )
+        self.cache = AutoCache() if cache == "auto" else cache
         self.student = None if student is None else as_names(student)
         self.num_active = num_active
         self.num_frozen = 0
@@ -118,6 +131,12 @@ class FreezeAndRepack(Callback):
                 f"FreezeAndRepack does not work on {type(trainer.strategy).__name__}'s sharded "
                 "parameters; use strategy='auto', 'ddp' or 'tspipe'"
             )
+        if self.cache is None:
+            return
+        if pipelined_of(trainer) is not None:
+            self.cache.shared.follow(trainer)
+        elif self.cache not in trainer.callbacks:  # type: ignore[attr-defined]
+            trainer.callbacks.append(self.cache)  # type: ignore[attr-defined] # follows this one
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,6 +154,10 @@ class FreezeAndRepack(Callback):
             )
         if pipelined is not None:
             pipelined.freezes(repack=bool(self.repack))
+            if self.cache is not None:
+                shared, always = self.cache.shared, self.cache.always
+                front = PipelineFront(shared, trainer, ", ".join(names), always=always)
+                pipelined.use_front(front)
         self._place = {name: i for i, layer in enumerate(self._layers) for name in layer.parameters}
         if self.num_frozen > self.num_freezable:
             raise ConfigurationError(
@@ -191,6 +214,23 @@ class FreezeAndRepack(Callback):
             if bool(norms.isfinite().all()):  # else the scaler skips the step
                 self._squares.index_add_(0, torch.tensor(places), norms**2)
         self._num_steps += 1
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.cache is not None and self.num_frozen and pipelined_of(trainer) is not None:
+            self.history[-1]["hit_rate"] = self.cache.take_hit_rate(trainer)
+
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if self.cache is not None:
+            self.cache.shared.close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self.cache is not None:
+            self.cache.shared.close()
 
     def _decide(self, trainer: Trainer) -> Decision:
         """What the policy says, on rank 0; the same on all ranks."""

@@ -50,6 +50,12 @@ class FrozenFront:
         *,
         always: bool,
     ) -> None:
+        self._begin(shared, trainer, name, always=always)
+        self._forward = network.forward
+        self._network = network
+        self._undo = replaced(network, "forward", self._call)
+
+    def _begin(self, shared: SharedCache, trainer: Trainer, name: str, *, always: bool) -> None:
         self.worth: Worth | None = None
         self.is_on: bool | None = None
         self._shared = shared
@@ -65,9 +71,6 @@ class FrozenFront:
         self._batch: Any = None
         self._is_within = False
         self._num_calls = 0
-        self._forward = network.forward
-        self._network = network
-        self._undo = replaced(network, "forward", self._call)
 
     def close(self) -> None:
         """Give the network its own ``forward`` back."""
@@ -190,7 +193,7 @@ class FrozenFront:
     def _read(self, middle: Middle) -> Middle:
         cache = self._shared.cache
         assert cache is not None
-        ids = ids_of(self._batch, self._shared.settings.ids)
+        ids = self._sample_ids()
         if self._is_verified or not cache.num_kept(ids, self._segments):
             result: Middle = cache.outputs(ids, middle, self._segments)
             return result
@@ -200,6 +203,9 @@ class FrozenFront:
         self._is_verified = True
         self._let_skip()
         return kept
+
+    def _sample_ids(self) -> Any:
+        return ids_of(self._batch, self._shared.settings.ids)
 
     def _verify(self, kept: Middle, middle: Middle) -> None:
         """Compare what was read with what the inputs give now.

@@ -34,6 +34,7 @@ from lightning_tspipe.runtime.ahead import Ahead, Lookahead
 from lightning_tspipe.runtime.announcements import Announcements
 from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.executor import AHEAD_CHANNEL, Executor, StepContext
+from lightning_tspipe.runtime.frozen import Front, FrozenPart
 from lightning_tspipe.runtime.header import StepHeader, send_fields
 from lightning_tspipe.runtime.heads import Heads
 from lightning_tspipe.runtime.materializing import Materializer
@@ -246,6 +247,12 @@ class Engine:
         )  # fmt: skip
 
     @property
+    def _front(self) -> Front | None:
+        """What knows the frozen part's outputs."""
+        part = self.captured.networks.get("teacher")
+        return part.front if isinstance(part, FrozenPart) else None
+
+    @property
     def whole_cuts(self) -> dict[NetworkName, tuple[int, ...]]:
         """The cuts of the whole networks: of a student, those of its frozen part come first."""
         if not self.captured.is_frozen:
@@ -422,6 +429,7 @@ class Engine:
         """
         started, number = time.perf_counter(), self._index
         own = self._runner.inputs(step, batch, self._seed + number, effects=True)
+        front = self._front
         told = self._inputs.get(number)
         if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
             raise CaptureError(
@@ -434,6 +442,8 @@ class Engine:
         ]  # fmt: skip
         word, most = self.stop.next_word(), self._programs.announced
         for n, following, its_step in new:
+            if front is not None:
+                front.see(n, following)
             self._inputs[n] = own if n == number else self._runner.inputs(
                 its_step, following, self._seed + n, effects=False
             )  # fmt: skip

@@ -347,6 +347,7 @@ class Executor:
         reading: AbstractContextManager[None] = nullcontext()
         if grad and self.weights is not None:
             reading = self.weights.forward(batch, action.batch)
+        self._networks[name].about_to_run(batch, slice(unit.start, unit.start + unit.size))
         with self._context(), reading, self.statistics.collecting(batch, action, units):
             values, found = self._networks[name].run(
                 inputs, first, last, grad=grad, run=execution.run if execution is not None else None

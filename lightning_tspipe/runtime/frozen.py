@@ -9,13 +9,29 @@ out. There is no staleness in that: frozen weights don't change::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
-from lightning_tspipe.capture.plan import NetworkName
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tspipe.capture.plan import NetworkName, ValueRef
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.runtime.execution import Ran
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured
+
+
+class Front(Protocol):
+    """Something that knows what a frozen part returns for a sample."""
+
+    def see(self, number: int, batch: Any) -> None:
+        """A batch whose frozen part will run; before it does."""
+
+    def run(self, part: FrozenPart, number: int, rows: slice, inputs: Tensors) -> Tensors:
+        """What it returns for some samples of a batch."""
 
 
 class FrozenPart(ChainNetwork):
@@ -31,7 +47,37 @@ class FrozenPart(ChainNetwork):
         self.name = "teacher"
         self.called_as = "student"
         self.num_frozen = num_atoms
+        self.front: Front | None = None
+        self._now: tuple[int, slice] = (0, slice(0))
 
+    @override
+    def about_to_run(self, batch: int, rows: slice) -> None:
+        self._now = batch, rows
+
+    @override
+    def run(
+        self,
+        received: Tensors,
+        start: int,
+        stop: int,
+        *,
+        grad: bool,
+        run: Callable[[Tensors, int, int], Ran] | None = None,
+    ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
+        if self.front is None or (start, stop) != (0, self.num_frozen):
+            return super().run(received, start, stop, grad=grad, run=run)
+        return self.front.run(self, *self._now, received), {}
+
+    def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
+        """What some atoms return, without gradients, whatever is known."""
+        return super().run(received, start, stop, grad=False)[0]
+
+    @property
+    def is_tapped(self) -> bool:
+        """Whether the step uses something in its middle."""
+        return any(output.atom < self.num_frozen for output in self.wanted)
+
+    @override
     def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
         """The stages that emit something that the step uses; the last one need not.
 
@@ -46,12 +92,15 @@ class FrozenPart(ChainNetwork):
         )
 
 
-def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, int]:
+def with_frozen(
+    captured: Captured, frozen: Collection[str], front: Front | None = None
+) -> tuple[Captured, int]:
     """Make the frozen beginning of the student a network of its own.
 
     Args:
         captured: A step with a student, and without a teacher.
         frozen: Names of the parameters that are frozen; they need no gradients.
+        front: Knows what the frozen part returns, if this rank runs all of it.
 
     Returns:
         The captured step, and the number of frozen atoms; 0 if the first atom is trained.
@@ -68,10 +117,9 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
             "the step calls a teacher, and FreezeAndRepack makes the frozen layers run in its "
             "place. Use FreezeAndRepack on trainable networks without a teacher"
         )
-    networks: dict[NetworkName, ChainNetwork] = {
-        "student": student,
-        "teacher": FrozenPart(student, number),
-    }
+    part = FrozenPart(student, number)
+    part.front = None if part.is_tapped else front
+    networks: dict[NetworkName, ChainNetwork] = {"student": student, "teacher": part}
     return replace(captured, networks=networks), number
 
 

@@ -177,6 +177,9 @@ class ChainNetwork:
         """The used values that atoms from ``start`` up to ``stop`` emit."""
         return tuple(ref for ref, out in self._refs.items() if start <= out.atom < stop)
 
+    def about_to_run(self, batch: int, rows: slice) -> None:
+        """Which samples of which batch run next; a frozen part asks what it knows of them."""
+
     def run(
         self,
         received: Tensors,

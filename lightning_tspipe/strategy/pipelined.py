@@ -17,6 +17,7 @@ from lightning_tspipe.strategy.setup import find_networks
 if TYPE_CHECKING:
     from lightning_tspipe.ir.pipeline import Pipeline
     from lightning_tspipe.runtime.engine import Engine
+    from lightning_tspipe.runtime.frozen import Front
     from lightning_tspipe.strategy.strategy import PipelineHooks
 
 _DONE = "no more batches"
@@ -95,6 +96,10 @@ class Pipelined:
             repack: Whether pipelines may become shorter, and have more replicas.
         """
         self._strategy.repacking.enable(repack=repack)
+
+    def use_front(self, front: Front) -> None:
+        """Have something asked what the frozen part of a single rank returns for a sample."""
+        self._strategy.repacking.use_front(front)
 
     def freeze(
         self,

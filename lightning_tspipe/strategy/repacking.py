@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.failures import waiting
-from lightning_tspipe.runtime.frozen import num_frozen_atoms
+from lightning_tspipe.runtime.frozen import Front, num_frozen_atoms
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.sharing_batches import share_batches
 from lightning_tspipe.runtime.weights import LOSS_RANK
@@ -90,6 +90,10 @@ class Repacking:
                 "come and go can't weigh a loss that the module runs backward itself. Set "
                 "repack=False"
             )
+
+    def use_front(self, front: Front) -> None:
+        """Something will know what the frozen part returns for a sample."""
+        self.freezing.front = front
 
     def freeze(
         self,

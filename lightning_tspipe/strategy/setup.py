@@ -237,7 +237,8 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         heads_of(module, networks, device, replicas),
     )  # fmt: skip
     materializer = share_weights(module, networks, transport, replicas, origin)
-    captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names)
+    front = freezing.front if transport.num_ranks == 1 else None
+    captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names, front)
     costs = None
     if engine.heads is not None:
         limit = _memory_limit(options, device)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_tspipe import FreezeAndRepack, ScheduledFreeze, TSPipeStrategy
+from lightning_tspipe import AutoCache, FreezeAndRepack, ScheduledFreeze, TSPipeStrategy
+from lightning_tspipe.caching import WithIds
 from tests.integration.trainings import strict
 
 WIDTH, NUM_CLASSES, NUM_BLOCKS = 6, 3, 5
@@ -42,6 +43,7 @@ class Case:
         validates: Whether there is a validation in each epoch.
         compares: Whether to compare what every rank holds before and after a transition.
         shuffle: Of the loader.
+        cache: Whether activations are cached, worth it or not.
     """
 
     strategy: str = "tspipe"
@@ -59,6 +61,7 @@ class Case:
     validates: bool = False
     compares: bool = False
     shuffle: bool = True
+    cache: bool = False
 
 
 class Block(nn.Module):
@@ -98,7 +101,7 @@ class Module(LightningModule):
         self.scale = nn.Parameter(torch.ones(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
+        x, y, *_ = batch
         return F.cross_entropy(self.student(x) * self.scale, y)
 
     def configure_optimizers(self) -> Any:
@@ -216,6 +219,8 @@ def train(case: Case) -> Found:
     samples, end = Samples(case.num_samples), AtEnd()
     callback = FreezeAndRepack(ScheduledFreeze(case.frozen), repack=case.repack,
                                num_active=case.num_active)  # fmt: skip
+    if case.cache:
+        callback.cache = AutoCache("student", memory="8MB", always=True)
     watch = Watch(samples, case)
     strategy: Any = case.strategy
     if strategy == "tspipe":
@@ -227,7 +232,8 @@ def train(case: Case) -> Found:
         default_root_dir=".",
     )  # fmt: skip
     torch.manual_seed(3)
-    loader = DataLoader(samples, case.batch_size, shuffle=case.shuffle)
+    data_set: Any = WithIds(samples, inputs=0) if case.cache else samples
+    loader = DataLoader(data_set, case.batch_size, shuffle=case.shuffle)
     if strategy == "ddp":  # Lightning's own sampler shuffles
         rank = int(os.environ["LOCAL_RANK"])
         sampler: Any = DistributedSampler(samples, case.num_ranks, rank, shuffle=False)

@@ -165,3 +165,15 @@ def test_a_rank_that_is_killed_in_a_transition(tmp_path: Path) -> None:
     ranks = together(replace(case, resume=True), tmp_path)
     expected = alone(replace(case, save_at=0), tmp_path)
     torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
+
+
+def test_activations_that_are_read_are_those_that_would_be_computed(tmp_path: Path) -> None:
+    case = Case(options=by_hand(2), repack={2: 1}, frozen={1: 2, 3: 4}, epochs=5, cache=True,
+                shuffle=False)  # fmt: skip
+    expected = alone(replace(case, cache=False), tmp_path)
+    ranks = together(case, tmp_path)
+    for rank in ranks:
+        torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
+        assert [entry["hit_rate"] for entry in rank.history] == [1.0, 1.0]
+        # Inputs are loaded until what was kept has been compared once, and never again.
+        assert [len(read) for read in rank.read[3:]] == [0, 0]
