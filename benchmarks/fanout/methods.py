@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.functional import cross_entropy
+from torch.profiler import ProfilerActivity, profile
 from torchvision.models import resnet18
 from typing_extensions import override
 
@@ -24,6 +28,8 @@ from lightning_tspipe.simulation.cost import StageCost
 IMAGE_SIZE = 32
 NUM_CLASSES = (10, 2, 4)
 NUM_BATCHES = 4
+COUNTED_STEP = 2
+"""The step in which memory is counted: untimed, and by then all of it is allocated."""
 UNIT = 0.2
 """Seconds of the paper's unit; emulated."""
 
@@ -92,22 +98,55 @@ class Tasks(FanoutTraining, LightningModule):
 
 
 class Peak(Callback):
-    """How much the process has grown since it began to train."""
+    """What tensors the process holds at the peak of one step, all allocations counted."""
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        self._before = _status("VmRSS")
+        self._profile: Any = None
+        self._held = 0
+
+    @override
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        if arguments[-1] == COUNTED_STEP:
+            self._held = _living_bytes()
+            self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+            self._profile.__enter__()
 
     @override
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self._gate.held = Bytes(_status("VmHWM") - self._before, 0, 0, 0)
+        if self._profile is None:
+            return
+        self._profile.__exit__(None, None, None)
+        events = self._profile.profiler.kineto_results.events()
+        self._profile = None
+        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+        peak = max(accumulate((size for _, size in changes), initial=0))
+        self._gate.held = Bytes(self._held + peak, 0, 0, 0)
 
 
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith(f"{name}:"))
-    return int(line.split()[1]) * 1024
+def _living_bytes() -> int:
+    """Of all storages, each counted once."""
+    gc.collect()
+    # type() and not isinstance(): some objects pretend to be something else, at a price.
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    storages: dict[int, int] = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        # Messages are bytes in memory that ranks share: that is counted where it is used.
+        if t.device.type == "cpu" and t.dtype != torch.uint8 and not isinstance(t, FakeTensor)
+    }
+    return sum(storages.values()) + _shared_bytes()
+
+
+def _shared_bytes() -> int:
+    """This process's share of what is used of memory that it shares."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if line[0].isdigit() or line[0] in "abcdef":  # a mapping begins
+            counts = "memfd:lightning-tspipe" in line
+        elif counts and line.startswith("Pss:"):
+            total += 1024 * int(line.split()[1])
+    return total
 
 
 def train(job: Job, connection: Connection) -> None:
@@ -127,6 +166,7 @@ def train(job: Job, connection: Connection) -> None:
         has_features = job.method == "heads"
         module = Tasks((trunk, heads[-1:]), job.rank, has_features=has_features)
         strategy = "auto"
+        del trunk, heads  # what is not trained here would be counted
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -138,7 +178,8 @@ def train(job: Job, connection: Connection) -> None:
         enable_model_summary=False,
         callbacks=[peak],
     )
-    trainer.fit(module, GatedLoader(gate, _batches(job)))
+    reads = job.method != "fanout" or job.rank == job.num_ranks - 1
+    trainer.fit(module, GatedLoader(gate, _batches(job) if reads else []))
 
 
 def _batches(job: Job) -> list[Batch]:
