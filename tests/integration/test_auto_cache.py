@@ -113,12 +113,19 @@ class Run:
     with_ids: bool = True
     always: bool = True
     num_loaders: int = 1
+    num_workers: int = 0
 
 
 def train(run: Run) -> dict[str, Any]:
     pictures = Pictures(run.noise[0])
     dataset: Any = WithIds(pictures, inputs=0) if run.with_ids else pictures
-    loader = DataLoader(dataset, 5, shuffle=True, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(
+        dataset,
+        5,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(1),
+        num_workers=run.num_workers,
+    )
     module, rates = Classifier(run.freeze, run.noise[1], run.evaluates), Rates()
     caches = [AutoCache(always=run.always, **run.options)] if run.cached else []
     trainer = Trainer(
@@ -204,6 +211,16 @@ def test_budgets_do_not_change_the_weights(
     whole = "disk" in options
     assert (found["rates"][2] == 1.0) == whole
     assert 0 < found["rates"][2] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_workers_leave_out_inputs_too(tmp_path: Path) -> None:
+    run = Run(num_workers=1, num_epochs=3)
+    found = jobs.run(train, run, num_ranks=1, folder=tmp_path)[0]
+    expected = jobs.run(train, replace(run, cached=False), num_ranks=1, folder=tmp_path)[0]
+    assert_same(found, expected)
+    assert found["rates"] == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.slow
