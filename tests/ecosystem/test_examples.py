@@ -133,3 +133,26 @@ def test_heads_on_a_trunk_are_those_of_one_device_and_are_exported(tmp_path: Pat
     head = tmp_path / "runs" / "fanout" / "heads" / "rotation.ckpt"
     output = command(tmp_path, *TSPIPE, "export", str(head), "--part", "student.heads.rotation")
     assert "4 tensors" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # real networks, on two cores
+def test_blocks_are_compressed_and_then_trained_on_labels(tmp_path: Path) -> None:
+    in_forks(tmp_path, "compression", "--fast", *EXACT)
+    over_two = column(tmp_path, "compression", "train_loss")
+    (file,) = (tmp_path / "runs" / "compression").glob("version_0/checkpoints/*.ckpt")
+    in_forks(tmp_path, "compression_finetune", "--fast", "--model.checkpoint", str(file))
+    assert all(map(math.isfinite, column(tmp_path, "compression_finetune", "loss")))
+    alone = ["--trainer.strategy", "auto", "--trainer.devices", "1"]
+    in_forks(tmp_path, "compression", "--fast", *EXACT, *alone, num_ranks=1)
+    assert over_two == pytest.approx(column(tmp_path, "compression", "train_loss"), rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_architecture_is_searched_and_then_trained(tmp_path: Path) -> None:
+    in_forks(tmp_path, "architecture_search", "--fast", "--trainer.limit_train_batches", "2")
+    assert column(tmp_path, "architecture_search", "train_loss/block_5")
+    (file,) = (tmp_path / "runs" / "architecture_search").glob("version_*/architecture.json")
+    in_forks(tmp_path, "found_architecture", "--fast", "--model.architecture", str(file))
+    assert all(map(math.isfinite, column(tmp_path, "found_architecture", "loss")))

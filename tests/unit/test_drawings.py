@@ -13,6 +13,7 @@ from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
 from lightning_tspipe.simulation.timeline import Timeline
@@ -56,6 +57,12 @@ def asynchronous(num_batches: int) -> Timeline:
     return simulate([lower(one) for one in steps], CostTable.uniform(pipeline))
 
 
+def relayed(*groups: tuple[int, ...]) -> Timeline:
+    """Two steps of blocks on groups of ranks."""
+    pipeline = relay_pipeline(groups)
+    return simulate([lower(relay(pipeline))] * 2, CostTable.uniform(pipeline))
+
+
 TIMELINES: dict[str, Callable[[], Timeline]] = {
     "sequential": lambda: simulate([lower(step("sequential", teacher_now=True))], COSTS),
     "gpipe": lambda: simulate([lower(step("gpipe", teacher_now=True))], COSTS),
@@ -63,6 +70,8 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "tspipe, first step": lambda: epoch().between(0, 0),
     "tspipe, last step": lambda: epoch().between(5, 5),
     "1f1b, an epoch of six batches": lambda: asynchronous(6),
+    "relay, two steps": lambda: relayed((2,), (1,), (0,)),
+    "relay, ranks 1 and 2 share a stage": lambda: relayed((2, 1), (0,)),
     "tspipe, whole backwards": lambda: epoch(is_split=False).between(2, 3),
 }
 FOUND = [
