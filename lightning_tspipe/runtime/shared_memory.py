@@ -25,6 +25,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -47,6 +48,7 @@ _PACKET = 1 << 16
 _MAX_INLINE = 1 << 15
 _SPIN_SECONDS = 3e-4
 _SMALLEST = 1 << 12
+_LARGE = 1 << 20
 _EMPTY = -1
 """Stands for the buffer of a tensor without elements."""
 _STEPS_AHEAD = 4
@@ -122,7 +124,8 @@ class SharedMemoryTransport(Transport):
         file = os.memfd_create("lightning-tspipe", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, size)
-            peer.buffers.append(torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8))
+            peer.maps.append(mmap.mmap(file, size))
+            peer.buffers.append(torch.frombuffer(peer.maps[place], dtype=torch.uint8))
             self._push(target, _NEW, 0, [place, size], files=[file])
         finally:
             os.close(file)
@@ -162,6 +165,7 @@ class SharedMemoryTransport(Transport):
             place = self._fill(
                 peer, target, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             )
+            peer.objects_sent.add(place)
             self._push(target, _LONG_OBJECT, channel, [place, len(payload)])
         peer.num_sent += 1
 
@@ -286,6 +290,8 @@ class _Peer:
         self.is_open = True
         # To the peer: buffers by number, free ones by size, messages sent and taken
         self.buffers: list[Tensor] = []
+        self.maps: list[mmap.mmap] = []
+        self.objects_sent: set[int] = set()
         self.pool: dict[int, list[int]] = defaultdict(list)
         self.num_sent = 0
         self.num_taken = 0
@@ -333,6 +339,19 @@ class _Peer:
                 return False
             self._take_in(packet, files)
 
+    def _take_back(self, place: int) -> None:
+        """The peer needs a buffer no more; a large one of an object, such as weights, is emptied.
+
+        Objects are sent once in a while, and their memory would stay for good.
+        """
+        size = self.buffers[place].numel()
+        if place in self.objects_sent:
+            self.objects_sent.discard(place)
+            if size >= _LARGE:
+                with suppress(OSError):  # a kernel that can't keeps it
+                    self.maps[place].madvise(mmap.MADV_REMOVE)
+        self.pool[size].append(place)
+
     def _take_in(self, packet: bytes, files: Sequence[int]) -> None:
         kind, channel, count, num_taken = _HEAD.unpack_from(packet)
         self.num_taken = max(self.num_taken, num_taken)
@@ -342,7 +361,7 @@ class _Peer:
             self.num_arrived[channel] += 1
         elif kind == _FREE:
             for place in places:
-                self.pool[self.buffers[place].numel()].append(place)
+                self._take_back(place)
         elif kind == _NEW:
             place, size = places
             self.mapped[place] = mmap.mmap(files[0], size)

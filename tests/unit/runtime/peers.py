@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,3 +133,37 @@ def keep_and_reuse(num_steps: int) -> tuple[list[float], int]:
     dist.barrier()
     dist.destroy_process_group()
     return kept, num_buffers
+
+
+def send_weights() -> tuple[bool, int]:
+    """Rank 0 sends large objects; whether they arrive, and what is left in shared memory."""
+    transport = connect("shared memory", 30)
+    peer, right = 1 - transport.rank, True
+    for step in range(3):
+        weights = torch.full((1 << 20,), float(step))
+        if transport.rank == 0:
+            transport.send_object(weights, peer)
+        else:
+            right = right and bool(torch.equal(transport.receive_object(peer), weights))
+        transport.finish_step()
+        transport.gather_object(step)
+        transport.broadcast_object(step, 0)
+    dist.barrier()
+    transport.finish_step()
+    transport.gather_object(0)
+    dist.barrier()
+    found = right, _shared_kilobytes()
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _shared_kilobytes() -> int:
+    """Kilobytes in use of the memory that this process shares with its peers."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if not line[0].isupper():  # a mapping begins
+            counts = "memfd:lightning-tspipe" in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total

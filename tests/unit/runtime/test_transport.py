@@ -129,3 +129,10 @@ def test_shared_memory_is_reused_but_never_under_a_living_tensor(folder: Path) -
     assert kept == [1000.0 * step for step in range(50)] + [0.0]
     # One is kept; with the others the sender is at most 4 steps and 16 messages ahead.
     assert num_buffers <= 1 + 4 + 16 + 1
+
+
+@pytest.mark.distributed
+def test_large_objects_leave_no_memory_behind(folder: Path) -> None:
+    for is_right, kilobytes in jobs.run(peers.send_weights, folder=folder, seconds=200):
+        assert is_right
+        assert kilobytes < 1024  # of 4 MB
