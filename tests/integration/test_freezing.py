@@ -93,6 +93,7 @@ def test_normalisation_that_is_frozen_counts_nothing(tmp_path: Path) -> None:
     assert ranks[0].metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_replicas_from_the_start_and_a_run_that_goes_on(tmp_path: Path) -> None:
     """Two replicas of two stages become four of one; a checkpoint of these, and one of before."""
     case = Case(options=by_hand(2, num_stages=2), num_ranks=4, repack={2: 1}, frozen={1: 2},
@@ -122,6 +123,7 @@ def test_a_checkpoint_between_transitions(step: int, tmp_path: Path) -> None:
     torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
 
 
+@pytest.mark.slow
 def test_as_few_stages_as_memory_and_time_say(tmp_path: Path) -> None:
     case = Case(options={"num_microbatches": "auto"}, repack=True, num_samples=24)
     expected = alone(case, tmp_path)
@@ -131,6 +133,7 @@ def test_as_few_stages_as_memory_and_time_say(tmp_path: Path) -> None:
     assert ranks[0].history[-1]["num_ranks"] == 1
 
 
+@pytest.mark.slow
 def test_ddp_freezes_only(tmp_path: Path) -> None:
     case = Case(strategy="ddp", batch_size=4, num_samples=16, shuffle=False)
     expected = alone(replace(case, batch_size=8), tmp_path)
@@ -167,6 +170,7 @@ def test_a_rank_that_is_killed_in_a_transition(tmp_path: Path) -> None:
     torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
 
 
+@pytest.mark.slow
 def test_activations_that_are_read_are_those_that_would_be_computed(tmp_path: Path) -> None:
     case = Case(options=by_hand(2), repack={2: 1}, frozen={1: 2, 3: 4}, epochs=5, cache=True,
                 shuffle=False)  # fmt: skip

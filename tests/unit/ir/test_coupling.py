@@ -11,6 +11,8 @@ from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.schedules.sequential import sequential
+from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 
@@ -135,3 +137,23 @@ def test_is_json() -> None:
         assert Pipeline.from_dict(pipeline.to_dict()) == pipeline
     old = {name: value for name, value in relay().to_dict().items() if name != "coupling"}
     assert Pipeline.from_dict(old).is_chain
+
+
+def test_a_frozen_part_comes_before_the_rest_and_may_run_ahead() -> None:
+    frozen = NetworkLayout((1, 0), 1, 2, frozenset())
+    student = NetworkLayout((1, 0), 1, 2, frozenset({1}))
+    pipeline = Pipeline(2, student, frozen, 1, coupling=Coupling.PREFIX)
+    assert pipeline.loss_ranks == (0,)
+    assert needs("0T0", pipeline) == ["1D input"]
+    assert needs("0F1", pipeline) == ["1T1 activation"]
+    assert needs("1F1", pipeline) == ["0F1 activation"]
+    assert needs("0L", pipeline) == ["1D batch", "1F0 output", "1F1 output"]
+    for now, ahead in ((True, False), (True, True), (False, True)):
+        program = lower(tspipe(pipeline, teacher_now=now, teacher_next=ahead))
+        validate(program)
+        # What runs ahead goes to the first stage at once, which waits for it in the next step.
+        sent = {str(message) for message in program.messages}
+        assert ("1T0+1>0F0+1@1" in sent) == ahead
+    validate(lower(sequential(pipeline)))
+    with pytest.raises(ScheduleError, match="equally many"):
+        Pipeline(2, student, network(1, 0), 1, coupling=Coupling.PREFIX)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.replicas import Replicas
+from lightning_tspipe.runtime.sharing_batches import BatchShare, share_batches
+
+
+class Alone(Replicas):
+    """One of several replicas, with nobody to talk to."""
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(("number", "joined"), [(1, 2), (2, 1), (3, 2)])
+def test_parts_of_batches_are_the_batches(number: int, joined: int) -> None:
+    batches = BatchSampler(SequentialSampler(range(17)), 4, drop_last=True)
+    shares = [BatchShare(batches, Alone(index, number), joined) for index in range(number)]
+    assert len({len(share) for share in shares}) == 1
+    found = [[i for part in parts for i in part] for parts in zip(*shares, strict=True)]
+    size = 4 * joined
+    assert found == [list(range(16))[start : start + size] for start in range(0, 16, size)]
+
+
+def test_a_batch_of_fewer_samples_than_replicas() -> None:
+    batches = BatchSampler(SequentialSampler(range(5)), 4, drop_last=False)
+    with pytest.raises(ConfigurationError, match="drop_last=True"):
+        list(BatchShare(batches, Alone(0, 2), 1))
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (DataLoader(Stream(), 2), "not known before they are read"),
+        ([1, 2], "not known before they are read"),
+        (DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, 0)), "Leave it out"),  # type: ignore[arg-type]
+    ],
+)
+def test_loaders_that_cannot_be_dealt_out(loader: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        share_batches(loader, Alone(0, 2), 1)
