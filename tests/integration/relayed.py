@@ -186,6 +186,38 @@ def resume(relay: Relay, file: str) -> Relayed:
     return Relayed(weights, {}, trainer.global_step, {})
 
 
+class TwoRounds(Blocks):
+    """Weights learn in every step, norms in some, from other pictures, with their own optimizer."""
+
+    def block_rounds(self, batch_idx: int) -> Sequence[str]:
+        return ("weights", "norms") if batch_idx % 2 == 0 else ("weights",)
+
+    def block_input(self, batch: Any, round_name: str = "weights") -> Tensor:
+        x: Tensor = batch[0]
+        return x if round_name == "weights" else x.flip(3)
+
+    def round_optimizers(self, round_name: str) -> Sequence[Any]:
+        return self.all_optimizers()[:1] if round_name == "weights" else self.all_optimizers()[1:]
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.student.parameters())
+        norms = [p for p in parameters if p.dim() == 1]
+        # No Adam: of biases in front of a norm, whose gradients are zero, it sees the rounding.
+        return [sgd(p for p in parameters if p.dim() > 1), torch.optim.SGD(norms, lr=0.01)]
+
+
+def train_two_rounds(relay: Relay) -> Relayed:
+    """An alternating training."""
+    strict()
+    torch.manual_seed(0)
+    module = TwoRounds(relay.num_blocks, optimizer="rounds")
+    trainer = relay_trainer(relay)
+    trainer.fit(module, Epochs(relay.epochs()), Epochs([batches((4,))]))
+    weights = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
+    metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    return Relayed(weights, metrics, trainer.global_step, {})
+
+
 class Broken(Blocks):
     """Breaks in the second epoch, in the last block."""
 

@@ -17,6 +17,7 @@ from tests.integration.relayed import (
     train,
     train_all,
     train_broken,
+    train_two_rounds,
 )
 
 pytestmark = pytest.mark.distributed
@@ -89,6 +90,18 @@ def test_gradients_are_accumulated_and_clipped_over_all_stages(tmp_path: Path) -
     for found in run(train, relay, folder=tmp_path, num_ranks=2)[:1]:
         for name, value in alone.weights.items():
             torch.testing.assert_close(found.weights[name], value, **CLOSE, msg=name)
+
+
+@pytest.mark.slow
+def test_rounds_alternate_on_all_ranks(tmp_path: Path) -> None:
+    (alone,) = run(train_two_rounds, Relay(num_ranks=1), folder=tmp_path, num_ranks=1)
+    relay = Relay(options={"mode": "ahd", "partition": [1, 3], "widths": [1, 2]}, num_ranks=3)
+    found = run(train_two_rounds, relay, folder=tmp_path, num_ranks=3)
+    for name, value in alone.weights.items():
+        torch.testing.assert_close(found[0].weights[name], value, **CLOSE, msg=name)
+    for rank in found:
+        assert rank.global_step == alone.global_step
+        assert rank.metrics == pytest.approx(alone.metrics, rel=1e-9)
 
 
 @pytest.mark.slow
