@@ -138,13 +138,14 @@ def test_heads_on_a_trunk_are_those_of_one_device_and_are_exported(tmp_path: Pat
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # real networks, on two cores
 def test_blocks_are_compressed_and_then_trained_on_labels(tmp_path: Path) -> None:
-    in_forks(tmp_path, "compression", "--fast", *EXACT)
+    short = [*EXACT, "--trainer.limit_train_batches", "2"]
+    in_forks(tmp_path, "compression", "--fast", *short)
     over_two = column(tmp_path, "compression", "train_loss")
     (file,) = (tmp_path / "runs" / "compression").glob("version_0/checkpoints/*.ckpt")
     in_forks(tmp_path, "compression_finetune", "--fast", "--model.checkpoint", str(file))
     assert all(map(math.isfinite, column(tmp_path, "compression_finetune", "loss")))
     alone = ["--trainer.strategy", "auto", "--trainer.devices", "1"]
-    in_forks(tmp_path, "compression", "--fast", *EXACT, *alone, num_ranks=1)
+    in_forks(tmp_path, "compression", "--fast", *short, *alone, num_ranks=1)
     assert over_two == pytest.approx(column(tmp_path, "compression", "train_loss"), rel=1e-9)
 
 
