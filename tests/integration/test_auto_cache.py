@@ -240,6 +240,12 @@ def test_what_is_faster_is_measured(uncached: Any, tmp_path: Path) -> None:
     assert_same(found, uncached)
 
 
+@pytest.mark.distributed
+def test_a_pipeline_wants_it_from_who_freezes(tmp_path: Path) -> None:
+    job = jobs.run_job(train, Run(strategy="tspipe"), num_ranks=1, folder=tmp_path)
+    assert "FreezeAndRepack has its own argument" in job.errors[0]
+
+
 def fails(run: Run) -> str:
     with pytest.raises(Exception, match=r".") as caught:
         train(run)
