@@ -82,7 +82,7 @@ def _real(
     rows: list[dict[str, Any]],
 ) -> None:
     """Two processes, one thread each; interleaved rounds of whole epochs."""
-    batch_size, rounds = (4, 1) if quick else (BATCH_SIZES[workload], 4)
+    batch_size, rounds = (4, 1) if quick else (BATCH_SIZES[workload], 3)
     num_steps = 2 if quick else EPOCH
     with TemporaryDirectory(prefix="relay-") as name, ExitStack() as stack:
         folder = Path(name)
@@ -171,7 +171,7 @@ def _emulated(
     figures["ahd_over_optimum"] = max(found["chosen_over_best"] for found in priced)
     for found in priced[:1] if quick else priced:
         seconds = {
-            method: _run_emulated(found, method, context, 3 if quick else 8)
+            method: _run_emulated(found, method, context, 3 if quick else 6)
             for method in ("ahd", "dp")
         }
         alone = found["without_loads"]
