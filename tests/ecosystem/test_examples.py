@@ -122,6 +122,7 @@ def test_the_strategy_is_configured_and_a_checkpoint_is_validated(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_heads_on_a_trunk_are_those_of_one_device_and_are_exported(tmp_path: Path) -> None:
     in_forks(tmp_path, "fanout", "--fast", *EXACT)
     names = ("kind", "animal", "rotation")
