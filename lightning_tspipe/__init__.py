@@ -21,6 +21,7 @@ from lightning_tspipe.callbacks import (
     PipelineThroughputMonitor,
     PipelineTimeline,
     ScheduledFreeze,
+    WeightPrediction,
 )
 from lightning_tspipe.errors import (
     CaptureError,
@@ -62,6 +63,7 @@ __all__ = [
     "TSPipeError",
     "TSPipeStrategy",
     "TransportError",
+    "WeightPrediction",
     "knn_evaluation",
     "linear_evaluation",
 ]

@@ -14,6 +14,7 @@ from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
 from lightning_tspipe.callbacks.probe import OnlineLinearProbe
 from lightning_tspipe.callbacks.throughput import PipelineThroughputMonitor
 from lightning_tspipe.callbacks.timeline import PipelineTimeline
+from lightning_tspipe.callbacks.weight_prediction import WeightPrediction
 
 __all__ = [
     "AutoCache",
@@ -30,4 +31,5 @@ __all__ = [
     "PipelineThroughputMonitor",
     "PipelineTimeline",
     "ScheduledFreeze",
+    "WeightPrediction",
 ]

@@ -13,6 +13,7 @@ from lightning_tspipe.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
+    from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
     from lightning_tspipe.simulation.timeline import Timeline
 else:
     from lightning.pytorch import Callback
@@ -65,6 +66,9 @@ class Pipelined(Protocol):
 
     def gather(self, value: Any) -> list[Any] | None:
         """The values of a pipeline's ranks, on its loss rank; every rank calls it."""
+
+    def predict_teacher(self) -> TeacherPrediction | None:
+        """From now on, what runs ahead reads predicted weights; None before the first batch."""
 
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample in a training step."""

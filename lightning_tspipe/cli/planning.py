@@ -24,7 +24,7 @@ from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
 from lightning_tspipe.strategy.setup import parse_bytes
 
 _FASTER = 1.01
@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "fastest number (default: 1 on one node, auto on several)",
     )
     parser.add_argument("--batch", type=int, help="samples per call, of all replicas together")
-    parser.add_argument("--schedule", default="all", choices=["all", *SCHEDULES, "relay"])
+    schedules = ["all", *SCHEDULES, ASYNCHRONOUS, "relay"]
+    parser.add_argument("--schedule", default="all", choices=schedules)
     parser.add_argument("--memory", metavar="32GiB", help="of one device, for everything")
     parser.add_argument(
         "--state", metavar="8GiB", help="of one device, for weights, gradients, optimizer, teacher"

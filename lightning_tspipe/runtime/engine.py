@@ -44,6 +44,7 @@ from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.stage_weights import StageWeights, stage_weights
 from lightning_tspipe.runtime.stopping import Stop
+from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.runtime.weight_policies import WeightPolicy
@@ -538,6 +539,15 @@ class Engine:
         self._inputs.pop(self._index, None)
         self._index += 1
         self._step = None
+
+    def predict_teacher(self) -> TeacherPrediction | None:
+        """From now on, teacher forwards that run ahead read predicted weights."""
+        teacher = self.captured.networks.get("teacher")
+        if teacher is None:
+            return None
+        blocks = [self.module.get_submodule(name) for name in teacher.block_names]
+        self.executor.teacher = TeacherPrediction(blocks)
+        return self.executor.teacher
 
     def settle(self) -> None:
         """Between two steps: forwards of the student that ran ahead are forgotten, and done again.

@@ -29,6 +29,7 @@ from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stage_weights import StageWeights
 from lightning_tspipe.runtime.statistics import CallStatistics
+from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
 
@@ -83,6 +84,7 @@ class Executor:
         recorder: Notes when what ran.
         statistics: When BatchNorm statistics count.
         weights: Which version of its weights the student reads; None: always the current one.
+        teacher: Predicts the weights of a teacher that runs ahead; None: it reads its own.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -109,6 +111,7 @@ class Executor:
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
         self.recorder = Recorder()
         self.weights: StageWeights | None = None
+        self.teacher: TeacherPrediction | None = None
         self._handlers: dict[Op, Callable[[StepContext, Action], None]] = {
             Op.FORWARD: self._forward,
             Op.TEACHER: self._forward,
@@ -345,7 +348,9 @@ class Executor:
         )
         batch, execution = step.index + action.batch, self._executions.get(name)
         reading: AbstractContextManager[None] = nullcontext()
-        if grad and self.weights is not None:
+        if action.op is Op.TEACHER and action.batch and self.teacher is not None:
+            reading = self.teacher.reading(step.index)
+        elif grad and self.weights is not None:
             reading = self.weights.forward(batch, action.batch)
         self._networks[name].about_to_run(batch, slice(unit.start, unit.start + unit.size))
         with self._context(), reading, self.statistics.collecting(batch, action, units):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_tspipe.profiling import flops_per_sample
 from lightning_tspipe.runtime.loading import isolated
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
 from lightning_tspipe.strategy.setup import find_networks
@@ -129,6 +130,15 @@ class Pipelined:
         """
         found: list[Any] | None = self._strategy.transport.gather_object(value, LOSS_RANK)
         return found
+
+    def predict_teacher(self) -> TeacherPrediction | None:
+        """From now on, what runs ahead reads the teacher as it is expected one update later.
+
+        Returns:
+            What predicts it; None before the first batch, or without a teacher.
+        """
+        engine = self._strategy.engine
+        return None if engine is None else engine.predict_teacher()
 
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample in a training step: products and convolutions.

@@ -94,6 +94,8 @@ def train_rank(setting: Setting, module: Trained, transport: Transport) -> Recor
     epochs = setting.epochs(module)
     captured = engine.capture(partial(_step, module, 0), epochs[0][0])
     engine.place(captured, make_placement(setting, module, captured), setting.schedule, None)
+    if setting.predict:
+        engine.predict_teacher()
     optimizer = setting.make_optimizer(module)
     own = _own_parameters(engine)
     record, count = Record(), 0

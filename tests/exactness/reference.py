@@ -27,10 +27,18 @@ class MicroBatched:
         self._network = network
         self._num_microbatches = num_microbatches
         self._stale: State | None = None
+        self._before: State | None = None
 
-    def remember(self) -> None:
-        """From the next call on, use the weights of now: one update late."""
-        self._stale = {k: v.detach().clone() for k, v in self._network.named_parameters()}
+    def remember(self, *, predict: bool = False) -> None:
+        """From the next call on, use the weights of now: one update late.
+
+        Args:
+            predict: Or those that they would become by moving on as they did last.
+        """
+        now = {k: v.detach().clone() for k, v in self._network.named_parameters()}
+        before = self._before if predict and self._before is not None else now
+        self._stale = {k: value + (value - before[k]) for k, value in now.items()}
+        self._before = now
 
     def forget(self) -> None:
         """The newest weights again: the pipeline was drained."""
@@ -111,7 +119,7 @@ def run_reference(setting: Setting) -> Record:
             record.losses.append(loss.detach().clone())
             record.gradients.append(gradients_of(parameters))
             for teacher in late:
-                teacher.remember()
+                teacher.remember(predict=setting.predict)
             count += 1
             if count % setting.accumulate == 0:
                 optimizer.step()

@@ -37,6 +37,7 @@ class Setting:
         accumulate: Batches per optimizer step.
         again: Which atoms of the student run again in the backward: "", "all" or "some".
         backend: Of ``torch.compile``; "" leaves it out.
+        predict: Whether what runs ahead reads the teacher predicted by one update.
     """
 
     case: str
@@ -50,6 +51,7 @@ class Setting:
     accumulate: int = 1
     again: str = ""
     backend: str = ""
+    predict: bool = False
 
     def __str__(self) -> str:
         sizes = "|".join(",".join(map(str, epoch)) for epoch in self.sizes)

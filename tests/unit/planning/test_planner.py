@@ -353,3 +353,12 @@ def test_more_ranks_are_balanced(num_ranks: int) -> None:
     assert found.step_seconds < 1.15 * 2 * 4 * 30 / num_ranks
     assert found.placement.student_ranks == tuple(range(num_ranks))[::-1]
     assert found.placement.data_rank == num_ranks - 1
+
+
+def test_asynchronously_a_batch_is_one_unit_and_a_rank_has_one_stage() -> None:
+    student = network(1.0, 2.0, 1.0, 1.0, 2.0, 1.0)
+    found = planned(student, None, schedule="1f1b", num_ranks=3)
+    assert (found.num_microbatches, found.split) == (1, frozenset())
+    assert found.pipeline.student.ranks == (2, 1, 0)
+    assert found.bubble_ratio == pytest.approx(0.0, abs=0.15)
+    assert found.simulate(6).num_ranks == 3

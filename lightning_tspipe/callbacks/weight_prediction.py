@@ -1,0 +1,75 @@
+"""The teacher of a pipeline, late by one update, predicted one update ahead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from lightning_tspipe.callbacks.common import Callback, log_accuracy, pipelined_of
+from lightning_tspipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
+
+
+class WeightPrediction(Callback):
+    """What runs ahead reads the averaged teacher as it is expected to be one update later.
+
+    Under ``schedule="tspipe"`` a teacher is one update late. It moves slowly, so its last move
+    tells about its next one. At the end of each epoch two means over its steps are logged: how far
+    the teacher of one update before was from the one that was meant (``teacher_distance``), and how
+    far the predicted one was (``teacher_distance_predicted``), over all its parameters.
+
+    It costs two copies of the teacher. After a run was resumed, two steps are not predicted.
+
+    Raises:
+        ConfigurationError: Nothing is late here, or the teacher does not move in every step.
+    """
+
+    def __init__(self) -> None:
+        self._prediction: TeacherPrediction | None = None
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is None or not pipelined.delay:
+            raise ConfigurationError(
+                "WeightPrediction: no teacher is late here. It belongs to strategy='tspipe'; "
+                "remove it"
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigurationError(
+                "WeightPrediction with accumulate_grad_batches="
+                f"{trainer.accumulate_grad_batches}: the teacher moves in some steps only, and its "
+                "last move says nothing about the next. Remove one of them"
+            )
+        self._prediction = None
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        pipelined = pipelined_of(trainer)
+        if self._prediction is None and pipelined is not None:
+            # There is none before the first batch was seen.
+            self._prediction = pipelined.predict_teacher()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is None or self._prediction is None:
+            return
+        own = {d.step: (d.delayed, d.predicted) for d in self._prediction.distances}
+        self._prediction.distances.clear()
+        ranks = pipelined.gather(own) or []
+        steps = set.intersection(*(set(rank) for rank in ranks)) if ranks else set()
+        if steps:
+            means = [
+                sum(sum(rank[step][kind] for rank in ranks) ** 0.5 for step in steps) / len(steps)
+                for kind in (0, 1)
+            ]
+            names = ("teacher_distance", "teacher_distance_predicted")
+            log_accuracy(trainer, pl_module, dict(zip(names, means, strict=True)))

@@ -1,0 +1,91 @@
+"""A teacher that runs ahead, with the weights that it is expected to have one update later.
+
+An average moves slowly and smoothly: its next move is about its last one. With ξ(n) the teacher
+that step n would read if it didn't run ahead::
+
+    T(n+1), in step n, reads   ξ(n) + (ξ(n) - ξ(n-1))    for the ξ(n+1) that it can't know yet
+
+That needs no word about how the average is made, in the step or in a hook, and two copies of
+the teacher. The first forward that runs ahead reads ξ(n) as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherDistance:
+    """How far this rank's part of a teacher was from the one that was meant, squared.
+
+    Attributes:
+        step: The step that it was meant for.
+        delayed: Of the teacher of one update before.
+        predicted: Of the one that was read.
+    """
+
+    step: int
+    delayed: float
+    predicted: float
+
+
+class TeacherPrediction:
+    """Predicts this rank's part of the teacher.
+
+    Args:
+        modules: Of the teacher; parameters of other ranks are on the meta device.
+
+    Attributes:
+        distances: Of the steps so far; take them and clear the list.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._slots = [
+            (module._parameters, name)  # noqa: SLF001
+            for block in modules
+            for module in block.modules()
+            for name, parameter in module._parameters.items()  # noqa: SLF001
+            if parameter is not None and not parameter.is_meta
+        ]
+        self._step = -1
+        self._before: list[Tensor] = []
+        self._moves: list[Tensor] = []
+        self.distances: list[TeacherDistance] = []
+
+    @contextmanager
+    def reading(self, step: int) -> Iterator[None]:
+        """Around a forward that runs ahead, in a step: the modules hold predicted parameters."""
+        if step != self._step:
+            self._begin(step)
+        own = [table[name] for table, name in self._slots]
+        for (table, name), now, move in zip(self._slots, self._before, self._moves, strict=True):
+            table[name] = now + move  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for (table, name), parameter in zip(self._slots, own, strict=True):
+                table[name] = parameter
+
+    @torch.no_grad()
+    def _begin(self, step: int) -> None:
+        now = [table[name].detach().clone() for table, name in self._slots]  # type: ignore[union-attr]
+        if self._before:
+            # Several updates, where the pipeline was empty in between.
+            num_updates = step - self._step
+            moves = [(new - old) / num_updates for new, old in zip(now, self._before, strict=True)]
+            if num_updates == 1:
+                self._measure(step, moves)
+        else:
+            moves = [torch.zeros_like(value) for value in now]
+        self._step, self._before, self._moves = step, now, moves
+
+    def _measure(self, step: int, moves: list[Tensor]) -> None:
+        delayed = sum(float(move.square().sum()) for move in moves)
+        errors = zip(moves, self._moves, strict=True)
+        predicted = sum(float((move - expected).square().sum()) for move, expected in errors)
+        self.distances.append(TeacherDistance(step, delayed, predicted))

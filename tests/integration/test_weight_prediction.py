@@ -1,0 +1,50 @@
+"""The callback WeightPrediction under a Trainer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+
+from lightning_tspipe import WeightPrediction
+from lightning_tspipe.errors import ConfigurationError
+from tests.integration.jobs import run
+from tests.integration.trainings import Training, build, train
+
+TRAINING = Training(
+    "Byol-group-2-by hand", "instance", {"num_microbatches": 1}, sizes=((4, 4, 4, 4, 4, 4),)
+)
+
+
+def predicting() -> list[Any]:
+    return [WeightPrediction()]
+
+
+def test_distances_are_logged(tmp_path: Path) -> None:
+    training = replace(TRAINING, callbacks=predicting)
+    loss, data = run(train, training, num_ranks=2, folder=tmp_path)
+    distance = loss.metrics["teacher_distance"]
+    predicted = loss.metrics["teacher_distance_predicted"]
+    assert distance > 0
+    assert 0 < predicted < distance  # an average of weights that momentum moves on
+    assert "teacher_distance" not in data.metrics or data.metrics["teacher_distance"] == distance
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "message"),
+    [("auto", 1, "no teacher is late"), ("tspipe", 2, "moves")],
+)
+def test_where_it_means_nothing_it_is_refused(
+    strategy: str, accumulate: int, message: str, tmp_path: Path
+) -> None:
+    module, loader = build(TRAINING)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, accumulate_grad_batches=accumulate,
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[WeightPrediction()],
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match=message):
+        trainer.fit(module, loader)
