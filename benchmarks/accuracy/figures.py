@@ -21,6 +21,7 @@ class Run:
         seed: Of weights, batches and augmentations.
         curves: The loss and the task's metric.
         metric: Which of the curves is compared.
+        measured: The metric at the end over more samples than the curve's, where there are any.
     """
 
     task: str
@@ -28,11 +29,12 @@ class Run:
     seed: int
     curves: dict[str, Points]
     metric: str
+    measured: float | None = None
 
     @property
     def final(self) -> float:
         """The metric at the end."""
-        return self.curves[self.metric][-1][1]
+        return self.measured if self.measured is not None else self.curves[self.metric][-1][1]
 
 
 def figures(runs: list[Run]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.accuracy.final import final_knn
 from benchmarks.accuracy.figures import Run, figures, mean_curves, table
 from benchmarks.accuracy.tasks import ARMS, TASKS
 from benchmarks.environment import environment_of
@@ -35,6 +36,8 @@ def main() -> int:
     for seed, task, arm in product(options.seeds, options.tasks, options.arms):
         if _load(options.runs, task, arm, seed) is None:
             failed |= not _train(options, task, arm, seed)
+        if DATA[task] == "images":
+            _measure(options, task, arm, seed)
     every = product(options.tasks, options.arms, options.seeds)
     runs = [run for key in every if (run := _load(options.runs, *key)) is not None]
     results = figures(runs) | _largest_differences(options.runs, runs)
@@ -68,6 +71,17 @@ def _train(options: argparse.Namespace, task: str, arm: str, seed: int) -> bool:
     return done.returncode == 0
 
 
+def _measure(options: argparse.Namespace, task: str, arm: str, seed: int) -> None:
+    """The final accuracy of a run, once."""
+    run = _load(options.runs, task, arm, seed)
+    if run is None or run.measured is not None:
+        return
+    file = options.runs / f"{task}-{arm}-{seed}.json"
+    measured = final_knn(task, file.with_suffix(".pt"), options.images)
+    result = json.loads(file.read_text(encoding="utf-8")) | {"measured": measured}
+    file.write_text(json.dumps(result) + "\n", encoding="utf-8")
+
+
 def _load(folder: Path, task: str, arm: str, seed: int) -> Run | None:
     """A run with the present setting, if it is there."""
     try:
@@ -76,7 +90,7 @@ def _load(folder: Path, task: str, arm: str, seed: int) -> Run | None:
         return None
     if result["setting"] != asdict(TASKS[task]):
         return None
-    return Run(task, arm, seed, result["curves"], TASKS[task].metric)
+    return Run(task, arm, seed, result["curves"], TASKS[task].metric, result.get("measured"))
 
 
 def _largest_differences(folder: Path, runs: list[Run]) -> dict[str, float]:
