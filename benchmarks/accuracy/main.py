@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.accuracy.final import final_knn
 from benchmarks.accuracy.figures import Run, figures, mean_curves, table
+from benchmarks.accuracy.final import final_knn
 from benchmarks.accuracy.tasks import ARMS, TASKS
 from benchmarks.environment import environment_of
 from lightning_tspipe.plots import plot_curves
