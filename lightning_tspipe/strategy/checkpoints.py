@@ -67,6 +67,9 @@ class CheckpointHooks(ShardedHooks):
         if self._resumed_replicas is not None and self._engine is None:
             replicas = self._resumed_replicas
             self._resumed = progress.of_replica(replicas, self.replica, self.num_replicas)
+            if len(replicas) > 0 and len(replicas) != self.num_replicas:
+                # The mesh changes between two epochs, and the next one's order stays what it was.
+                self._resumed = progress.between_epochs(replicas[0])
 
     @override
     def on_train_end(self) -> None:

@@ -98,6 +98,16 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
     return {**replicas[0], **nothing, "gradients": gradients}
 
 
+def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
+    """Where every replica of another mesh goes on: the number of the step, the order of the data.
+
+    Args:
+        first: What :func:`collect` gave for the first replica.
+    """
+    loader = first["loader"] and {**first["loader"], "loader": None}
+    return {**first, "loader": loader, "random": []}
+
+
 def gradients_of_replica(
     replicas: Sequence[Mapping[str, Tensor]], index: int, number: int
 ) -> Mapping[str, Tensor]:

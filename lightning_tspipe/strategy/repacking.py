@@ -189,9 +189,7 @@ class Repacking:
         if not moves:
             # The loaders and the generators of this process go on by themselves.
             return {**mine, "loader": None, "random": []}
-        first = dict(found[0])
-        loader = first["loader"] and {**first["loader"], "loader": None}
-        return {**first, "loader": loader, "random": []}
+        return progress.between_epochs(found[0])
 
     # The mesh
 

@@ -111,9 +111,9 @@ def test_replicas_from_the_start_and_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [2])
+@pytest.mark.parametrize("step", [2, 3, 6])
 def test_a_checkpoint_between_transitions(step: int, tmp_path: Path) -> None:
-    """Within the first epoch, on the mesh of the start."""
+    """Within the first epoch, and at the ends of epochs that another mesh follows."""
     case = Case(options=by_hand(2), repack={2: 1}, frozen={1: 2, 2: 4}, save_at=step)
     expected = alone(replace(case, save_at=0), tmp_path)
     assert_same(expected, together(case, tmp_path))
