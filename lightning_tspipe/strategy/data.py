@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
@@ -89,7 +90,7 @@ class DataHooks(ProcessHooks):
         Raises:
             ConfigurationError: Another replica is to train on fewer or more: one would wait for it.
         """
-        length = _length(dataloader)
+        length = sized_len(dataloader)
         lengths = self.replicas.gather(length) if self._trainer.training else [length]
         if len(set(lengths)) > 1:
             raise ConfigurationError(
@@ -118,12 +119,12 @@ class DataHooks(ProcessHooks):
     ) -> LookaheadLoader:
         trains = self._trainer.training
         on_read = self.pipelined.read if trains else None
-        num_batches = self._num_batches(_length(dataloader)) if trains else math.inf
+        num_batches = self._num_batches(sized_len(dataloader)) if trains else math.inf
         loader = LookaheadLoader(
             dataloader, announce, on_read, trains=trains, num_batches=num_batches,
             depth=self._depth if trains else 1,
         )  # fmt: skip
-        if _length(dataloader) is None and self.num_replicas > 1:
+        if sized_len(dataloader) is None and self.num_replicas > 1:
             loader.agree = self.replicas.all_say
         if trains:
             self._loader = loader
@@ -239,10 +240,3 @@ class DataHooks(ProcessHooks):
                     return method(batch, *others)
 
         return step
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
@@ -215,7 +216,7 @@ class Repacking:
         source = self._trainer.fit_loop._combined_loader
         loader = source.flattened[0] if source is not None else None
         size = getattr(loader, "batch_size", None)
-        length = _length(getattr(loader, "dataset", None))
+        length = sized_len(getattr(loader, "dataset", None))
         if not size or length is None:
             return _MANY, _MANY
         size *= self._joined
@@ -267,10 +268,3 @@ def _set_epoch(loader: Any, epoch: int) -> None:
         sampler: Any = getattr(owner, "sampler", None)
         if callable(getattr(sampler, "set_epoch", None)):
             sampler.set_epoch(epoch)
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
