@@ -18,7 +18,7 @@ from lightning_tspipe.callbacks.common import Callback, pipelined_of, submodules
 from lightning_tspipe.callbacks.frozen_front import FrozenFront
 from lightning_tspipe.callbacks.shared_cache import CacheSettings, SharedCache, replaced
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.strategy.setup import parse_bytes
+from lightning_tspipe.strategy.options import parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -25,7 +25,7 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
-from lightning_tspipe.strategy.setup import parse_bytes
+from lightning_tspipe.strategy.options import parse_bytes
 
 _FASTER = 1.01
 """A schedule must be so much faster than one with less staleness to be recommended."""

@@ -19,7 +19,7 @@ from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode, second
 from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.runtime.relay.blocks import infer_shapes
 from lightning_tspipe.runtime.relay.profiler import measure_block
-from lightning_tspipe.strategy.setup import parse_bytes
+from lightning_tspipe.strategy.options import parse_bytes
 
 _STEPS = 10
 

@@ -14,7 +14,7 @@ from lightning_tspipe.runtime.stage_weights import StageWeights
 from lightning_tspipe.runtime.weight_policies import WeightPolicy, check_depth, policy_of
 
 if TYPE_CHECKING:
-    from lightning_tspipe.strategy.setup import SetupOptions
+    from lightning_tspipe.strategy.options import SetupOptions
 
 
 def check_options(options: SetupOptions) -> None:

@@ -26,10 +26,10 @@ from lightning_tspipe.runtime.transport import MORE
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.fanout import fanout_of
+from lightning_tspipe.strategy.options import SetupOptions
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
 from lightning_tspipe.strategy.repacking import Repacking
-from lightning_tspipe.strategy.setup import SetupOptions
 from lightning_tspipe.strategy.sharing import StepSync
 
 if TYPE_CHECKING:

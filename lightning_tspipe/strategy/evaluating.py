@@ -16,9 +16,9 @@ from lightning_tspipe.runtime.materializing import is_on_meta
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import on_cpu, to_device
+from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.forwards import set_up_forwards
 from lightning_tspipe.strategy.origin import Origin, share_weights
-from lightning_tspipe.strategy.setup import find_networks
 from lightning_tspipe.strategy.training import TrainingHooks
 from lightning_tspipe.strategy.worlds import world_of
 

@@ -36,7 +36,7 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
 
 if TYPE_CHECKING:
-    from lightning_tspipe.strategy.setup import SetupOptions
+    from lightning_tspipe.strategy.options import SetupOptions
     from lightning_tspipe.strategy.strategy import PipelineHooks
 
 log = logging.getLogger("lightning_tspipe")

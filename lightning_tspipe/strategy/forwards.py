@@ -21,9 +21,11 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.strategy.deciding import HOST_LINK
+from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.fanout import heads_of, place_heads
+from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.origin import Origin, share_weights
-from lightning_tspipe.strategy.setup import HOST_LINK, SetupOptions, find_networks, parse_bytes
 
 log = logging.getLogger("lightning_tspipe")
 

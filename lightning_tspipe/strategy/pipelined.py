@@ -13,7 +13,7 @@ from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
-from lightning_tspipe.strategy.setup import find_networks
+from lightning_tspipe.strategy.declared import find_networks
 
 if TYPE_CHECKING:
     from lightning_tspipe.ir.pipeline import Pipeline

@@ -27,9 +27,10 @@ from lightning_tspipe.runtime.relay.profiler import measure_block
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.strategy.deciding import HOST_LINK
 from lightning_tspipe.strategy.optimizers import plain_optimizer
+from lightning_tspipe.strategy.options import parse_bytes
 from lightning_tspipe.strategy.origin import Origin, share_weights
-from lightning_tspipe.strategy.setup import HOST_LINK, parse_bytes
 from lightning_tspipe.strategy.support import refuse_compiled
 
 if TYPE_CHECKING:

@@ -26,11 +26,12 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.sharing_batches import share_batches
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy import progress
+from lightning_tspipe.strategy.deciding import HOST_LINK, planning_wishes
+from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.freezing import Choices, Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.origin import Origin, share_weights
-from lightning_tspipe.strategy.setup import HOST_LINK, find_networks, planning_wishes
 
 # ruff: noqa: SLF001 - a part of the strategy, which also makes Lightning's loops begin anew
 

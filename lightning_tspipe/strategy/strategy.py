@@ -32,13 +32,14 @@ from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weight_policies import POLICIES
 from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.asynchronous import policy_for, refuse_training
+from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.ends import EndHooks
 from lightning_tspipe.strategy.fanout import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
+from lightning_tspipe.strategy.options import SetupOptions, load_plan
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.repacking import Repacking
-from lightning_tspipe.strategy.setup import SetupOptions, find_networks, load_plan
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
 from lightning_tspipe.strategy.support import (
     TeacherWatch,

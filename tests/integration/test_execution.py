@@ -17,7 +17,8 @@ from lightning_tspipe.cli.modules import measure
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.runtime import execution
-from lightning_tspipe.strategy.setup import SetupOptions, find_networks
+from lightning_tspipe.strategy.declared import find_networks
+from lightning_tspipe.strategy.options import SetupOptions
 from tests.integration.jobs import run_job
 from tests.integration.test_exact import assert_same, reference
 from tests.integration.trainings import Trained, Training, build, train

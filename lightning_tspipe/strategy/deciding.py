@@ -1,0 +1,243 @@
+"""Measure, plan, and agree on who gets what."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.profiling import is_paired, profile_step
+from lightning_tspipe.runtime.programs import Captured
+from lightning_tspipe.runtime.replicas import Replicas
+from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.strategy.freezing import Freezing, of_plan, place_frozen
+from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.origin import Origin
+
+log = logging.getLogger("lightning_tspipe")
+
+HOST_LINK = (1.5e-4, 4.0e9)
+"""Seconds per message and bytes per second between processes of one machine."""
+_ACTION_SECONDS = 1.0e-4
+
+
+def agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
+    captured: Captured,
+    options: SetupOptions,
+    transport: Transport,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+    replicas: Replicas,
+    origin: Origin,
+    freezing: Freezing,
+    num_frozen: int,
+) -> tuple[Placement, CostTable | None]:
+    """Who gets what, on all ranks.
+
+    Raises:
+        PartitionError: The networks can't be cut as wished.
+    """
+    num_ranks = transport.num_ranks
+    if origin.placement is not None:
+        return origin.placement, None
+    if num_frozen and (freezing.plan is not None or _needs_no_measuring(options, num_ranks)):
+        number = 1 if options.num_microbatches == "auto" else options.num_microbatches
+        num_atoms = len(captured.networks["student"].atoms)
+        return place_frozen(freezing, num_atoms, num_frozen, num_ranks, number)
+    if options.plan is not None:
+        _check_plan(options.plan, captured, num_ranks, replicas.number)
+        return options.plan.placement, options.plan.costs
+    if num_ranks == 1:
+        return _single(captured, options), None
+    decided = None
+    if replicas.is_first:
+        if transport.rank == num_ranks - 1:
+            decided = _decide(captured, options, num_ranks, device, optimizers, num_frozen)
+        decided = transport.broadcast_object(decided, num_ranks - 1)
+    # Measured apart, they would not agree, and peers would hold different stages.
+    decision: _Decision = replicas.broadcast(decided)
+    freezing.learn(decision.profile, decision.plan, replicas.number)
+    if transport.rank == LOSS_RANK and replicas.is_first:
+        log.info("%s", decision.summary)
+    return decision.placement, decision.costs
+
+
+def _needs_no_measuring(options: SetupOptions, num_ranks: int) -> bool:
+    """Whether there is nothing to decide, or the user has decided it."""
+    return num_ranks == 1 or options.plan is not None or isinstance(options.partition, Mapping)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """Who gets what, why, and what it was decided by."""
+
+    placement: Placement
+    costs: CostTable | None
+    summary: str
+    profile: StepProfile | None = None
+    plan: Plan | None = None
+
+
+def _check_plan(plan: Plan, captured: Captured, num_ranks: int, num_replicas: int) -> None:
+    """Refuse a plan that was made for something else.
+
+    Raises:
+        PartitionError: Says what differs.
+    """
+    planned, found = (plan.pipeline.num_ranks, plan.num_replicas), (num_ranks, num_replicas)
+    if planned != found:
+        raise PartitionError(
+            f"the plan is one for {_devices(*planned)}, and this run has {_devices(*found)}: use "
+            f"num_stages={planned[0]} and devices={planned[0] * planned[1]}, or plan again with "
+            f"--devices {found[0] * found[1]} --replicas {found[1]}"
+        )
+    cuts = {"student": plan.student_cuts, "teacher": plan.teacher_cuts}
+    layouts = {"student": plan.pipeline.student, "teacher": plan.pipeline.teacher}
+    for name in ("student", "teacher"):
+        network, layout = captured.networks.get(name), layouts[name]
+        found = (0, 0)
+        if network is not None:
+            found = len(network.atoms), len(captured.plan.calls_of(name))
+        planned = (cuts[name][-1], layout.num_calls) if layout is not None else (0, 0)
+        if planned != found:
+            raise PartitionError(
+                f"the plan is one for a {name} of {planned[0]} atoms that is called {planned[1]} "
+                f"times per step; this one has {found[0]} atoms and {found[1]} calls. Plan again: "
+                "the module or its step has changed"
+            )
+
+
+def _devices(num_ranks: int, num_replicas: int) -> str:
+    if num_replicas == 1:
+        return f"{num_ranks} devices"
+    return f"{num_replicas} replicas of {num_ranks} devices"
+
+
+def _single(captured: Captured, options: SetupOptions) -> Placement:
+    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
+    networks = captured.networks
+    teacher = networks.get("teacher")
+    return Placement(
+        1,
+        (0, len(networks["student"].atoms)),
+        (0,),
+        (0, len(teacher.atoms)) if teacher is not None else (),
+        (0,) if teacher is not None else (),
+        number,
+    )
+
+
+def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
+    captured: Captured,
+    options: SetupOptions,
+    num_ranks: int,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+    num_frozen: int,
+) -> _Decision:
+    """Measure and plan."""
+    captured = captured.whole
+    plan, networks = captured.plan, captured.networks
+    student, teacher = networks["student"], networks.get("teacher")
+    paired = teacher is not None and is_paired(student, teacher)
+    if plan.has_ema and not paired:
+        raise PartitionError(
+            "the step averages parameters of networks that are built differently, so that the "
+            "parts of a pair could come to different ranks. Give the teacher the same structure "
+            "as the beginning of the student"
+        )
+    partition = options.partition
+    if isinstance(partition, Mapping):
+        return _by_hand(partition, captured, options, num_ranks, paired=paired)
+    profile = profile_step(captured, device, optimizers, options.microbatch_counts)
+    profile = profile.recomputing(options.recomputed([atom.name for atom in profile.student.atoms]))
+
+    def best(profile: StepProfile) -> Plan:
+        return profile.freezing(num_frozen).plan(
+            num_ranks,
+            state_limit=_state_limit(options, profile),
+            partition="auto" if isinstance(partition, str) else list(partition),
+            link=HOST_LINK,
+            **planning_wishes(options, device),
+        )
+
+    try:
+        decided = best(profile)
+    except PartitionError:
+        if options.activation_checkpointing != "auto":
+            raise
+        profile = profile.recomputing(range(profile.student.num_atoms))
+        decided = best(profile)
+        note = "nothing fits otherwise: activation_checkpointing='auto' was switched on"
+        return _Decision(
+            of_plan(decided, num_frozen), decided.costs, f"{decided}\n{note}", profile, decided
+        )
+    return _Decision(of_plan(decided, num_frozen), decided.costs, str(decided), profile, decided)
+
+
+def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:
+    """What the user and the machine say about every plan of this run."""
+    return {
+        "memory_limit": memory_limit(options, device),
+        "schedule": options.schedule,
+        "num_microbatches": options.num_microbatches,
+        "split": False if options.compile else options.split_backward,
+        "action_overhead": _ACTION_SECONDS,
+    }
+
+
+def _by_hand(
+    partition: Mapping[str, Sequence[int]],
+    captured: Captured,
+    options: SetupOptions,
+    num_ranks: int,
+    *,
+    paired: bool,
+) -> _Decision:
+    cuts: dict[str, tuple[int, ...]] = {}
+    for name, network in captured.networks.items():
+        counts = partition.get(name)
+        if counts is None or len(counts) < 1 or sum(counts) != len(network.atoms):
+            raise PartitionError(
+                f"partition[{name!r}]={counts!r} must give the number of atoms of each stage, "
+                f"together {len(network.atoms)}"
+            )
+        cuts[name] = (0, *accumulate(counts))
+    teacher = cuts.get("teacher", ())
+    if paired and tuple(cuts["student"][: len(teacher) - 1]) != teacher[:-1]:
+        raise PartitionError(
+            f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts of "
+            "an EMA pair would lie on different ranks. Give one partition=[...] for both"
+        )
+    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
+    ranks = default_ranks(len(cuts["student"]) - 1, num_ranks)
+    teacher_ranks = default_ranks(len(teacher) - 1, num_ranks) if teacher else ()
+    if paired:
+        teacher_ranks = ranks[: len(teacher) - 1]
+    placement = Placement(num_ranks, cuts["student"], ranks, teacher, teacher_ranks, number)
+    return _Decision(placement, None, f"partition by hand: {cuts}")
+
+
+def memory_limit(options: SetupOptions, device: torch.device) -> int | None:
+    """Bytes that a device may hold: as said, else most of what is free on a GPU."""
+    if options.memory_limit is None and device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.9)
+    return parse_bytes(options.memory_limit)
+
+
+def _state_limit(options: SetupOptions, profile: StepProfile) -> int | None:
+    limit = options.state_limit
+    if not isinstance(limit, float):
+        return parse_bytes(limit)
+    return int(limit * profile.state_bytes)
