@@ -2,7 +2,8 @@
 
 A network is a list of stages, a stage one of layers. Stage d of P runs the forward of batch n + w
 in step n (w = P - 1 - d), then the backward of batch n and its own update. A layer's backward is
-that of the layer at the input that its forward saw, with the weights that the policy names.
+that of the layer at the input that its forward saw, with the weights that the policy names. An LSTM
+is as many layers as there are places and gates, so its backward is written out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,28 @@ class Emulated:
     reads: dict[int, list[tuple[int, bool, int, int]]] = field(default_factory=dict)
 
 
+class Recurrent(nn.Module):
+    """One layer of an LSTM, ``(batch, length, width)`` to ``(batch, length, out)``."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(width, out, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.cells(tokens)[0]
+
+
+@dataclass
+class Place:
+    """What an LSTM's forward saved of one place: its input, the state before it, its gates."""
+
+    x: Tensor
+    hidden: Tensor
+    cell: Tensor
+    gates: tuple[Tensor, Tensor, Tensor, Tensor]
+    squashed: Tensor
+
+
 @dataclass
 class Stage:
     """One stage: its layers, and what is under way in it."""
@@ -37,6 +60,7 @@ class Stage:
     num_stages: int
     versions: list[Weights] = field(default_factory=list)
     inputs: dict[int, list[Tensor]] = field(default_factory=dict)
+    places: dict[tuple[int, int], list[Place]] = field(default_factory=dict)
     outputs: dict[int, Tensor] = field(default_factory=dict)
     base: int = 0
 
@@ -196,7 +220,10 @@ def run(stage: Stage, x: Tensor, weights: Weights, batch: int) -> None:
     for index, layer in enumerate(stage.layers):
         stage.inputs[batch].append(x)
         with torch.no_grad():
-            x = functional_call(layer, of_layer(weights, index), (x,))
+            if isinstance(layer, Recurrent):
+                x, stage.places[batch, index] = run_cells(of_layer(weights, index), x)
+            else:
+                x = functional_call(layer, of_layer(weights, index), (x,))
     stage.outputs[batch] = x
 
 
@@ -206,14 +233,60 @@ def run_back(stage: Stage, weights: Weights, gradient: Tensor, batch: int) -> Te
     for index in reversed(range(len(inputs))):
         layer = stage.layers[index]
         own = {n: w.detach().requires_grad_() for n, w in of_layer(weights, index).items()}
-        x = inputs[index].detach().requires_grad_()
-        with frozen_buffers(layer):
-            y = functional_call(layer, own, (x,))
-            gradient, *rest = torch.autograd.grad(y, [x, *own.values()], gradient)
+        if isinstance(layer, Recurrent):
+            places = stage.places.pop((batch, index))
+            gradient, *rest = run_cells_back(own, places, gradient)
+        else:
+            x = inputs[index].detach().requires_grad_()
+            with frozen_buffers(layer):
+                y = functional_call(layer, own, (x,))
+                gradient, *rest = torch.autograd.grad(y, [x, *own.values()], gradient)
         for name, value in zip(own, rest, strict=True):
             parameter = layer.get_parameter(name)
             parameter.grad = value if parameter.grad is None else parameter.grad + value
     return gradient
+
+
+def run_cells(weights: Weights, x: Tensor) -> tuple[Tensor, list[Place]]:
+    """An LSTM, place after place."""
+    w_x, w_h, b_x, b_h = weights.values()
+    hidden = cell = x.new_zeros(len(x), w_h.shape[1])
+    places, outputs = [], []
+    for now in x.unbind(1):
+        i, f, g, o = (now @ w_x.T + b_x + hidden @ w_h.T + b_h).chunk(4, 1)
+        gates = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+        new = gates[1] * cell + gates[0] * gates[2]
+        places.append(Place(now, hidden, cell, gates, new.tanh()))
+        cell, hidden = new, gates[3] * new.tanh()
+        outputs.append(hidden)
+    return torch.stack(outputs, 1), places
+
+
+@torch.no_grad()
+def run_cells_back(weights: Weights, places: list[Place], gradient: Tensor) -> list[Tensor]:
+    """The gradients of the input and of the weights: saved gates, given weights."""
+    w_x, w_h, *_ = weights.values()
+    found = [torch.zeros_like(w) for w in weights.values()]
+    inputs: list[Tensor] = []
+    d_hidden = d_cell = torch.zeros_like(places[0].hidden)
+    for place, above in zip(reversed(places), reversed(gradient.unbind(1)), strict=True):
+        i, f, g, o = place.gates
+        d_hidden = d_hidden + above
+        d_cell = d_cell + d_hidden * o * (1 - place.squashed**2)
+        before = torch.cat(
+            [
+                d_cell * g * i * (1 - i),
+                d_cell * place.cell * f * (1 - f),
+                d_cell * i * (1 - g**2),
+                d_hidden * place.squashed * o * (1 - o),
+            ],
+            1,
+        )
+        sums = before.T @ place.x, before.T @ place.hidden, before.sum(0), before.sum(0)
+        found = [old + new for old, new in zip(found, sums, strict=True)]
+        inputs.insert(0, before @ w_x)
+        d_hidden, d_cell = before @ w_h, d_cell * f
+    return [torch.stack(inputs, 1), *found]
 
 
 def of_layer(weights: Weights, index: int) -> Weights:

@@ -19,7 +19,7 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.stage_weights import Read
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
 from lightning_tspipe.runtime.weight_policies import policy_of
-from tests.exactness.asynchronous import Emulated, emulate
+from tests.exactness.asynchronous import Emulated, Recurrent, emulate
 from tests.exactness.pipelined import _no_collection
 
 POLICIES = ("pipedream", "2bw", "pipeoptim", "spectrain")
@@ -45,36 +45,23 @@ class Case:
     accumulate: int = 1
     again: bool = False
     has_teacher: bool = False
+    recurrent: bool = False
 
     def __str__(self) -> str:
         epochs = ",".join(map(str, self.epochs))
         more = f" x{self.accumulate}" * (self.accumulate > 1) + " again" * self.again
-        teacher = " teacher" * self.has_teacher
+        teacher = " teacher" * self.has_teacher + " lstm" * self.recurrent
         return f"{self.policy} {self.num_stages} {self.optimizer} {epochs}{more}{teacher}"
 
 
 class Module(nn.Module):
     """A classifier whose student is a list of stages, and perhaps a frozen teacher."""
 
-    def __init__(self, num_stages: int, *, has_teacher: bool = False) -> None:
+    def __init__(
+        self, num_stages: int, *, has_teacher: bool = False, recurrent: bool = False
+    ) -> None:
         super().__init__()
-        middle = [
-            nn.Sequential(
-                nn.Conv2d(4, 4, 3, padding=1, bias=False),
-                nn.BatchNorm2d(4),
-                nn.GELU(),
-                nn.Conv2d(4, 4, 1),
-            )
-            for _ in range(num_stages - 2)
-        ]
-        first = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()
-        )
-        last = nn.Sequential(
-            nn.Conv2d(4, 5, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(20, NUM_CLASSES)
-        )
-        parts = [first, *middle, last] if num_stages > 1 else [nn.Sequential(*first, *last)]
-        self.student = nn.Sequential(*parts)
+        self.student = recurrent_student(num_stages) if recurrent else student(num_stages)
         if has_teacher:
             self.teacher = nn.Sequential(nn.Flatten(), nn.Linear(75, NUM_CLASSES)).eval()
             self.teacher.requires_grad_(requires_grad=False)
@@ -89,13 +76,41 @@ class Module(nn.Module):
         return loss_of(output, labels) + F.mse_loss(output, taught)
 
 
+def student(num_stages: int) -> nn.Sequential:
+    """Convolutions and BatchNorm."""
+    middle = [
+        nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.GELU(),
+            nn.Conv2d(4, 4, 1),
+        )
+        for _ in range(num_stages - 2)
+    ]
+    first = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+    last = nn.Sequential(
+        nn.Conv2d(4, 5, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(20, NUM_CLASSES)
+    )
+    parts = [first, *middle, last] if num_stages > 1 else [nn.Sequential(*first, *last)]
+    return nn.Sequential(*parts)
+
+
+def recurrent_student(num_stages: int) -> nn.Sequential:
+    """LSTMs over the colours of an image."""
+    stages = [nn.Sequential(Recurrent(6, 6), nn.Tanh()) for _ in range(num_stages - 1)] + [
+        nn.Sequential(Recurrent(6, 6), nn.Flatten(), nn.Linear(18, NUM_CLASSES))
+    ]
+    first = [nn.Flatten(2), nn.Linear(25, 6)]
+    return nn.Sequential(nn.Sequential(*first, *stages[0]), *stages[1:])
+
+
 def loss_of(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output, labels) + 0.1 * output.mean(0).square().sum()
 
 
 def make(case: Case) -> tuple[Module, list[list[Any]]]:
     torch.manual_seed(case.num_stages)
-    module = Module(case.num_stages, has_teacher=case.has_teacher)
+    module = Module(case.num_stages, has_teacher=case.has_teacher, recurrent=case.recurrent)
     numbers = torch.Generator().manual_seed(1)
     epochs = [
         [
@@ -208,6 +223,7 @@ def place(case: Case, module: Module, epochs: list[list[Any]], transport: LocalT
              if n.startswith(f"student.{stage}."))
         for stage in range(case.num_stages)
     ]  # fmt: skip
+    starts[0] = 0
     ranks = tuple(reversed(range(case.num_stages)))
     teacher = ((0, len(captured.networks["teacher"].atoms)), ranks[:1]) if case.has_teacher else ()
     again = frozenset(range(len(atoms))) if case.again else frozenset()
@@ -249,6 +265,19 @@ def cases() -> list[Case]:
     found += [Case(policy, 3, (8, 3), again=True, accumulate=1 + 2 * (policy == "2bw"))
               for policy in POLICIES]  # fmt: skip
     found += [Case("pipedream", 3, (6, 3), "adamw", has_teacher=True)]
+    found += [
+        Case(
+            policy,
+            3,
+            (7, 2),
+            "sgd" if policy != "spectrain" else "momentum",
+            accumulate=1 + 2 * (policy == "2bw"),
+            recurrent=True,
+            again=again,
+        )
+        for policy in POLICIES
+        for again in (False, True)
+    ]
     return found
 
 
