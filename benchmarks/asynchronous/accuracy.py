@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 
+import torch
+
+from benchmarks.asynchronous.curves import draw
 from benchmarks.asynchronous.entries import POLICIES
-from benchmarks.asynchronous.tasks import TASKS
+from benchmarks.asynchronous.tasks import TASKS, Task
+from benchmarks.asynchronous.train import BASELINE, accuracies
 from benchmarks.environment import environment_of
 
-ARMS = ("gpipe1", *POLICIES)
-TRAIN = Path(__file__).with_name("train.py")
+ARMS = (BASELINE, *POLICIES)
 TARGET = 0.98
 """Of the baseline's mean final accuracy: epochs until an arm's mean reaches it."""
 
@@ -24,15 +30,17 @@ Key = tuple[str, str, int]
 
 def measure(options: argparse.Namespace) -> int:
     """Train, print and write; returns the exit status."""
+    torch.set_num_threads(1)
+    options.runs.mkdir(parents=True, exist_ok=True)
     tasks = [task for task in options.tasks or TASKS if _folder(options, task) is not None]
-    failed = False
     for seed, task, arm in product(options.seeds, tasks, options.arms or ARMS):
         # SpecTrain is defined for SGD with momentum only.
         if arm == "spectrain" and task != "resnet":
             continue
-        if _load(options, (task, arm, seed)) is None:
-            failed |= not _train(options, task, arm, seed)
-    keys: list[Key] = [key for key in product(tasks, ARMS, options.seeds)]  # noqa: C416 - its type
+        with _claimed(options.runs / f"{task}-{arm}-{seed}.lock") as is_mine:
+            if is_mine and _load(options, (task, arm, seed)) is None:
+                _train(options, task, arm, seed)
+    keys: list[Key] = list(product(options.tasks or TASKS, ARMS, options.seeds))
     runs = {key: curve for key in keys if (curve := _load(options, key)) is not None}
     figures = figures_of(runs)
     print("\n".join(f"{name}: {value:.4f}" for name, value in figures.items()))
@@ -41,13 +49,16 @@ def measure(options: argparse.Namespace) -> int:
             {"task": task, "arm": arm, "seed": seed, "accuracy": curve}
             for (task, arm, seed), curve in runs.items()
         ]
+        settings = {name: _setting(options, TASKS[name]) for name in {key[0] for key in runs}}
         content = {
-            "environment": environment_of(("torch", "torchvision", "lightning")),
-            "figures": figures, "rows": rows,
+            "environment": environment_of(("torch", "torchvision")),
+            "settings": dict(sorted(settings.items())), "figures": figures, "rows": rows,
         }  # fmt: skip
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    return int(failed)
+    if options.image is not None:
+        draw(runs, options.image)
+    return 0
 
 
 def figures_of(runs: dict[Key, list[float]]) -> dict[str, float]:
@@ -74,14 +85,36 @@ def _folder(options: argparse.Namespace, task: str) -> Path | None:
     return folder
 
 
-def _train(options: argparse.Namespace, task: str, arm: str, seed: int) -> bool:
-    print(f"{task} {arm} seed {seed}", file=sys.stderr, flush=True)
-    command = [sys.executable, str(TRAIN), task, arm, str(seed), "--data",
-               str(_folder(options, task)), "--runs", str(options.runs)]  # fmt: skip
-    for name in ("samples", "epochs"):
-        if getattr(options, name) is not None:
-            command += [f"--{name}", str(getattr(options, name))]
-    return subprocess.run(command, check=False).returncode == 0  # noqa: S603 - ours
+def _setting(options: argparse.Namespace, task: Task) -> dict[str, int]:
+    return {
+        "samples": options.samples or task.num_samples,
+        "epochs": options.epochs or task.epochs,
+    }
+
+
+@contextmanager
+def _claimed(lock: Path) -> Iterator[bool]:
+    """Whether this process may train a run; another one that looks meanwhile may not."""
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def _train(options: argparse.Namespace, name: str, arm: str, seed: int) -> None:
+    print(f"{name} {arm} seed {seed}", file=sys.stderr, flush=True)
+    setting, folder = _setting(options, TASKS[name]), _folder(options, name)
+    assert folder is not None
+    task = replace(TASKS[name], num_samples=setting["samples"], epochs=setting["epochs"])
+    result = {"setting": setting, "accuracy": accuracies(task, arm, seed, folder)}
+    file = options.runs / f"{name}-{arm}-{seed}.json"
+    # Whole or not at all, should this process end.
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(result) + "\n", encoding="utf-8")
+    unfinished.replace(file)
 
 
 def _load(options: argparse.Namespace, key: Key) -> list[float] | None:
@@ -91,9 +124,5 @@ def _load(options: argparse.Namespace, key: Key) -> list[float] | None:
         result = json.loads((options.runs / f"{task}-{arm}-{seed}.json").read_text())
     except FileNotFoundError:
         return None
-    wanted = {
-        "samples": options.samples or TASKS[task].num_samples,
-        "epochs": options.epochs or TASKS[task].epochs,
-    }
     curve: list[float] = result["accuracy"]
-    return curve if result["setting"] == wanted else None
+    return curve if result["setting"] == _setting(options, TASKS[task]) else None

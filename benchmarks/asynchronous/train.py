@@ -1,118 +1,239 @@
-"""One run: ``python benchmarks/asynchronous/train.py resnet pipeoptim 0 --data DIR --runs DIR``."""
+"""One run: the pipeline's own runtime, with a thread in the place of each rank's process.
+
+The engine, the executor and the weight policies are those of ``schedule="1f1b"``; messages go
+through queues. So a run starts at once, and two runs use two cores. That such a pipeline computes
+what processes under a Trainer compute is what ``tests/exactness`` and ``tests/integration`` show:
+both are compared with one sequential emulation.
+"""
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import gc
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader
-from typing_extensions import override
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from benchmarks.accuracy.data import images, plain, sentences
-from benchmarks.asynchronous.tasks import NUM_STAGES, TASKS, Classifier, Task, flipped
-from lightning_tspipe import TSPipeStrategy
+from benchmarks.asynchronous.tasks import NUM_STAGES, Classifier, Task, flipped
+from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.runtime.weight_policies import policy_of
 
 NUM_TEST_IMAGES = 2000
+BASELINE = "gpipe1"
+"""GPipe with one micro-batch is what one device trains; so it is trained on one."""
+
+Batch = tuple[Tensor, Tensor]
+Meeting = Callable[[], object]
 
 
-@dataclass
-class Augmented:
-    """Batches of a loader; images are mirrored and moved, the same in every arm.
+def accuracies(task: Task, arm: str, seed: int, folder: Path) -> list[float]:
+    """The accuracy on the test set after each epoch of one run.
 
-    Attributes:
-        loader: Gives images and labels.
-        generator: Of the changes.
+    Args:
+        task: What is trained.
+        arm: ``gpipe1`` or a weight policy.
+        seed: Of the weights, the order of the data, and its changes.
+        folder: Images or sentences.
+    """
+    (inputs, labels), test = data(task.data, task.num_samples, folder)
+    torch.manual_seed(seed)
+    values = Classifier(task).state_dict()
+    # 2BW needs as many batches per update as stages: they are smaller by as much.
+    parts = NUM_STAGES if arm == "2bw" else 1
+    epochs = list(batches(inputs, labels, task, seed))
+    run = Run(task, arm, values, epochs, parts)
+    return run.on_one_device(test) if arm == BASELINE else run.on_stages(test)
+
+
+@cache
+def data(kind: str, num_samples: int, folder: Path) -> tuple[Batch, Batch]:
+    """Samples and labels, to train with and to test with."""
+    if kind == "sentences":
+        train, test = sentences(folder, num_samples)
+    else:
+        train = plain(*images(folder / "train", num_samples))
+        test = plain(*images(folder / "test", NUM_TEST_IMAGES))
+    return train.tensors, test.tensors  # type: ignore[return-value]
+
+
+def batches(inputs: Tensor, labels: Tensor, task: Task, seed: int) -> Iterator[list[Batch]]:
+    """What each epoch trains, the same in every arm."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(task.epochs):
+        order = torch.randperm(len(inputs), generator=generator).split(task.batch_size)
+        whole = [rows for rows in order if len(rows) == task.batch_size]
+        yield [
+            (flipped(inputs[rows], generator) if inputs.dim() == 4 else inputs[rows], labels[rows])
+            for rows in whole
+        ]
+
+
+class Run:
+    """One training.
+
+    Args:
+        task: What is trained.
+        arm: With which policy.
+        values: The weights at the start.
+        epochs: The batches of each.
+        parts: In how many parts each batch goes, whose gradients are added up.
     """
 
-    loader: DataLoader[Any]
-    generator: torch.Generator
+    def __init__(
+        self,
+        task: Task,
+        arm: str,
+        values: dict[str, Tensor],
+        epochs: list[list[Batch]],
+        parts: int,
+    ) -> None:
+        self._task, self._arm, self._values, self._parts = task, arm, values, parts
+        self._epochs = [
+            [
+                part
+                for inputs, labels in epoch
+                for part in zip(inputs.chunk(parts), labels.chunk(parts), strict=True)
+            ]
+            for epoch in epochs
+        ]
+        self._num_updates = sum(map(len, epochs))
 
-    def __len__(self) -> int:
-        return len(self.loader)
+    def _made(self) -> Classifier:
+        module = Classifier(self._task)
+        module.load_state_dict(self._values)
+        return module
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for inputs, labels in self.loader:
-            yield flipped(inputs, self.generator) if inputs.dim() == 4 else inputs, labels
+    def on_one_device(self, test: Batch) -> list[float]:
+        """Plain training."""
+        module, curve = self._made(), []
+        optimizer = self._task.optimizer(module.parameters())
+        scheduler = CosineAnnealingLR(optimizer, self._num_updates)
+        for epoch in self._epochs:
+            for batch in epoch:
+                optimizer.zero_grad()
+                module.training_step(batch).backward()
+                optimizer.step()
+                scheduler.step()
+            curve.append(accuracy(module, test))
+        return curve
+
+    def on_stages(self, test: Batch) -> list[float]:
+        """A thread for each stage."""
+        network = LocalNetwork(NUM_STAGES, timeout=600)
+        curve: list[float] = []
+        failures: list[BaseException] = []
+        meeting = threading.Barrier(NUM_STAGES)
+
+        def work(rank: int, module: Classifier) -> None:
+            try:
+                transport = LocalTransport(network, rank)
+                found = self._train(module, transport, test, meeting.wait)
+                curve.extend(found)
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                failures.append(error)
+                meeting.abort()
+
+        threads = [
+            threading.Thread(target=work, args=(rank, self._made()), daemon=True)
+            for rank in range(NUM_STAGES)
+        ]
+        with collection_by_hand():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if failures:
+            raise failures[0]
+        return curve
+
+    def _train(
+        self, module: Classifier, transport: Transport, test: Batch, meet: Meeting
+    ) -> list[float]:
+        """One rank; the curve on rank 0, nothing elsewhere."""
+        engine = self._placed(module, transport)
+        optimizer = self._task.optimizer(module.parameters())
+        scheduler = CosineAnnealingLR(optimizer, self._num_updates)
+        weights = engine.weights
+        assert weights is not None
+        weights.optimizers, weights.batches_per_update = [optimizer], self._parts
+        curve = []
+        for epoch in self._epochs:
+            engine.drain()
+            for place in range(len(epoch)):
+                weights.position = place
+                self._step(engine, module, epoch, place)
+                if (place + 1) % self._parts == 0:
+                    optimizer.step()
+                    weights.updated()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            state = engine.shards.state_dict(engine.rank, transport)
+            if engine.is_loss_rank:
+                whole = Classifier(self._task)
+                whole.load_state_dict(dict(state))
+                curve.append(accuracy(whole, test))
+            meet()
+            if engine.is_loss_rank:
+                gc.collect()
+            meet()
+        return curve
+
+    def _step(self, engine: Engine, module: Classifier, epoch: Sequence[Batch], place: int) -> None:
+        ahead = epoch[place + 1 : place + 1 + engine.lookahead]
+        reads = engine.is_data_rank
+        loss = engine.forward(
+            module.training_step,
+            epoch[place] if reads else None,
+            [(batch, module.training_step) for batch in ahead] if reads else [],
+        )
+        run = None if loss is None else partial(torch.Tensor.backward, loss / self._parts)
+        engine.backward(run, reduce=(place + 1) % self._parts == 0)
+
+    def _placed(self, module: Classifier, transport: Transport) -> Engine:
+        engine = Engine(module, Networks(("student",), ()), transport, torch.device("cpu"))
+        captured = engine.capture(module.training_step, self._epochs[0][0])
+        atoms = captured.networks["student"].atoms
+        starts = [0] + [
+            next(i for i, atom in enumerate(atoms) for n in atom.parameter_names
+                 if n.startswith(f"student.{stage}."))
+            for stage in range(1, NUM_STAGES)
+        ]  # fmt: skip
+        ranks = tuple(reversed(range(NUM_STAGES)))
+        placement = Placement(NUM_STAGES, (*starts, len(atoms)), ranks, (), ())
+        engine.place(captured, placement, "1f1b", None, weights=policy_of(self._arm))
+        return engine
 
 
-class Curve(Callback):
-    """The accuracy after each epoch."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: object) -> None:
-        if not trainer.sanity_checking and trainer.is_global_zero:
-            self.values.append(float(trainer.callback_metrics["val_accuracy"]))
-
-
-def main() -> None:
-    """Train, and on rank 0 write the result."""
-    options = _parse()
-    torch.set_num_threads(1)
-    task = TASKS[options.task]
-    task = replace(
-        task, num_samples=options.samples or task.num_samples, epochs=options.epochs or task.epochs
+@torch.no_grad()
+def accuracy(module: Classifier, test: Batch) -> float:
+    """The share of test samples that are classified right."""
+    network = module.student.eval()
+    right = sum(
+        int((network(inputs).argmax(dim=1) == labels).sum())
+        for inputs, labels in zip(test[0].split(200), test[1].split(200), strict=True)
     )
-    seed_everything(options.seed, verbose=False)
-    train, test = _data(task, options.data)
-    # 2BW needs as many batches per update as stages: they are smaller by as much.
-    parts = NUM_STAGES if options.arm == "2bw" else 1
-    order = torch.Generator().manual_seed(options.seed)
-    loader = DataLoader(
-        train, task.batch_size // parts, shuffle=True, drop_last=True, generator=order
-    )
-    batches = Augmented(loader, torch.Generator().manual_seed(options.seed))
-    curve = Curve()
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=task.epochs, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        accumulate_grad_batches=parts, callbacks=[curve], **_arm(options.arm),
-    )  # fmt: skip
-    module = Classifier(task, task.epochs * (len(loader) // parts))
-    trainer.fit(module, batches, DataLoader(test, 100))
-    if trainer.is_global_zero:
-        name = f"{options.task}-{options.arm}-{options.seed}.json"
-        options.runs.mkdir(parents=True, exist_ok=True)
-        setting = {"samples": task.num_samples, "epochs": task.epochs}
-        result = {"setting": setting, "accuracy": curve.values}
-        (options.runs / name).write_text(json.dumps(result) + "\n", encoding="utf-8")
+    network.train()
+    return right / len(test[1])
 
 
-def _arm(name: str) -> dict[str, Any]:
-    if name == "gpipe1":
-        # GPipe with one micro-batch is what one device trains; tests compare the two in float64.
-        return {"strategy": "auto", "devices": 1}
-    strategy = TSPipeStrategy(schedule="1f1b", weights=name)
-    return {"strategy": strategy, "devices": NUM_STAGES}
+@contextmanager
+def collection_by_hand() -> Iterator[None]:
+    """While inside, garbage is collected where all ranks meet.
 
-
-def _data(task: Task, folder: Path) -> tuple[Any, Any]:
-    if task.data == "sentences":
-        return sentences(folder, task.num_samples)
-    train = plain(*images(folder / "train", task.num_samples))
-    return train, plain(*images(folder / "test", NUM_TEST_IMAGES))
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("arm")
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--data", type=Path, required=True, help="images or sentences")
-    parser.add_argument("--runs", type=Path, required=True, help="where the result goes")
-    parser.add_argument("--samples", type=int)
-    parser.add_argument("--epochs", type=int)
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    main()
+    A collection within ``torch.get_rng_state`` may let another thread have the interpreter, which
+    waits for the generator's mutex.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
