@@ -258,9 +258,8 @@ def _draw_legend(figure: Figure, keys: Sequence[tuple[Op, bool]]) -> None:
 def _draw_labels(axes: Axes, panel: _Panel) -> None:
     points_per_second = _WIDTH_INCHES * 0.92 * 72 / (panel.last - panel.first)
     for span in panel.timeline.spans:
-        unit = Action.parse(span.action).unit
-        text = "" if unit is None else str(unit)
-        if text and (span.end - span.start) * points_per_second > _CHARACTER_POINTS * len(text):
+        text = _fitting(span, (span.end - span.start) * points_per_second)
+        if text:
             axes.text(
                 panel.milliseconds((span.start + span.end) / 2),
                 span.rank,
@@ -271,6 +270,14 @@ def _draw_labels(axes: Axes, panel: _Panel) -> None:
                 fontsize=_LABEL_POINTS,
                 clip_on=True,
             )
+
+
+def _fitting(span: Span, points: float) -> str:
+    """The longest label that there is room for: the unit, or the batch and what it has read."""
+    unit = Action.parse(span.action).unit
+    labels = [f"{span.batch} {span.read}", str(span.batch)] if span.read else [str(unit)]
+    fitting = (label for label in labels if points > _CHARACTER_POINTS * len(label))
+    return "" if unit is None else next(fitting, "")
 
 
 def _draw_frame(axes: Axes, panel: _Panel) -> None:

@@ -122,10 +122,10 @@ class Task:
 
 TASKS = {
     "resnet": Task(
-        resnet, lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4), "images", 4_000, 7
+        resnet, lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4), "images", 3_000, 6
     ),
-    "vgg": Task(vgg, lambda p: AdamW(p, lr=1e-3, weight_decay=0.05), "images", 4_000, 7),
-    "lstm": Task(lstm, lambda p: Adam(p, lr=2e-3), "sentences", 7_000, 6),
+    "vgg": Task(vgg, lambda p: AdamW(p, lr=1e-3, weight_decay=0.05), "images", 3_000, 6),
+    "lstm": Task(lstm, lambda p: Adam(p, lr=2e-3), "sentences", 7_000, 3),
 }
 
 

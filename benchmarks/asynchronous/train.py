@@ -27,7 +27,7 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
 from lightning_tspipe.runtime.weight_policies import policy_of
 
-NUM_TEST_IMAGES = 2000
+NUM_TEST_IMAGES = 1000
 BASELINE = "gpipe1"
 """GPipe with one micro-batch is what one device trains; so it is trained on one."""
 

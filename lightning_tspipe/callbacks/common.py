@@ -41,6 +41,7 @@ class Pipelined(Protocol):
     bubble_ratio: float | None
     data_parallel_size: int
     delay: int
+    predicts_teacher: bool
     has_recording: bool
     replica: int
     num_ranks: int
@@ -67,8 +68,9 @@ class Pipelined(Protocol):
     def gather(self, value: Any) -> list[Any] | None:
         """The values of a pipeline's ranks, on its loss rank; every rank calls it."""
 
-    def predict_teacher(self) -> TeacherPrediction | None:
-        """From now on, what runs ahead reads predicted weights; None before the first batch."""
+    @property
+    def teacher_prediction(self) -> TeacherPrediction | None:
+        """What predicts this rank's part of the teacher; None before the first batch."""
 
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample in a training step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -11,8 +11,6 @@ from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-    from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 
 
 class WeightPrediction(Callback):
@@ -23,14 +21,11 @@ class WeightPrediction(Callback):
     the teacher of one update before was from the one that was meant (``teacher_distance``), and how
     far the predicted one was (``teacher_distance_predicted``), over all its parameters.
 
-    It costs two copies of the teacher. After a run was resumed, two steps are not predicted.
+    It costs two copies of the teacher, in a checkpoint too.
 
     Raises:
         ConfigurationError: Nothing is late here, or the teacher does not move in every step.
     """
-
-    def __init__(self) -> None:
-        self._prediction: TeacherPrediction | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -46,24 +41,16 @@ class WeightPrediction(Callback):
                 f"{trainer.accumulate_grad_batches}: the teacher moves in some steps only, and its "
                 "last move says nothing about the next. Remove one of them"
             )
-        self._prediction = None
-
-    @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        pipelined = pipelined_of(trainer)
-        if self._prediction is None and pipelined is not None:
-            # There is none before the first batch was seen.
-            self._prediction = pipelined.predict_teacher()
+        pipelined.predicts_teacher = True
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipelined = pipelined_of(trainer)
-        if pipelined is None or self._prediction is None:
+        prediction = None if pipelined is None else pipelined.teacher_prediction
+        if pipelined is None or prediction is None:
             return
-        own = {d.step: (d.delayed, d.predicted) for d in self._prediction.distances}
-        self._prediction.distances.clear()
+        own = {d.step: (d.delayed, d.predicted) for d in prediction.distances}
+        prediction.distances.clear()
         ranks = pipelined.gather(own) or []
         steps = set.intersection(*(set(rank) for rank in ranks)) if ranks else set()
         if steps:
@@ -73,3 +60,9 @@ class WeightPrediction(Callback):
             ]
             names = ("teacher_distance", "teacher_distance_predicted")
             log_accuracy(trainer, pl_module, dict(zip(names, means, strict=True)))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None:  # the next fit may be without this callback
+            pipelined.predicts_teacher = False

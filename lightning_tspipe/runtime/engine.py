@@ -26,6 +26,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import lower
+from lightning_tspipe.runtime import flights
 from lightning_tspipe.runtime.ahead import Ahead
 from lightning_tspipe.runtime.executor import AHEAD_CHANNEL, StepContext
 from lightning_tspipe.runtime.header import StepHeader, send_fields
@@ -62,6 +63,8 @@ class Engine(Rank):
         self._replay_started: float | None = None
         self.batch_size = 1
         self.teacher_ran_ahead = False
+        self._flights: dict[str, Any] | None = None
+        self._teacher_before: dict[str, Any] | None = None
 
     @property
     def outputs(self) -> list[Tensor]:
@@ -171,9 +174,15 @@ class Engine(Rank):
             self.executor.recorder.paused("receive", started)
         known.hear(number + min(self._programs.lookahead))
         units = {n - number: self._units(known[n].inputs) for n in range(number, last + 1)}
-        self.teacher_ran_ahead = has_begun = self._lookahead.begin(number, units[0])
+        resumed = self._take_flights(known[number])
+        has_begun = self._lookahead.begin(number, units[0]) or resumed is not None
+        self.teacher_ran_ahead = has_begun
         program = self._programs.of(fresh=not has_begun, ahead=last - number)
         context = StepContext(number, program, units)
+        if resumed is not None and self.weights is not None:
+            flights.read_back(
+                resumed, self.executor, self.weights, context, self.module, self.device
+            )
         if self.is_data_rank:
             context.inputs = {n - number: made for n, made in self._inputs.items() if n <= last}
             context.inputs[0] = inputs
@@ -288,9 +297,35 @@ class Engine(Rank):
         teacher = self.captured.networks.get("teacher")
         if teacher is None:
             return None
-        blocks = [self.module.get_submodule(name) for name in teacher.block_names]
-        self.executor.teacher = TeacherPrediction(blocks)
+        if self.executor.teacher is None:
+            blocks = {name: self.module.get_submodule(name) for name in teacher.block_names}
+            self.executor.teacher = TeacherPrediction(blocks, self._teacher_before)
         return self.executor.teacher
+
+    def flights(self) -> dict[str, Any] | None:
+        """Between two steps: this rank's batches in flight; None if there are none.
+
+        Every rank calls it, and one that goes on from them has to have the same stages.
+        """
+        units = self._lookahead.units
+        if self.weights is None or not units:
+            return None
+        sizes = [list(spec.shape) for spec in units[self._index].inputs]
+        written = flights.write(self.executor, self.weights, units, self.module)
+        return {**written, "stages": self._stages(), "sizes": sizes}
+
+    def _stages(self) -> list[Any]:
+        """What has to be the same where another run goes on with batches in flight."""
+        assert self.weights is not None
+        again = sorted(self.placement.recomputed)
+        cuts = [[name, *values] for name, values in sorted(self.cuts.items())]
+        return [self.weights.policy.name, self.rank, cuts, again]
+
+    def _take_flights(self, header: StepHeader) -> dict[str, Any] | None:
+        """The batches in flight of the run that is resumed, if the data is what it was."""
+        found, self._flights = self._flights, None
+        sizes = [list(spec.shape) for spec in header.inputs]
+        return found if found is not None and found["sizes"] == sizes else None
 
     def settle(self) -> None:
         """Between two steps: forwards of the student that ran ahead are forgotten, and done again.
@@ -314,18 +349,31 @@ class Engine(Rank):
         """
         return None if self.heads is not None else self._lookahead.state(self._index)
 
-    def resume(self, position: tuple[int, int], ahead: Ahead | None) -> None:
+    def resume(
+        self,
+        position: tuple[int, int],
+        ahead: Ahead | None,
+        in_flight: Sequence[dict[str, Any]] | None = None,
+        teacher_before: dict[str, Any] | None = None,
+    ) -> None:
         """Go on where another engine stopped; all ranks call it before their first step.
 
         Args:
             position: Its :attr:`position`.
             ahead: What its loss rank knew to have run ahead, on all ranks.
+            in_flight: What :meth:`flights` gave on each of its ranks. With other stages or another
+                policy, the forwards are done again.
+            teacher_before: What its :class:`TeacherPrediction` knew, of all ranks.
 
         Raises:
             CaptureError: The step uses other values of the teacher than that engine's.
         """
         self._lookahead.resume(ahead)
         self._seed, self._index = position
+        self._teacher_before = teacher_before
+        if in_flight and self.weights is not None and len(in_flight) == self.transport.num_ranks:
+            mine = in_flight[self.rank]
+            self._flights = mine if mine["stages"] == self._stages() else None
 
     def run_ahead(self, step: Step, batch: Any) -> None:
         """The teacher's calls of the coming step, now; every rank calls it before that step.
@@ -362,6 +410,7 @@ class Engine(Rank):
         """Forget what ran ahead: the next batches are not those told of. Every rank calls it."""
         self._lookahead.drop()
         self.announcements.drop()
+        self._flights = None
         if self.weights is not None:
             self.weights.drain()
         self._inputs.clear()

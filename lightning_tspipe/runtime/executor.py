@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +51,20 @@ class _Saved:
     results: list[Tensor]
     recyclable: list[Tensor]
     split: SplitBackward | None = None
+
+
+class UnderWay(NamedTuple):
+    """What a rank holds of batches that work has begun on; may be added to.
+
+    Attributes:
+        received: What other ranks sent, by batch and the forward that reads it.
+        outputs: What the loss reads, by batch and the forward that made it.
+        inputs: What each forward got whose backward is still to come, by batch, stage and unit.
+    """
+
+    received: dict[Key, Tensors]
+    outputs: dict[Key, dict[ValueRef, Tensor]]
+    inputs: dict[tuple[int, int, int], Tensors]
 
 
 @dataclass
@@ -143,8 +158,15 @@ class Executor:
             self._await(step, action)
             started = time.perf_counter()
             handler(step, action)
-            self.recorder.ran(step.index, action, started)
+            self.recorder.ran(step.index, action, started, *self._read(action))
             self.send(step, action)
+
+    def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
+        """The version of the weights that an action has read, and the updates predicted on it."""
+        read = None if self.weights is None else self.weights.last
+        if read is None or action.op not in {Op.FORWARD, Op.BACKWARD}:
+            return ()
+        return read.version, read.predicted
 
     def send_inputs(self, step: StepContext, offset: int) -> None:
         """On the data rank: hand the call inputs to the first stages."""
@@ -306,6 +328,39 @@ class Executor:
             self._transport.finish_step()
         self.recorder.paused("send", started)
 
+    def under_way(self, units: Mapping[int, StepUnits]) -> UnderWay:
+        """Between two steps: what there is of batches that work has begun on.
+
+        What other ranks have sent of them is waited for.
+
+        Args:
+            units: Of these batches, by their numbers.
+        """
+        for key in list(self._receipts):
+            batch, producer, consumer = key
+            tensors = self._wait(self._receipts.pop(key), *key)
+            if consumer.op is Op.LOSS:
+                refs = units[batch].outputs_of(producer)
+                self._outputs[batch, producer] = dict(zip(refs, tensors, strict=True))
+            else:
+                self._received[batch, consumer] = tuple(tensors)
+        inputs = {key: saved.inputs for key, saved in self._saved.items()}
+        return UnderWay(self._received, self._outputs, inputs)
+
+    def repeat(self, step: StepContext, action: Action, inputs: Tensors) -> None:
+        """Run a forward for its backward alone: others have what it gives.
+
+        Args:
+            step: The step.
+            action: The forward, of one of its batches.
+            inputs: What it gets.
+        """
+        inputs = self._detached(step, action, inputs)
+        with self._context(), self.statistics.ignored(action):
+            values, found = self._run(step, action, inputs)
+        results = (found[ref] for ref in step.units[action.batch].outputs_of(action))
+        self._keep(step, action, inputs, (*values, *results), [])
+
     def drop_lookahead(self) -> None:
         """Forget what was computed ahead, also what is still under way."""
         for receipt in self._receipts.values():
@@ -337,38 +392,63 @@ class Executor:
 
     def _forward(self, step: StepContext, action: Action) -> None:
         units = step.units[action.batch]
-        unit = units.of(action)
-        name: NetworkName = NETWORK_OF[action.op]  # type: ignore[assignment]
-        first, last = units.span(action)
         taken, received = self._take_inputs(step, action)
-        grad = unit.grad and action.op is Op.FORWARD
-        inputs = tuple(
-            tensor.detach().requires_grad_(grad and spec.requires_grad)
-            for tensor, spec in zip(taken, units.input_specs(action), strict=True)
-        )
-        batch, execution = step.index + action.batch, self._executions.get(name)
+        inputs = self._detached(step, action, taken)
+        batch, grad = step.index + action.batch, _has_backward(units, action)
         reading: AbstractContextManager[None] = nullcontext()
         if action.op is Op.TEACHER and action.batch and self.teacher is not None:
             reading = self.teacher.reading(step.index)
         elif grad and self.weights is not None:
             reading = self.weights.forward(batch, action.batch)
-        self._networks[name].about_to_run(batch, slice(unit.start, unit.start + unit.size))
         with self._context(), reading, self.statistics.collecting(batch, action, units):
-            values, found = self._networks[name].run(
-                inputs, first, last, grad=grad, run=execution.run if execution is not None else None
-            )
-        if last == unit.end:
-            values = ()
+            values, found = self._run(step, action, inputs)
         self.statistics.ran(batch, action, units)
         self._store(step, action, values, found)
         recyclable = _unshared(inputs, (*values, *found.values())) if received else []
         if grad:
-            results = [*values, *(found[ref] for ref in units.outputs_of(action))]
-            results = [result for result in results if result.requires_grad]
-            key = (batch, action.stage, action.unit or 0)
-            self._saved[key] = _Saved(inputs, results, recyclable)
+            results = (*values, *(found[ref] for ref in units.outputs_of(action)))
+            self._keep(step, action, inputs, results, recyclable)
         else:
             self._transport.recycle(recyclable)
+
+    @staticmethod
+    def _detached(step: StepContext, action: Action, taken: Tensors) -> Tensors:
+        """What a forward gets, as the beginning of a graph."""
+        units = step.units[action.batch]
+        grad = _has_backward(units, action)
+        return tuple(
+            tensor.detach().requires_grad_(grad and spec.requires_grad)
+            for tensor, spec in zip(taken, units.input_specs(action), strict=True)
+        )
+
+    def _run(
+        self, step: StepContext, action: Action, inputs: Tensors
+    ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
+        """Run a stage; what it passes on, and what the loss reads."""
+        units = step.units[action.batch]
+        unit = units.of(action)
+        first, last = units.span(action)
+        name: NetworkName = NETWORK_OF[action.op]  # type: ignore[assignment]
+        network, execution = self._networks[name], self._executions.get(name)
+        network.about_to_run(step.index + action.batch, slice(unit.start, unit.start + unit.size))
+        values, found = network.run(
+            inputs, first, last, grad=_has_backward(units, action),
+            run=execution.run if execution is not None else None,
+        )  # fmt: skip
+        return () if last == unit.end else values, found
+
+    def _keep(
+        self,
+        step: StepContext,
+        action: Action,
+        inputs: Tensors,
+        results: Tensors,
+        recyclable: list[Tensor],
+    ) -> None:
+        """Keep a forward's graph for its backward."""
+        key = (step.index + action.batch, action.stage, action.unit or 0)
+        ends = [result for result in results if result.requires_grad]
+        self._saved[key] = _Saved(inputs, ends, recyclable)
 
     def _store(
         self,
@@ -437,6 +517,10 @@ class Executor:
             for tensor, gradient in zip(saved.inputs, gradients, strict=True)
             if tensor.requires_grad
         ]
+
+
+def _has_backward(units: StepUnits, action: Action) -> bool:
+    return units.of(action).grad and action.op is Op.FORWARD
 
 
 @cache

@@ -31,6 +31,8 @@ from lightning_tspipe.runtime.prediction import (
     predicted_update,
     remember_gradients,
 )
+from lightning_tspipe.runtime.random_states import RandomStates
+from lightning_tspipe.runtime.tokens import Held, Player, Recorder, Saved, Token, reading
 from lightning_tspipe.runtime.weight_policies import WeightPolicy
 
 Values = list[Tensor]
@@ -53,16 +55,6 @@ class Read:
     predicted: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    """Stands for a weight, or a view of it, in what autograd saves."""
-
-    index: int
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int | torch.SymInt
-
-
 @dataclass
 class _InFlight:
     """A batch between its forward and its backward.
@@ -70,10 +62,12 @@ class _InFlight:
     Attributes:
         version: What its forward read, before any prediction.
         due: Updates until its backward, when its forward ran.
+        calls: For each forward, the random states that it began with, and what autograd saved.
     """
 
     version: int
     due: int
+    calls: list[tuple[RandomStates, Saved]] = field(default_factory=list)
 
 
 @dataclass
@@ -94,6 +88,7 @@ class StageWeights:
         batches_per_update: Batches whose gradients are added up before an update.
         position: Place of the current batch in its epoch, which decides when updates come.
         trace: What was read, if set to a list.
+        last: What was read last.
         most_versions: The most copies of the weights that were alive at once.
     """
 
@@ -108,11 +103,13 @@ class StageWeights:
     batches_per_update: int = 1
     position: int = 0
     trace: list[Read] | None = None
+    last: Read | None = None
     most_versions: int = 1
     _base: int = 0
     _kept: dict[int, Values] = field(default_factory=dict)
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
     _seen: list[tuple[int, int]] = field(default_factory=list)
+    _sums: list[float] = field(default_factory=list)
     _groups: dict[int, tuple[Optimizer, Group]] = field(default_factory=dict)
     _backward_values: Sequence[Tensor] = ()
 
@@ -139,7 +136,10 @@ class StageWeights:
             yield
             return
         self._count(transient=ahead > 0)
-        with self._reading(values), self._tokens(self.parameters if values is None else values):
+        flight.calls.append((RandomStates.now(), Saved()))
+        tokens = Recorder(self.parameters if values is None else values, flight.calls[-1][1])
+        hooks = saved_tensors_hooks(tokens.pack, self._unpack)
+        with reading(self.parameters, self.slots, values), hooks:
             yield
 
     @contextmanager
@@ -157,7 +157,7 @@ class StageWeights:
             values = self._kept[version]
         self._backward_values = self.parameters if values is None else values
         self._count(transient=ahead > 0)
-        with self._reading(values):
+        with reading(self.parameters, self.slots, values):
             yield
         self._backward_values = ()
 
@@ -165,11 +165,59 @@ class StageWeights:
         """All backwards of a batch ran."""
         self._in_flight.pop(batch, None)
 
+    # Between two steps
+
+    def written(self) -> dict[str, Any]:
+        """The versions and the batches in flight, as plain values and tensors."""
+        flights = {
+            batch: {
+                "version": flight.version,
+                "due": flight.due,
+                "calls": [[random.to_dict(), saved.written()] for random, saved in flight.calls],
+            }
+            for batch, flight in self._in_flight.items()
+        }
+        kept = {v: [value.clone() for value in values] for v, values in self._kept.items()}
+        return {"version": self.version, "base": self._base, "kept": kept, "flights": flights}
+
+    def read_back(self, written: Mapping[str, Any]) -> None:
+        """The versions of another run; its batches in flight come by :meth:`again`."""
+        self.drain()
+        self.version, self._base = written["version"], written["base"]
+        self._kept = {
+            version: [value.to(p.device) for value, p in zip(values, self.parameters, strict=True)]
+            for version, values in written["kept"].items()
+        }
+
+    @contextmanager
+    def again(self, batch: int, flight: Mapping[str, Any], call: int) -> Iterator[None]:
+        """Around a forward that another run has done: autograd saves what it saved there.
+
+        Args:
+            batch: Number of the batch.
+            flight: What :meth:`written` gave of it.
+            call: Which of its forwards this is.
+
+        Raises:
+            ConfigurationError: The forward isn't the same.
+        """
+        made = self._in_flight.setdefault(batch, _InFlight(flight["version"], flight["due"]))
+        random, written = flight["calls"][call]
+        made.calls.append((RandomStates.from_dict(random), Saved()))
+        player = Player(written, made.calls[-1][1])
+        now = RandomStates.now()
+        made.calls[-1][0].restore()
+        with saved_tensors_hooks(player.pack, self._unpack):
+            yield
+        player.check_done()
+        now.restore()
+
     # What happens around updates
 
     def keep(self) -> None:
         """Before an update: keep the current version if something will still read it."""
         self._check_unchanged()
+        self._check_values()
         self._check_gradients()
         read = {flight.version for flight in self._in_flight.values()}
         self._kept = {version: kept for version, kept in self._kept.items() if version in read}
@@ -183,14 +231,14 @@ class StageWeights:
         if self.policy.predicts:
             for optimizer in self.optimizers:
                 remember_gradients(optimizer, self.parameters)
-        self._seen = self._marks()
+        self._seen, self._sums = self._marks(), self._values()
 
     def drain(self) -> None:
         """Nothing is in flight any more: what comes next reads the current version."""
         self._in_flight.clear()
         self._kept.clear()
         self._base = self.version
-        self._seen = []
+        self._seen, self._sums = [], []
 
     # Versions
 
@@ -262,57 +310,12 @@ class StageWeights:
         self.most_versions = max(self.most_versions, 1 + len(self._kept) + transient)
 
     def _note(self, batch: int, *, forward: bool, version: int, predicted: int) -> None:
+        self.last = Read(batch, forward, version, predicted)
         if self.trace is not None:
-            self.trace.append(Read(batch, forward, version, predicted))
+            self.trace.append(self.last)
 
-    # Reading
-
-    @contextmanager
-    def _reading(self, values: Sequence[Tensor] | None) -> Iterator[None]:
-        """While inside, the modules hold copies through which gradients reach the parameters."""
-        if values is None:
-            yield
-            return
-        with torch.enable_grad():
-            copies = [
-                _Through.apply(parameter, value) if parameter.requires_grad else value
-                for parameter, value in zip(self.parameters, values, strict=True)
-            ]
-        places = [
-            (module, name, copy)
-            for slots, copy in zip(self.slots, copies, strict=True)
-            for module, name in slots
-        ]
-        tables = [(module._parameters, name) for module, name, _ in places]  # noqa: SLF001
-        before = [table[name] for table, name in tables]
-        for module, name, copy in places:
-            _put(module, name, copy)
-        try:
-            yield
-        finally:
-            for (module, name, _), original in zip(places, before, strict=True):
-                _put(module, name, original)
-
-    def _tokens(self, values: Sequence[Tensor]) -> Any:
-        """While inside, autograd saves tokens in place of these."""
-        index_of = {value.untyped_storage().data_ptr(): index for index, value in enumerate(values)}
-        starts = [value.storage_offset() for value in values]
-
-        def pack(tensor: Tensor) -> Tensor | _Token:
-            index = index_of.get(tensor.untyped_storage().data_ptr())
-            if index is None or not tensor.numel():
-                return tensor
-            offset = tensor.storage_offset() - starts[index]
-            return _Token(index, tensor.shape, tensor.stride(), offset)
-
-        return saved_tensors_hooks(pack, self._unpack)
-
-    def _unpack(self, saved: Tensor | _Token) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        value = self._backward_values[saved.index].detach()
-        start = value.storage_offset()
-        return value.as_strided(saved.shape, saved.stride, start + saved.offset)
+    def _unpack(self, saved: Token | Held) -> Tensor:
+        return saved.tensor if isinstance(saved, Held) else saved.of(self._backward_values)
 
     # Checks
 
@@ -323,9 +326,18 @@ class StageWeights:
             ConfigurationError: Names one.
         """
         now = self._marks()
-        self._seen = self._seen or now
-        for name, before, after in zip(self.names, self._seen, now, strict=True):
-            if before != after:
+        if not self._seen:
+            self._seen, self._sums = now, self._values()
+        self._refuse_changed(self._seen, now)
+
+    def _check_values(self) -> None:
+        """The same for changes through ``.data``, of which nothing else tells."""
+        if self._sums:
+            self._refuse_changed(self._sums, self._values())
+
+    def _refuse_changed(self, before: Sequence[object], after: Sequence[object]) -> None:
+        for name, old, new in zip(self.names, before, after, strict=True):
+            if old != new:
                 raise ConfigurationError(
                     f"{name!r} was changed between two updates, while forwards of later batches "
                     "are under way that have read it. With schedule='1f1b' only optimizer.step may "
@@ -336,6 +348,13 @@ class StageWeights:
         """What differs when a parameter was written to, or replaced."""
         return [(p._version, p.data_ptr()) for p in self.parameters]  # noqa: SLF001
 
+    def _values(self) -> list[float]:
+        """A number for each parameter that other values would hardly have."""
+        if self.num_ranks == 1 or not self.parameters:
+            return []
+        sums = [parameter.detach().sum().double() for parameter in self.parameters]
+        return torch.stack(sums).nan_to_num(nan=0.0).tolist()
+
     def _check_gradients(self) -> None:
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.is_sparse:
@@ -343,23 +362,6 @@ class StageWeights:
                     f"{name!r} has a sparse gradient, and updates by sparse gradients can't be "
                     "predicted. Use nn.Embedding(sparse=False)"
                 )
-
-
-class _Through(torch.autograd.Function):
-    """Other values in the place of a parameter, which gets the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, value: Tensor) -> Tensor:  # noqa: ARG004
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # noqa: ARG004
-        return gradient, None
-
-
-def _put(module: nn.Module, name: str, value: Any) -> None:
-    # nn.LSTM, which holds its weights a second time, notices at its next call.
-    module._parameters[name] = value  # noqa: SLF001
 
 
 def stage_weights(

@@ -47,6 +47,10 @@ class CallStatistics:
             return nullcontext()
         return self._deferred[_network(action)].accumulate((batch, action.stage, unit.call))
 
+    def ignored(self, action: Action) -> AbstractContextManager[None]:
+        """Around a forward that has been counted before."""
+        return self._deferred[_network(action)].ignored()
+
     def ran(self, batch: int, action: Action, units: StepUnits) -> None:
         """After a forward: commit the calls that are complete now, and all before them."""
         name = _network(action)
@@ -88,6 +92,17 @@ class CallStatistics:
         for name, key in self._ahead:
             found.setdefault(key[-1], {}).update(self._deferred[name].collected(key))
         return found
+
+    def uncommitted(self) -> list[tuple[NetworkName, int, int, int, dict[nn.Module, list[Part]]]]:
+        """Network, batch, stage and call of what ran ahead, and what its layers have collected."""
+        return [(name, *key, self._deferred[name].collected(key)) for name, key in self._ahead]
+
+    def put_uncommitted(
+        self, name: NetworkName, key: tuple[int, int, int], parts: Mapping[nn.Module, list[Part]]
+    ) -> None:
+        """As if this had been collected here."""
+        self._deferred[name].put(key, parts)
+        self._ahead.append((name, key))
 
     def put_ahead(self, statistics: Mapping[int, Mapping[nn.Module, list[Part]]]) -> None:
         """As if calls of the teacher had run ahead and collected this."""

@@ -6,14 +6,16 @@ that step n would read if it didn't run ahead::
     T(n+1), in step n, reads   ξ(n) + (ξ(n) - ξ(n-1))    for the ξ(n+1) that it can't know yet
 
 That needs no word about how the average is made, in the step or in a hook, and two copies of
-the teacher. The first forward that runs ahead reads ξ(n) as it is.
+the teacher. The first forward that runs ahead reads ξ(n) as it is; where a run was resumed, a
+checkpoint tells of ξ(n-1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,24 +40,47 @@ class TeacherPrediction:
     """Predicts this rank's part of the teacher.
 
     Args:
-        modules: Of the teacher; parameters of other ranks are on the meta device.
+        blocks: Of the teacher, by name; parameters of other ranks are on the meta device.
+        state: What :meth:`state` gave on all ranks of the run that is resumed.
 
     Attributes:
         distances: Of the steps so far; take them and clear the list.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._slots = [
-            (module._parameters, name)  # noqa: SLF001
-            for block in modules
-            for module in block.modules()
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], state: Mapping[str, Any] | None = None
+    ) -> None:
+        named = {
+            f"{block}.{path}.{name}": (module._parameters, name)  # noqa: SLF001
+            for block, whole in blocks.items()
+            for path, module in whole.named_modules()
             for name, parameter in module._parameters.items()  # noqa: SLF001
             if parameter is not None and not parameter.is_meta
-        ]
+        }
+        self._names = list(named)
+        self._slots = list(named.values())
         self._step = -1
         self._before: list[Tensor] = []
         self._moves: list[Tensor] = []
         self.distances: list[TeacherDistance] = []
+        if state is not None and named.keys() <= state["before"].keys():
+            self._step = state["step"]
+            self._before = self._like_mine(state["before"])
+            self._moves = self._like_mine(state["moves"])
+
+    def state(self) -> dict[str, Any]:
+        """What another run needs to predict its first step, by the names of parameters."""
+        return {
+            "step": self._step,
+            "before": dict(zip(self._names, self._before, strict=False)),
+            "moves": dict(zip(self._names, self._moves, strict=False)),
+        }
+
+    def _like_mine(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        return [
+            values[key].to(table[name])
+            for key, (table, name) in zip(self._names, self._slots, strict=True)
+        ]
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:
@@ -64,7 +89,7 @@ class TeacherPrediction:
             self._begin(step)
         own = [table[name] for table, name in self._slots]
         for (table, name), now, move in zip(self._slots, self._before, self._moves, strict=True):
-            table[name] = now + move  # type: ignore[assignment]
+            table[name] = now + move
         try:
             yield
         finally:
@@ -73,7 +98,7 @@ class TeacherPrediction:
 
     @torch.no_grad()
     def _begin(self, step: int) -> None:
-        now = [table[name].detach().clone() for table, name in self._slots]  # type: ignore[union-attr]
+        now = [table[name].detach().clone() for table, name in self._slots]
         if self._before:
             # Several updates, where the pipeline was empty in between.
             num_updates = step - self._step

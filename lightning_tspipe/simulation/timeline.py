@@ -4,6 +4,11 @@ Over the steady window (all steps but the first and the last) the drawing of a s
 
     rank 0 |F0F1I1I0W1W0t0t1|      capital letters: this batch
     rank 1 |t1B1──B0──F0F1t0|      t: teacher forward of the next batch; spaces: idle
+
+Where weights are updated while batches are under way, the number is that of the batch, and what it
+has read is shown where there is room::
+
+    rank 1 |F5v3~1B4v4────F6v4~1B5v5────|   v3~1: version 3, moved on by one predicted update
 """
 
 from __future__ import annotations
@@ -31,6 +36,9 @@ class Span:
         step: The step that ran it, counted from 0.
         start: Seconds, on a clock that all ranks share.
         end: Seconds.
+        version: How many updates the weights had had that it read; None where all actions of a
+            step read the same.
+        predicted: How many more were predicted.
     """
 
     rank: int
@@ -39,6 +47,21 @@ class Span:
     step: int
     start: float
     end: float
+    version: int | None = None
+    predicted: int = 0
+
+    @property
+    def read(self) -> str:
+        """What it read: ``v3``, or ``v3~2`` with two predicted updates; nothing if unknown."""
+        if self.version is None:
+            return ""
+        return f"v{self.version}" + f"~{self.predicted}" * (self.predicted > 0)
+
+    @property
+    def batch(self) -> int:
+        """The number of its batch."""
+        match = _LABEL.fullmatch(self.action)
+        return self.step + int(match["batch"] or 0 if match else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +187,7 @@ class Timeline:
                     min(max(round((time - first) * scale), 0), width)
                     for time in (span.start, span.end)
                 )
-                cells[left:right] = _cell(span.action, right - left)
+                cells[left:right] = _cell(span, right - left)
             lines.append(f"rank {rank} |{''.join(cells)}|")
         return "\n".join(lines)
 
@@ -189,7 +212,7 @@ class Timeline:
                 "tid": span.rank,
                 "ts": (span.start - zero) * 1e6,
                 "dur": (span.end - span.start) * 1e6,
-                "args": {"step": span.step},
+                "args": {"step": span.step, **({"reads": span.read} if span.read else {})},
             }
             for span in self.spans
         ]
@@ -247,10 +270,12 @@ def aligned(timelines: Iterable[Timeline]) -> list[tuple[float, float]]:
     return [(each.steady_start - before, each.steady_start + after) for each in timelines]
 
 
-def _cell(action: str, width: int) -> list[str]:
-    """``width`` columns for one action: its label if there is room, else its letter."""
-    match = _LABEL.fullmatch(action)
-    op, unit, batch = (match["op"], match["unit"], match["batch"]) if match else (action, "", None)
-    letter = op.lower() if batch else op
-    label = letter + unit if len(letter + unit) <= width else letter
+def _cell(span: Span, width: int) -> list[str]:
+    """``width`` columns for one action: as much of its label as there is room for."""
+    match = _LABEL.fullmatch(span.action)
+    op, unit, batch = (match["op"], match["unit"], match["batch"]) if match else (span.op, "", None)
+    letter = op.lower() if batch and not span.read else op
+    number = str(span.batch) if span.read else unit
+    labels = (letter + number + span.read, letter + number, letter)
+    label = next((label for label in labels if len(label) <= width), letter)
     return list(label.ljust(width, "─")[:width])

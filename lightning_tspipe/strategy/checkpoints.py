@@ -88,6 +88,9 @@ class CheckpointHooks(ShardedHooks):
             self._loader,
             epoch_ended=loop.epoch_loop._num_ready_batches_reached(),  # noqa: SLF001
             with_gradients=self._accumulates and not self.saves_shards,
+            place=None
+            if self.saves_shards
+            else (self._trainer.current_epoch, loop.epoch_loop.batch_progress.current.ready),
         )
 
 

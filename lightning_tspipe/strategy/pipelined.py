@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from lightning_tspipe.runtime.loading import isolated
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
+from lightning_tspipe.simulation.timeline import Pause, Timeline
 from lightning_tspipe.strategy.declared import find_networks
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ class Pipelined:
         seconds_reading: How long this rank has read training batches, in all.
         student_stages: For each stage of the student, the names of its parameters.
         recorder: Notes what this rank does while a window is recorded.
+        predicts_teacher: Whether what runs ahead reads the teacher as it is expected one update
+            later.
         has_recording: Whether a window is over that :meth:`timeline` was not yet asked for; the
             same on all ranks.
     """
@@ -54,6 +57,7 @@ class Pipelined:
         self.batch_size = 1
         self.teacher_ran_ahead: bool | None = None
         self.seconds_reading = 0.0
+        self.predicts_teacher = False
         self.student_stages: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -131,14 +135,11 @@ class Pipelined:
         found: list[Any] | None = self._strategy.transport.gather_object(value, LOSS_RANK)
         return found
 
-    def predict_teacher(self) -> TeacherPrediction | None:
-        """From now on, what runs ahead reads the teacher as it is expected one update later.
-
-        Returns:
-            What predicts it; None before the first batch, or without a teacher.
-        """
+    @property
+    def teacher_prediction(self) -> TeacherPrediction | None:
+        """What predicts this rank's part of the teacher; None before the first batch."""
         engine = self._strategy.engine
-        return None if engine is None else engine.predict_teacher()
+        return None if engine is None else engine.executor.teacher
 
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample in a training step: products and convolutions.
@@ -168,6 +169,8 @@ class Pipelined:
         )
         self._pipeline = engine.pipeline
         engine.executor.recorder = self.recorder
+        if self.predicts_teacher:
+            engine.predict_teacher()
 
     @property
     def delay(self) -> int:
@@ -260,9 +263,7 @@ class Pipelined:
             return
         start = min(span.start for span in spans)
         self._timeline = Timeline(
-            tuple(
-                Span(s.rank, s.action, s.op, s.step, s.start - start, s.end - start) for s in spans
-            ),
+            tuple(replace(span, start=span.start - start, end=span.end - start) for span in spans),
             transport.num_ranks,
             self._pipeline,
             tuple(

@@ -22,9 +22,16 @@ from lightning_tspipe.runtime.weights import LOSS_RANK
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.loading import LookaheadLoader
 
+Place = tuple[int, int]
+
 
 def collect(
-    engine: Engine, loader: LookaheadLoader | None, *, epoch_ended: bool, with_gradients: bool
+    engine: Engine,
+    loader: LookaheadLoader | None,
+    *,
+    epoch_ended: bool,
+    with_gradients: bool,
+    place: Place | None = None,
 ) -> dict[str, Any] | None:
     """Where the pipeline is, on the loss rank; every rank calls it.
 
@@ -33,12 +40,18 @@ def collect(
         loader: The training loader, on the data rank.
         epoch_ended: Whether the batch that is held, if any, will not be trained.
         with_gradients: Whether to collect what has been accumulated.
+        place: The epoch, and the number of the next batch in it, to collect batches in flight;
+            else their forwards are done again, in the run that goes on here too.
     """
-    engine.settle()
-    ahead = engine.ahead()
-    own: dict[str, Any] = {"random": RandomStates.now().to_dict()}
+    if place is None:
+        engine.settle()
+    own: dict[str, Any] = {"random": RandomStates.now().to_dict(), "flights": engine.flights()}
+    ahead = None if own["flights"] else engine.ahead()
     if ahead is not None:
         own["statistics"] = ahead.statistics
+    predicted = engine.executor.teacher if place is not None else None
+    if predicted is not None:
+        own["prediction"] = predicted.state()
     if loader is not None:
         own["loader"] = loader.progress(ended=epoch_ended)
     if with_gradients:
@@ -58,21 +71,29 @@ def collect(
         "loader": data.get("loader"),
         "gradients": {k: v for rank in gathered for k, v in rank.get("gradients", {}).items()},
         "teacher_ahead": packed,
+        "flights": [rank["flights"] for rank in gathered] if own["flights"] else None,
+        "prediction": _joined([rank["prediction"] for rank in gathered]) if predicted else None,
+        "place": None if place is None else list(place),
         "ema_in_step": engine.captured.plan.has_ema,
     }
 
 
-def restore(engine: Engine, progress: dict[str, Any], *, runs_ahead: bool) -> None:
+def restore(engine: Engine, progress: dict[str, Any], place: Place, *, runs_ahead: bool) -> None:
     """Bring an engine that was just placed to where another one stopped; every rank calls it.
 
     Args:
         engine: The engine.
         progress: What :func:`collect` gave, on every rank.
+        place: The epoch, and the number of the batch in it that comes.
         runs_ahead: Whether a teacher may be late in this run.
     """
     packed = progress["teacher_ahead"] if runs_ahead else None
     ahead = _unpack(packed, engine.device) if packed is not None else None
-    engine.resume((progress["seed"], progress["step"]), ahead)
+    is_there = progress.get("place") == list(place)
+    in_flight = progress.get("flights") if is_there else None
+    engine.resume(
+        (progress["seed"], progress["step"]), ahead, in_flight, progress.get("prediction")
+    )
     engine.shards.put_gradients(progress["gradients"], engine.rank)
     random = progress["random"]
     if len(random) == engine.transport.num_ranks and not engine.is_data_rank:
@@ -94,7 +115,9 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
     if len(replicas) == number:
         return replicas[index]
     gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
-    nothing: dict[str, Any] = {"loader": None, "random": [], "teacher_ahead": None}
+    nothing: dict[str, Any] = {
+        "loader": None, "random": [], "teacher_ahead": None, "flights": None, "prediction": None
+    }  # fmt: skip
     return {**replicas[0], **nothing, "gradients": gradients}
 
 
@@ -105,7 +128,7 @@ def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
         first: What :func:`collect` gave for the first replica.
     """
     loader = first["loader"] and {**first["loader"], "loader": None}
-    return {**first, "loader": loader, "random": []}
+    return {**first, "loader": loader, "random": [], "flights": None}
 
 
 def gradients_of_replica(
@@ -165,6 +188,15 @@ def late_teacher(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None
     finally:
         for tensor, data in swapped:
             tensor.data = data
+
+
+def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What all ranks knew of their parts of a predicted teacher."""
+    parts = {
+        kind: {name: value.cpu() for state in states for name, value in state[kind].items()}
+        for kind in ("before", "moves")
+    }
+    return {"step": states[0]["step"], **parts}
 
 
 def _pack(ahead: Ahead, statistics: list[dict[int, Any]]) -> dict[str, Any]:

@@ -170,7 +170,8 @@ class TrainingHooks(DataHooks):
         self._resumed_replicas = None
         runs_ahead = self.options.schedule == "tspipe" and "teacher" in engine.captured.networks
         if progress is not None:
-            restore(engine, progress, runs_ahead=runs_ahead)
+            place = self._trainer.current_epoch, batch_idx
+            restore(engine, progress, place, runs_ahead=runs_ahead)
         declared = self._declared_delay
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}

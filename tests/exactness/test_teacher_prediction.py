@@ -30,7 +30,7 @@ def test_a_predicted_teacher_equals_the_reference(case: str, num_ranks: int) -> 
 def test_the_distance_to_the_teacher_that_was_meant_is_counted() -> None:
     """A straight way is predicted to the end; after a bend, half of the way too far."""
     layer = nn.Linear(1, 1, bias=False).requires_grad_(requires_grad=False)
-    prediction = TeacherPrediction([layer])
+    prediction = TeacherPrediction({"teacher": layer})
     read = []
     for step, place in enumerate((0.0, 1.0, 2.0, 2.0)):
         layer.weight.fill_(place)

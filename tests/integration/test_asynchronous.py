@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.atoms import atomize
 from lightning_tspipe.runtime.stage_weights import Read
+from lightning_tspipe.simulation.timeline import Timeline
 from tests.exactness.asynchronous import emulate
-from tests.exactness.test_asynchronous import Case, Module, loss_of, make
+from tests.exactness.test_asynchronous import OPTIMIZERS, Case, Module, loss_of, make
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import CLOSE, Epochs, Recorder, Unsized, strict
 
@@ -27,6 +28,8 @@ SLOW = pytest.mark.slow
 
 class Lit(Module, LightningModule):
     """The exactness tests' classifier, with a learning rate that falls at every update."""
+
+    optimizer = "adamw"
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -37,12 +40,8 @@ class Lit(Module, LightningModule):
         self.log("val_loss", loss_of(self.student(batch[0]), batch[1]))
 
     def configure_optimizers(self) -> Any:
-        made = optimizer_of(self.student.parameters())
+        made = OPTIMIZERS[self.optimizer](self.student.parameters())
         return {"optimizer": made, "lr_scheduler": {"scheduler": falling(made), "interval": "step"}}
-
-
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -65,11 +64,16 @@ class Trace(Callback):
 
     def __init__(self) -> None:
         self.reads: list[Read] = []
+        self.timeline: Timeline | None = None
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         engine = trainer.strategy.engine
         if engine is not None and engine.weights.trace is None:
             engine.weights.trace = self.reads
+            trainer.strategy.pipelined.record(3)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self.timeline = trainer.strategy.pipelined.timeline()
 
 
 def partition(module: Module, num_stages: int) -> list[int]:
@@ -82,24 +86,31 @@ def partition(module: Module, num_stages: int) -> list[int]:
     return [b - a for a, b in zip(starts, [*starts[1:], len(atoms)], strict=True)]
 
 
-def fit(job: Job) -> tuple[list[Tensor], dict[str, Tensor], dict[str, float], list[Read]]:
+Fitted = tuple[list[Tensor], dict[str, Tensor], dict[str, float], list[Read], Timeline | None]
+
+
+def fit(job: Job, num_ranks: int = 0) -> Fitted:
     strict()
     plain, epochs = make(job.case)
     torch.manual_seed(0)
     module = Lit(job.case.num_stages)
+    module.optimizer = job.case.optimizer
     module.load_state_dict(plain.state_dict())
     recorder, trace = Recorder(), Trace()
     callbacks: list[Any] = [recorder, trace]
     if job.stop_after:
         callbacks.append(ModelCheckpoint(".", "{step}", every_n_train_steps=job.stop_after,
                                          save_top_k=-1))  # fmt: skip
+    num_ranks = num_ranks or job.case.num_stages
+    cuts = partition(plain, job.case.num_stages)
     strategy = TSPipeStrategy(
-        schedule="1f1b", weights=job.case.policy, partition=partition(plain, job.case.num_stages)
-    )
+        schedule="1f1b", weights=job.case.policy, activation_checkpointing=job.case.again,
+        partition=[*cuts[: num_ranks - 1], sum(cuts[num_ranks - 1 :])],
+    )  # fmt: skip
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False,
              "enable_checkpointing": bool(job.stop_after), "num_sanity_val_steps": 0}  # fmt: skip
     trainer = Trainer(
-        **{**quiet, "accelerator": "cpu", "devices": job.case.num_stages, "strategy": strategy,
+        **{**quiet, "accelerator": "cpu", "devices": num_ranks, "strategy": strategy,
            "max_epochs": len(job.case.epochs), "callbacks": callbacks,
            "accumulate_grad_batches": job.case.accumulate, **job.trainer},
     )  # fmt: skip
@@ -107,12 +118,12 @@ def fit(job: Job) -> tuple[list[Tensor], dict[str, Tensor], dict[str, float], li
     trainer.fit(module, loader, Epochs(epochs[:1]), ckpt_path=job.resume or None)
     state = {k: v.detach().clone() for k, v in module.state_dict().items() if not v.is_meta}
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-    return recorder.losses, state, metrics, trace.reads
+    return recorder.losses, state, metrics, trace.reads, trace.timeline
 
 
 def expected(case: Case, clip: float | None = None) -> tuple[list[Tensor], dict[str, Tensor]]:
     module, epochs = make(case)
-    optimizer = optimizer_of(module.student.parameters())
+    optimizer = OPTIMIZERS["adamw"](module.student.parameters())
     found = emulate(
         list(module.student), loss_of, epochs, optimizer, case.policy,
         accumulate=case.accumulate, scheduler=falling(optimizer), clip=clip,
@@ -136,6 +147,13 @@ def test_a_trainer_trains_as_the_emulation(tmp_path: Path) -> None:
     steady = [(batch, batch - 1, 1) for batch in range(2, 5)]
     second = [(batch, batch - 1, 1) for batch in range(6, 10)]
     assert forwards == [*steady, (5, 5, 0), *second]
+    # And so the timeline says.
+    timeline = ranks[0][4]
+    for rank in (0, 1):
+        spans = [span for span in timeline.of_rank(rank) if span.version is not None]
+        reads = {(r.batch, r.forward): (r.version, r.predicted) for r in ranks[rank][3]}
+        assert len(spans) == 6
+        assert all(reads[s.batch, s.op == "F"] == (s.version, s.predicted) for s in spans)
 
 
 @pytest.mark.slow
@@ -156,13 +174,46 @@ def test_more_trainers_train_as_the_emulation(job: Job, tmp_path: Path) -> None:
     assert_equal(job.case, ranks, job.trainer.get("gradient_clip_val"))
 
 
-def test_a_run_goes_on_exactly_within_an_epoch(tmp_path: Path) -> None:
-    case = Case("pipeoptim", 2, (6, 6), "adamw")
-    whole = run(fit, Job(case, stop_after=4), num_ranks=2, folder=tmp_path)
-    saved = str(tmp_path / "step=4.ckpt")
-    again = run(fit, Job(case, stop_after=4, resume=saved), num_ranks=2, folder=tmp_path)
-    torch.testing.assert_close(again[0][0], whole[0][0][4:], rtol=0, atol=0)
+@pytest.mark.parametrize(
+    ("case", "stop"),
+    [
+        (Case("pipeoptim", 2, (6, 6), "adamw"), 4),
+        pytest.param(Case("pipedream", 3, (7, 7), "adamw"), 5, marks=SLOW),
+        pytest.param(Case("2bw", 3, (9, 9), "adamw", accumulate=3), 1, marks=SLOW),
+        pytest.param(Case("spectrain", 3, (5, 5), "momentum", again=True), 4, marks=SLOW),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_with_the_batches_in_flight(case: Case, stop: int, tmp_path: Path) -> None:
+    """As the run that was never saved, to the last bit."""
+    whole = run(fit, Job(case), num_ranks=case.num_stages, folder=tmp_path)
+    job = Job(case, stop_after=stop)
+    saved = run(fit, job, num_ranks=case.num_stages, folder=tmp_path)
+    path = str(tmp_path / f"step={stop}.ckpt")
+    again = run(fit, replace(job, resume=path), num_ranks=case.num_stages, folder=tmp_path)
+    torch.testing.assert_close(saved[0][:2], whole[0][:2], rtol=0, atol=0)
     torch.testing.assert_close(again[0][1], whole[0][1], rtol=0, atol=0)
+    left = len(again[0][0])
+    assert left == sum(case.epochs) - stop * case.accumulate
+    torch.testing.assert_close(again[0][0], whole[0][0][-left:], rtol=0, atol=0)
+    # No forward runs twice; the first step is not traced.
+    in_epoch = case.epochs[0] - stop * case.accumulate
+    counts = [sum(r.forward for r in rank[3]) for rank in again]
+    assert counts == [left - min(rank + 1, in_epoch) for rank in range(case.num_stages)]
+
+
+def test_other_stages_go_on_with_an_empty_pipeline(tmp_path: Path) -> None:
+    three, two = Case("pipedream", 3, (6,), "adamw"), Case("pipedream", 2, (6,), "adamw")
+    run(fit, Job(three, stop_after=2), num_ranks=3, folder=tmp_path)
+    path = str(tmp_path / "step=2.ckpt")
+    found = run(fit_whole, Job(two, stop_after=2, resume=path), num_ranks=2, folder=tmp_path)
+    assert len(found[0]) == 4
+
+
+def fit_whole(job: Job) -> list[Tensor]:
+    """On other stages than those of the case, which has three."""
+    three = replace(job, case=replace(job.case, num_stages=3))
+    return fit(three, num_ranks=job.case.num_stages)[0]
 
 
 class Meddler(Lit):

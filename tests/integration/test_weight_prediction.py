@@ -12,6 +12,7 @@ from lightning.pytorch import Trainer
 from lightning_tspipe import WeightPrediction
 from lightning_tspipe.errors import ConfigurationError
 from tests.integration.jobs import run
+from tests.integration.test_resume import EPOCHS, Run, check, stop_and_go
 from tests.integration.trainings import Training, build, train
 
 TRAINING = Training(
@@ -31,6 +32,13 @@ def test_distances_are_logged(tmp_path: Path) -> None:
     assert distance > 0
     assert 0 < predicted < distance  # an average of weights that momentum moves on
     assert "teacher_distance" not in data.metrics or data.metrics["teacher_distance"] == distance
+
+
+def test_a_resumed_run_predicts_at_once(tmp_path: Path) -> None:
+    training = replace(TRAINING, callbacks=predicting, trainer=EPOCHS)
+    ranks = run(stop_and_go, Run(training, "fixed"), ["batch-2"], num_ranks=2, folder=tmp_path)
+    whole, resumed = ranks[0]
+    check(whole, resumed["batch-2"])
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,17 @@ def test_json_of_earlier_versions() -> None:
 def test_json_of_something_else(text: str) -> None:
     with pytest.raises((KeyError, TypeError)):
         Timeline.from_json(text)
+
+
+def test_what_was_read_is_drawn_where_there_is_room() -> None:
+    spans = (
+        Span(0, "1F0+1", "F", 4, 0.0, 1.0, version=3, predicted=1),
+        Span(0, "1B0", "B", 4, 1.0, 3.0, version=4),
+        Span(0, "1F0+1", "F", 5, 3.0, 4.0, version=4, predicted=1),
+    )
+    timeline = Timeline(spans, 1)
+    assert timeline.draw(32) == "rank 0 |F5v3~1──B4v4────────────F6v4~1──|"
+    assert timeline.draw(8) == "rank 0 |F5B4v4F6|"
+    assert [span.read for span in spans] == ["v3~1", "v4", "v4~1"]
+    assert Timeline.from_json(timeline.to_json()).spans == spans
+    assert timeline.trace_events()[1]["args"] == {"step": 4, "reads": "v3~1"}
