@@ -24,6 +24,7 @@ from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.runtime.weight_policies import POLICIES
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
 from lightning_tspipe.strategy.options import parse_bytes
 
@@ -49,6 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, help="samples per call, of all replicas together")
     schedules = ["all", *SCHEDULES, ASYNCHRONOUS, "relay"]
     parser.add_argument("--schedule", default="all", choices=schedules)
+    parser.add_argument(
+        "--weights", default="pipeoptim", choices=POLICIES, help="weight policy of 1f1b"
+    )
     parser.add_argument("--memory", metavar="32GiB", help="of one device, for everything")
     parser.add_argument(
         "--state", metavar="8GiB", help="of one device, for weights, gradients, optimizer, teacher"
@@ -266,6 +270,7 @@ def _outcome(
 ) -> Outcome:
     wishes: dict[str, Any] = {
         "schedule": name,
+        "weights": options.weights,
         "memory_limit": parse_bytes(options.memory),
         "state_limit": parse_bytes(options.state),
     }

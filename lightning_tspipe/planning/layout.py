@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.planning.in_flight import num_batches, num_copies
 from lightning_tspipe.planning.memory import MemoryUse
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
@@ -208,12 +210,23 @@ class Layout:
         if not self.workload.paired:
             for start, stop, rank in self.teacher_parts:
                 held[rank] += _part(self.workload.teacher_state_sums, start, stop)
-        return tuple(map(round, held))
+        return tuple(map(round, map(operator.add, held, self.version_bytes)))
+
+    @cached_property
+    def version_bytes(self) -> tuple[int, ...]:
+        """Copies of the trained weights beside the current ones, per rank."""
+        num_ranks, policy = self.workload.num_ranks, self.workload.weights
+        if policy is None:
+            return (0,) * num_ranks
+        trained = self._per_rank(self.workload.gradient_sums)
+        return tuple(
+            round(size * num_copies(policy, rank, num_ranks)) for rank, size in enumerate(trained)
+        )
 
     @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
         """State, and what the student keeps from forward to backward, per rank."""
-        activations = self._per_rank(self.workload.activation_sums)
+        activations = self._in_flight(self._per_rank(self.workload.activation_sums))
         held = [a + b for a, b in zip(self.state_bytes, activations, strict=True)]
         samples = sum(self.workload.samples())
         again = [0.0] * self.workload.num_ranks
@@ -222,9 +235,18 @@ class Layout:
             again[rank] = max(again[rank], need)
         held = [a + b for a, b in zip(held, again, strict=True)]
         # What a stage received stays until its backward.
+        received = [0.0] * self.workload.num_ranks
         for start, _, rank in self.student_parts[1:]:
-            held[rank] += self.workload.student.atoms[start - 1].output_bytes_per_sample * samples
-        return tuple(map(round, held))
+            before = self.workload.student.atoms[start - 1]
+            received[rank] += before.output_bytes_per_sample * samples
+        return tuple(map(round, map(operator.add, held, self._in_flight(received))))
+
+    def _in_flight(self, amounts: Sequence[float]) -> list[float]:
+        """What each rank holds of all its batches, of what it holds of one."""
+        if self.workload.weights is None:
+            return list(amounts)
+        num_ranks = self.workload.num_ranks
+        return [size * num_batches(rank, num_ranks) for rank, size in enumerate(amounts)]
 
     @cached_property
     def memory_use(self) -> MemoryUse:
@@ -243,6 +265,7 @@ class Layout:
             gradients=tuple(map(round, trained)),
             optimizer=tuple(round(states * amount) for amount in trained),
             teacher=tuple(teacher),
+            versions=self.version_bytes if workload.weights is not None else (),
             activations=tuple(
                 held - state
                 for held, state in zip(self.memory_bytes, self.state_bytes, strict=True)

@@ -16,7 +16,9 @@ class MemoryUse:
         optimizer: What the optimizer keeps: momentum, moments.
         teacher: The teacher's parameters and buffers.
         activations: What the student keeps from forward to backward, of all units at once, and
-            what its stages received.
+            what its stages received; of all batches that are under way at once.
+        versions: Copies of the trained weights beside the current ones; () where there is no
+            other version than that.
     """
 
     parameters: tuple[int, ...]
@@ -24,8 +26,11 @@ class MemoryUse:
     optimizer: tuple[int, ...]
     teacher: tuple[int, ...]
     activations: tuple[int, ...]
+    versions: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> Iterator[tuple[str, int]]:
         """Names and bytes of one rank."""
         for part in fields(self):
-            yield part.name, getattr(self, part.name)[rank]
+            amounts = getattr(self, part.name)
+            if amounts:
+                yield part.name, amounts[rank]

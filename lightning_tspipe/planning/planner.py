@@ -84,6 +84,7 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
     input_bytes_per_sample: int = 0,
     frozen: bool = False,
     num_stages: int | None = None,
+    weights: str = "pipeoptim",
 ) -> Plan:
     """Find the plan with the smallest simulated steady step time that fits the memory.
 
@@ -117,6 +118,7 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
         num_stages: Stages of the student; None: one for each rank, or, behind a frozen part, fewer
             if it has not as many atoms.
+        weights: The weight policy, for schedule "1f1b".
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
@@ -140,6 +142,7 @@ def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
         update_seconds_per_byte=update_seconds_per_byte,
         input_bytes_per_sample=input_bytes_per_sample,
         frozen=frozen,
+        weights=weights if schedule == ASYNCHRONOUS else None,
     )
     wishes = Wishes(
         schedule=schedule,

@@ -36,6 +36,7 @@ class Workload:
         update_seconds_per_byte: Optimizer step, per byte of trained parameters; a paired teacher's
             update costs as much per byte.
         input_bytes_per_sample: One sample of a call's input.
+        weights: The weight policy, where batches follow each other; None where they don't.
     """
 
     student: NetworkProfile
@@ -55,6 +56,7 @@ class Workload:
     update_seconds_per_byte: float = 0.0
     input_bytes_per_sample: int = 0
     frozen: bool = False
+    weights: str | None = None
     _units: dict[int, UnitSums] = field(default_factory=dict, repr=False, compare=False)
 
     def samples(self, *, teacher: bool = False) -> tuple[int, ...]:

@@ -193,6 +193,7 @@ def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, An
         "num_microbatches": options.num_microbatches,
         "split": False if options.compile else options.split_backward,
         "action_overhead": _ACTION_SECONDS,
+        "weights": options.weights or "pipeoptim",
     }
 
 

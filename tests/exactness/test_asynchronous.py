@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.planning.in_flight import num_copies
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.stage_weights import Read
@@ -368,14 +369,11 @@ def test_a_run_goes_on_with_the_batches_in_flight(case: Case) -> None:
 
 
 def most_versions(case: Case) -> list[int]:
-    """Copies of the weights on each rank: kept ones, or one that is predicted and dropped."""
-    if case.policy == "pipedream" and case.accumulate == 1:
-        return [rank + 1 for rank in range(case.num_stages)]
-    if case.policy == "spectrain" and case.num_stages > 2:
-        return [2] * case.num_stages  # the last stage predicts too
-    if case.policy == "2bw":
-        return [2] * case.num_stages
-    return [1] + [2] * (case.num_stages - 1)
+    """Copies of the weights on each rank, the current one among them."""
+    if case.policy == "pipedream" and case.accumulate > 1:  # updates are rarer than batches
+        return [1] + [2] * (case.num_stages - 1)
+    ranks = range(case.num_stages)
+    return [1 + num_copies(case.policy, rank, case.num_stages) for rank in ranks]
 
 
 def test_what_is_read_is_what_the_policy_says() -> None:

@@ -194,3 +194,28 @@ def test_fits() -> None:
     assert not fits(state_limit=6 * MB - 1)
     assert fits(memory_limit=6 * MB + 8 * 1100)
     assert not fits(memory_limit=6 * MB + 8 * 1100 - 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "copies"),
+    [("pipedream", (0, 1, 2)), ("2bw", (1, 1, 1)), ("pipeoptim", (0, 1, 1)),
+     ("spectrain", (1, 1, 1))],
+)  # fmt: skip
+def test_batches_and_versions_in_flight_need_memory(policy: str, copies: tuple[int, ...]) -> None:
+    """Rank 2 holds stage 0, of 1 MB, and three batches of it."""
+    workload = Workload(
+        network(1, 1, 1), None, num_ranks=3, num_calls=(1, 0), batch_sizes=(8,),
+        optimizer_bytes_per_parameter_byte=0,
+    )  # fmt: skip
+    one = Layout(workload, Cuts((0, 1, 2, 3)), num_microbatches=1)
+    flying = Layout(replace(workload, weights=policy), one.cuts, num_microbatches=1)
+    weights = (3 * MB, 2 * MB, 1 * MB)
+    versions = tuple(n * size for n, size in zip(copies, weights, strict=True))
+    assert flying.memory_use.versions == versions
+    assert flying.state_bytes == tuple(
+        a + b for a, b in zip(one.state_bytes, versions, strict=True)
+    )
+    kept = one.memory_use.activations
+    assert flying.memory_use.activations == (kept[0], 2 * kept[1], 3 * kept[2])
+    assert "versions" in dict(flying.memory_use.of_rank(2))
+    assert "versions" not in dict(one.memory_use.of_rank(2))
