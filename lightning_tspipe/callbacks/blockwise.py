@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,12 +47,28 @@ class _Means:
         self.counts[block] = self.counts.get(block, 0) + count
 
 
+@dataclass(eq=False)
+class _Pairs:
+    """The blocks as they were found; a copy of the module finds its own."""
+
+    pairs: tuple[BlockPair, ...]
+    networks: tuple[Any, Any]
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    @override
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
 class BlockwiseDistillation(_Base):
     """Each block of ``student`` learns to do what the same block of ``teacher`` does to its input.
 
     A mixin for a LightningModule, to be named before it. The module has a ``teacher`` and a
-    ``student`` of equally many blocks (``nn.Sequential``, ``nn.ModuleList``, or anything with a
-    method ``pipeline_blocks()``), and ``configure_optimizers``. With several optimizers (one per
+    ``student`` of equally many blocks (``nn.Sequential``, ``nn.ModuleList``, anything with a
+    method ``pipeline_blocks()``, or a network whose ``block_boundaries`` are named), and
+    ``configure_optimizers``. With several optimizers (one per
     block, or one for weights and one for an architecture) set ``automatic_optimization = False``,
     as Lightning wants it; nothing else changes. The same module trains on one device, and with
     ``BlockwiseRelay`` on a pipeline.
@@ -62,8 +79,15 @@ class BlockwiseDistillation(_Base):
 
     teacher: Any
     student: Any
+    block_boundaries: Mapping[str, Sequence[str]] = MappingProxyType({})
+    """For ``teacher``, ``student`` or both, the submodules with which blocks begin, but the first.
+
+    For networks that are no list of their blocks. They are traced, and any submodule will do that
+    one tensor goes into: ``{"teacher": ["layer2", "layer3"]}``.
+    """
     rounds: Rounds | None = None
     _means: _Means | None = None
+    _known_pairs: _Pairs | None = None
 
     # What a module may say
 
@@ -118,7 +142,11 @@ class BlockwiseDistillation(_Base):
         Raises:
             ConfigurationError: The networks have none, or not equally many.
         """
-        return pair_blocks(self)
+        known = self._known_pairs
+        if known is None or known.networks != (self.teacher, self.student):
+            pairs = pair_blocks(self, self.block_boundaries)
+            known = self._known_pairs = _Pairs(pairs, (self.teacher, self.student))
+        return known.pairs
 
     def all_optimizers(self) -> list[Any]:
         """As ``self.optimizers()``, always a list."""

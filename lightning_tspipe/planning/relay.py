@@ -35,8 +35,8 @@ class BlockProfile:
         update: Seconds of the optimizer's step.
         input_bytes: Bytes per sample of what both get.
         gradient_bytes: Bytes of the student's gradients, which ranks that share the block sum.
-        state_bytes: Bytes that the block holds whatever the batch: weights of both, gradients,
-            optimizer state.
+        state_bytes: Bytes that the block holds whatever the batch: weights of both, gradients of
+            this step and of the one before, optimizer state.
         activation_bytes: Bytes per sample that the student keeps for its backward.
     """
 
@@ -100,7 +100,9 @@ class RelayProfile:
         share = largest_share(width, self.batch_size)
         blocks = self.blocks[first:last]
         state = sum(block.state_bytes for block in blocks)
-        return state + share * sum(b.activation_bytes + b.input_bytes for b in blocks)
+        # What the teacher's blocks pass on is all there; of the students one runs at a time.
+        activations = max(block.activation_bytes for block in blocks)
+        return state + share * (activations + sum(block.input_bytes for block in blocks))
 
 
 @dataclass(frozen=True)

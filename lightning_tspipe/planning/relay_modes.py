@@ -85,9 +85,10 @@ def plan_mode(
     num_blocks = len(profile.blocks)
     limits = None if memory_limit is None else [memory_limit] * num_devices
     if mode in {"ir", "dp"}:
-        return _shared_by_all(profile, num_devices, memory_limit)
+        plan = described(RelayPlan((0, num_blocks), (num_devices,)), profile)
+        return within(memory_limit, plan)
     if mode == "ls":
-        return _packed(profile, num_devices)
+        return within(memory_limit, _packed(profile, num_devices))
     width = None if mode == "ahd" else 1
     if width == 1 and num_blocks < num_devices:
         raise PartitionError(
@@ -97,13 +98,20 @@ def plan_mode(
     return distribute(profile, num_devices, memory_limits=limits, max_width=width)
 
 
-def _shared_by_all(profile: RelayProfile, num_devices: int, limit: int | None) -> RelayPlan:
-    plan = described(RelayPlan((0, len(profile.blocks)), (num_devices,)), profile)
-    if limit is not None and plan.stage_bytes[0] > limit:
-        raise PartitionError(
-            f"all blocks on each device need {plan.stage_bytes[0] / 1e6:.1f} MB, and a device may "
-            f"hold {limit / 1e6:.1f} MB. Relay from device to device: mode='ahd'"
-        )
+def within(memory_limit: int | None, plan: RelayPlan) -> RelayPlan:
+    """The plan, if each device may hold what it gets.
+
+    Raises:
+        PartitionError: One may not.
+    """
+    for stage, held in enumerate(plan.stage_bytes):
+        if memory_limit is not None and held > memory_limit:
+            names = ", ".join(plan.names[plan.cuts[stage] : plan.cuts[stage + 1]])
+            raise PartitionError(
+                f"the blocks {names} on one device need {held / 1e6:.1f} MB where "
+                f"{plan.widths[stage]} share them, and a device may hold {memory_limit / 1e6:.1f} "
+                "MB. Let mode='ahd' divide them, or use a smaller batch or a larger memory_limit"
+            )
     return plan
 
 
@@ -132,7 +140,7 @@ def _packed(profile: RelayProfile, num_devices: int) -> RelayPlan:
             sum(block.teacher[batch] for block in blocks[:last]) + _students(profile, first, last)
             for first, last in pairwise(cuts)
         ),
-        (),
+        tuple(profile.stage_bytes(first, last, 1) for first, last in pairwise(cuts)),
         tuple(block.name for block in blocks),
     )
 

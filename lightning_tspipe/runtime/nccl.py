@@ -39,6 +39,7 @@ class NcclTransport(GlooTransport):
     ) -> None:
         super().__init__(ranks, device, timeout)
         self._aside = aside
+        self.receives_early = False
         # Every rank makes all groups in the same order; a communicator starts at its first use.
         self._edges: dict[tuple[int, int, int], Any] = {
             (source, target, beside): dist.new_group(

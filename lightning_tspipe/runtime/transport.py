@@ -10,6 +10,7 @@ import io
 import pickle
 import queue
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,10 +51,14 @@ class Transport(ABC):
     Attributes:
         rank: This rank's place in the pipeline.
         num_ranks: Ranks in the pipeline.
+        receives_early: Whether a receive may be posted before those whose messages come first.
+        steps_under_way: Of how many steps messages may be under way at the end of another one.
     """
 
     rank: int
     num_ranks: int
+    receives_early = True
+    steps_under_way = 1
 
     @abstractmethod
     def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
@@ -65,7 +70,7 @@ class Transport(ABC):
 
     @abstractmethod
     def finish_step(self) -> None:
-        """Wait until what was sent before the previous call has left."""
+        """Wait until what was sent ``steps_under_way`` calls ago, or before, has left."""
 
     @abstractmethod
     def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
@@ -216,7 +221,7 @@ class GlooTransport(Transport):
         self._group: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         self._pool: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._sent: list[tuple[Any, Tensor]] = []
-        self._sent_before: list[tuple[Any, Tensor]] = []
+        self._sent_before: deque[list[tuple[Any, Tensor]]] = deque()
 
     @override
     def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
@@ -267,11 +272,13 @@ class GlooTransport(Transport):
 
     @override
     def finish_step(self) -> None:
-        # What was sent a step ago has been consumed by now, or its consumer is behind: then this
+        # What was sent so long ago has been consumed by now, or its consumer is behind: then this
         # rank waits for it, so that it can't run ahead without bounds.
-        for work, _ in self._sent_before:
-            self.wait(work, "send to", None)
-        self._sent_before, self._sent = self._sent, []
+        while len(self._sent_before) >= self.steps_under_way:
+            for work, _ in self._sent_before.popleft():
+                self.wait(work, "send to", None)
+        self._sent_before.append(self._sent)
+        self._sent = []
 
     def wait(self, work: Any, verb: str, peer: int | None) -> None:
         """Wait for one transfer."""

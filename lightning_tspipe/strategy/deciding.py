@@ -188,7 +188,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
 def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:
     """What the user and the machine say about every plan of this run."""
     return {
-        "memory_limit": memory_limit(options, device),
+        "memory_limit": memory_limit(options.memory_limit, device),
         "schedule": options.schedule,
         "num_microbatches": options.num_microbatches,
         "split": False if options.compile else options.split_backward,
@@ -229,12 +229,12 @@ def _by_hand(
     return _Decision(placement, None, f"partition by hand: {cuts}")
 
 
-def memory_limit(options: SetupOptions, device: torch.device) -> int | None:
+def memory_limit(said: int | str | None, device: torch.device) -> int | None:
     """Bytes that a device may hold: as said, else most of what is free on a GPU."""
-    if options.memory_limit is None and device.type == "cuda":
+    if said is None and device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.9)
-    return parse_bytes(options.memory_limit)
+    return parse_bytes(said)
 
 
 def _state_limit(options: SetupOptions, profile: StepProfile) -> int | None:

@@ -19,17 +19,16 @@ from torch import Tensor
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.ir.shares import largest_share
-from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile
-from lightning_tspipe.planning.relay_modes import passes, plan_mode
+from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, described
+from lightning_tspipe.planning.relay_modes import passes, plan_mode, within
 from lightning_tspipe.runtime.relay.blocks import BlockPair, BlockShapes, infer_shapes
 from lightning_tspipe.runtime.relay.engine import NETWORKS, RelayEngine, RelayOptions
 from lightning_tspipe.runtime.relay.profiler import measure_block
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.strategy.deciding import HOST_LINK
+from lightning_tspipe.strategy.deciding import HOST_LINK, memory_limit
 from lightning_tspipe.strategy.optimizers import plain_optimizer
-from lightning_tspipe.strategy.options import parse_bytes
 from lightning_tspipe.strategy.origin import Origin, share_weights
 from lightning_tspipe.strategy.support import refuse_compiled
 
@@ -88,6 +87,7 @@ class Relaying:
             batch,
             [plain_optimizer(optimizer) for optimizer in strategy.optimizers],
             strategy._origin(),  # noqa: SLF001
+            strategy.options.memory_limit,
         )
 
     def training_step(self, step: Callable[[Any], Any], batch: Any, batch_idx: int) -> Any:
@@ -100,12 +100,22 @@ class Relaying:
         """
         module: Any = self._strategy._module  # noqa: SLF001
         engine, module.rounds = self._engine, self
+        engine.backwards.factor = self._factor
         names = ["weights"] if module.automatic_optimization else module.block_rounds(batch_idx)
         engine.begin(batch, lambda batch: [module.block_input(batch, name) for name in names])
         result = step(engine.batch)
         if not module.automatic_optimization:
             engine.finish()
         return result
+
+    def _factor(self) -> float:
+        """By what a loss will be multiplied before its backward."""
+        strategy = self._strategy
+        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        if not strategy._module.automatic_optimization:  # noqa: SLF001
+            return scale
+        return scale / strategy._trainer.accumulate_grad_batches  # noqa: SLF001
 
     def run_round(self, number: int) -> Any:
         """The losses of the blocks that this rank trains; the module asks."""
@@ -151,6 +161,7 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     origin: Origin,
+    memory: int | str | None = None,
 ) -> RelayEngine:
     """Make this rank ready to train blocks.
 
@@ -166,7 +177,8 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     x = module.block_input(batch, "weights")
     shapes = infer_shapes(pairs, module.block_loss, x, batch, context)
     captured = engine.capture_blocks(pairs, module.block_input, batch)
-    costs = _Costs(module, options, transport, device, context)
+    memory = memory if options.memory_limit is None else options.memory_limit
+    costs = _Costs(module, options, transport, device, context, memory)
     plan = costs.plan(pairs, shapes, batch, len(x), optimizers)
     options.plan = plan
     if transport.rank == LOSS_RANK:
@@ -194,19 +206,21 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
 class _Costs:
     """Finds out what blocks cost, and who gets them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what blocks need to run, and where
         self,
         module: Any,
         options: Any,
         transport: Transport,
         device: torch.device,
         context: Callable[[], AbstractContextManager[None]],
+        memory: int | str | None,
     ) -> None:
         self._module = module
         self._options = options
         self._transport = transport
         self._device = device
         self._context = context
+        self._memory = memory
 
     def plan(
         self,
@@ -222,26 +236,34 @@ class _Costs:
             PartitionError: There is none.
         """
         options, num_ranks = self._options, self._transport.num_ranks
+        names = tuple(pair.name for pair in pairs)
+        widths: Sequence[int] = (1,)
+        plan = None
         if options.partition is not None:
-            return _by_hand(pairs, options, num_ranks)
-        if num_ranks == 1 or options.mode in {"ir", "dp"}:
+            plan, widths = _by_hand(names, options, num_ranks), sorted(set(options.widths))
+        elif num_ranks == 1 or options.mode in {"ir", "dp"}:
             # There is nothing to choose.
-            names = tuple(pair.name for pair in pairs)
-            return RelayPlan((0, len(pairs)), (num_ranks,), names=names)
-        profile = self._profile(pairs, shapes, batch, samples, optimizers)
-        limit = parse_bytes(options.memory_limit)
+            plan, widths = RelayPlan((0, len(pairs)), (num_ranks,), names=names), (num_ranks,)
+        elif options.mode == "ahd":
+            widths = range(1, num_ranks + 1)
+        if plan is not None and self._memory is None:
+            return plan
+        profile = self._profile(pairs, shapes, batch, samples, optimizers, widths)
+        limit = memory_limit(self._memory, self._device)
+        if plan is not None:
+            return within(limit, described(plan, profile))
         return plan_mode(options.mode, profile, num_ranks, limit)
 
-    def _profile(
+    def _profile(  # noqa: PLR0913, PLR0917 - what is measured, and how often
         self,
         pairs: Sequence[BlockPair],
         shapes: BlockShapes,
         batch: Any,
         samples: int,
         optimizers: Sequence[torch.optim.Optimizer],
+        widths: Sequence[int],
     ) -> RelayProfile:
-        transport, options = self._transport, self._options
-        widths = range(1, transport.num_ranks + 1) if options.mode == "ahd" else (1,)
+        transport = self._transport
         sizes = sorted({largest_share(width, samples) for width in widths})
         file = self._cache_file(pairs, shapes, sizes)
         text = None
@@ -335,11 +357,10 @@ def _moments(optimizer: torch.optim.Optimizer) -> int:
     return int(bool(optimizer.defaults.get("momentum", 0)))
 
 
-def _by_hand(pairs: Sequence[BlockPair], options: Any, num_ranks: int) -> RelayPlan:
-    if sum(options.partition) != len(pairs) or sum(options.widths) != num_ranks:
+def _by_hand(names: tuple[str, ...], options: Any, num_ranks: int) -> RelayPlan:
+    if sum(options.partition) != len(names) or sum(options.widths) != num_ranks:
         raise PartitionError(
             f"partition={list(options.partition)}, widths={list(options.widths)}: there are "
-            f"{len(pairs)} blocks and {num_ranks} devices, and the numbers must add up to them"
+            f"{len(names)} blocks and {num_ranks} devices, and the numbers must add up to them"
         )
-    names = tuple(pair.name for pair in pairs)
     return RelayPlan((0, *accumulate(options.partition)), options.widths, names=names)

@@ -57,7 +57,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names, front)
     costs = None
     if engine.heads is not None:
-        limit = memory_limit(options, device)
+        limit = memory_limit(options.memory_limit, device)
         placement = place_heads(engine, captured, options, step, batch, optimizers, limit)
     else:
         placement, costs = agree(

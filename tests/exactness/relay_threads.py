@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,19 +23,54 @@ from tests.exactness.pipelined import _no_collection
 WIDTHS = (3, 5, 4, 6, 4, 5, 3, 4, 5)
 
 
+class Unlisted(nn.Module):
+    """Blocks in a row that no list names, with something between them."""
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        for index, block in enumerate(blocks):
+            self.add_module(f"part{index}", block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = 0.5 * part(x).sin()
+        return x
+
+
+class Part(nn.Module):
+    """One of its blocks, with what follows it there."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * self.block(x).sin()
+
+
 class Blocks(nn.Module):
     """Linear blocks with BatchNorm; the loss of odd blocks reads labels too."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, is_listed: bool = True) -> None:
         super().__init__()
         sizes = list(pairwise(WIDTHS[: num_blocks + 1]))
-        self.teacher = nn.Sequential(
-            *(nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Tanh()) for a, b in sizes)
-        ).eval()
-        self.student = nn.Sequential(
-            *(nn.Sequential(nn.Linear(a, 2), nn.BatchNorm1d(2), nn.Linear(2, b)) for a, b in sizes)
-        )
+        teachers = [nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.Tanh()) for a, b in sizes]
+        students = [
+            nn.Sequential(nn.Linear(a, 2), nn.BatchNorm1d(2), nn.Linear(2, b)) for a, b in sizes
+        ]
+        self.boundaries: dict[str, list[str]] = {}
+        if is_listed:
+            self.teacher: nn.Module = nn.Sequential(*teachers).eval()
+            self.student: nn.Module = nn.Sequential(*students)
+        else:
+            self.teacher, self.student = Unlisted(teachers).eval(), Unlisted(students)
+            names = [f"part{index}" for index in range(1, num_blocks)]
+            self.boundaries = {"teacher": names, "student": names}
         self.teacher.requires_grad_(requires_grad=False)
+
+    def listed(self, network: nn.Module) -> list[nn.Module]:
+        """Its blocks, as plain modules."""
+        return [Part(b) if self.boundaries else b for b in network.children()]
 
     def block_loss(self, out: Tensor, target: Tensor, block: int, batch: Any) -> Tensor:
         loss = F.mse_loss(out, target)
@@ -53,6 +88,8 @@ class Split:
         sizes: Batch sizes.
         run_ahead: Steps that a rank may be ahead.
         barrier: Whether all end each step together.
+        is_listed: Whether the networks are lists of their blocks.
+        change: Changes the module after it is built.
     """
 
     mode: Mode
@@ -61,10 +98,14 @@ class Split:
     sizes: tuple[int, ...] = (7, 5, 8, 2)
     run_ahead: int = 2
     barrier: bool = False
+    is_listed: bool = True
+    change: Callable[[Blocks], None] = lambda module: None
 
     def build(self) -> Blocks:
         torch.manual_seed(0)
-        return Blocks(self.cuts[-1]).double()
+        module = Blocks(self.cuts[-1], is_listed=self.is_listed).double()
+        self.change(module)
+        return module
 
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         random = torch.Generator().manual_seed(1)
@@ -129,7 +170,7 @@ def run_split(split: Split) -> Result:
 def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
     batches = split.batches()
     engine = RelayEngine(module, NETWORKS, transport, torch.device("cpu"))
-    pairs = pair_blocks(module)
+    pairs = pair_blocks(module, module.boundaries)
     shapes = infer_shapes(pairs, module.block_loss, batches[0][0], batches[0])
     captured = engine.capture_blocks(pairs, lambda batch: batch[0], batches[0])
     walks = passes(split.mode, RelayPlan(split.cuts, split.widths))

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.relay import distributions
+from lightning_tspipe.planning.relay_modes import MODES
 from tests.exactness.relay_reference import train_blocks
-from tests.exactness.relay_threads import Result, Split, run_split, sgd
+from tests.exactness.relay_threads import Blocks, Result, Split, run_split, sgd
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 @cache
-def expected(num_blocks: int, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    split = Split("dpu", (0, num_blocks), (1,), sizes)
+def expected(num_blocks: int, sizes: tuple[int, ...], is_listed: bool) -> dict[str, Tensor]:
+    split = Split("dpu", (0, num_blocks), (1,), sizes, is_listed=is_listed)
     module = split.build()
-    train_blocks(
-        list(module.teacher), list(module.student), module.block_loss, sgd, [split.batches()]
-    )
+    teachers, students = module.listed(module.teacher), module.listed(module.student)
+    train_blocks(teachers, students, module.block_loss, sgd, [split.batches()])
     return module.state_dict()
 
 
 def check(split: Split) -> Result:
     result = run_split(split)
-    for name, value in expected(split.cuts[-1], split.sizes).items():
+    for name, value in expected(split.cuts[-1], split.sizes, split.is_listed).items():
         torch.testing.assert_close(result.weights[name], value, **CLOSE, msg=f"{split} {name}")
     seen: dict[str, Tensor] = {}
     for copy in result.copies:  # of a shared block all ranks have the same bits
@@ -38,25 +40,36 @@ def check(split: Split) -> Result:
 
 
 def drawn(number: int, seed: int) -> list[Split]:
-    """Distributions of 2 to 8 blocks over 1 to 4 ranks."""
+    """Modes, and distributions of 2 to 8 blocks over 1 to 4 ranks."""
     draw = random.Random(seed)  # noqa: S311 - no secrets
     found = []
-    for _ in range(number):
+    for index in range(number):
+        mode = MODES[index % len(MODES)]
         num_blocks, num_ranks = draw.randint(2, 8), draw.randint(1, 4)
-        plan = draw.choice(list(distributions(num_blocks, num_ranks)))
+        plans = [
+            plan
+            for plan in distributions(num_blocks, min(num_ranks, num_blocks))
+            if mode == "ahd"
+            or (plan.num_stages == 1 if mode in {"ir", "dp"} else max(plan.widths) == 1)
+        ]
+        plan = draw.choice(plans)
         sizes = tuple(draw.randint(2, 9) for _ in range(3))
-        run_ahead = draw.randint(0, 3)
-        found.append(Split("ahd", plan.cuts, plan.widths, sizes, run_ahead))
+        found.append(
+            Split(
+                mode, plan.cuts, plan.widths, sizes, draw.randint(0, 3), mode == "tr",
+                is_listed=draw.random() < 0.7,
+            )
+        )  # fmt: skip
     return found
 
 
-@pytest.mark.parametrize("split", drawn(5, seed=0), ids=str)
+@pytest.mark.parametrize("split", drawn(6, seed=0), ids=str)
 def test_distributions(split: Split) -> None:
     check(split)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", drawn(40, seed=1), ids=str)
+@pytest.mark.parametrize("split", drawn(48, seed=1), ids=str)
 def test_more_distributions(split: Split) -> None:
     check(split)
 
@@ -72,6 +85,21 @@ def test_relay_between_any_widths(widths: tuple[int, ...]) -> None:
 def test_decoupled_updates(run_ahead: int) -> None:
     result = check(Split("dpu", (0, 1, 2, 4), (1, 1, 1), run_ahead=run_ahead))
     assert result.forwards == dict.fromkeys(range(4), 22)  # each block once for each sample
+
+
+def test_blocks_between_named_boundaries() -> None:
+    result = check(Split("ahd", (0, 2, 3), (2, 1), is_listed=False))
+    assert result.forwards == dict.fromkeys(range(3), 22)
+
+
+@pytest.mark.parametrize("network", ["teacher", "student"])
+def test_a_block_that_changes_what_another_has_returned_is_refused(network: str) -> None:
+    def change(module: Blocks) -> None:
+        blocks: Any = getattr(module, network)
+        blocks[1] = nn.Sequential(nn.ReLU(inplace=True), blocks[1])
+
+    with pytest.raises(ConfigurationError, match=rf"block 1 \({network}.1\) changes its input"):
+        run_split(Split("dpu", (0, 1, 2), (1, 1), change=change))
 
 
 def test_barrier() -> None:

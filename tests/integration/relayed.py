@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
@@ -34,6 +33,23 @@ def conv(index: int, *, student: bool, norm: bool = True) -> nn.Module:
     return nn.Sequential(*thin, nn.Conv2d(2, after, 3, 1, 1), *([nn.BatchNorm2d(after)] * norm))
 
 
+class Net(nn.Module):
+    """Blocks in a row that no list names."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        for index, block in enumerate(blocks):
+            self.add_module(f"part{index}", block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.children():
+            x = part(x)
+        return x
+
+
+KINDS = {"sequential": lambda blocks: nn.Sequential(*blocks), "list": nn.ModuleList, "net": Net}
+
+
 class Blocks(BlockwiseDistillation, LightningModule):
     """Small convolutional blocks; the loss also reads labels where ``labelled``."""
 
@@ -44,10 +60,13 @@ class Blocks(BlockwiseDistillation, LightningModule):
         labelled: bool = False,
         norm: bool = True,
         optimizer: str = "one",
-        as_list: bool = False,
+        network: str = "sequential",
     ) -> None:
         super().__init__()
-        make = nn.ModuleList if as_list else lambda blocks: nn.Sequential(*blocks)
+        make: Any = KINDS[network]
+        if network == "net":
+            names = [f"part{i}" for i in range(1, num_blocks)]
+            self.block_boundaries = {"teacher": names, "student": names}
         self.teacher = make([conv(i, student=False) for i in range(num_blocks)])
         self.student = make([conv(i, student=True, norm=norm) for i in range(num_blocks)])
         for layer in self.teacher.modules():
@@ -68,14 +87,14 @@ class Blocks(BlockwiseDistillation, LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x = batch[0]
-        for block in self.student:
+        for block in self.student.children():
             x = block(x)
         self.log("val", x.square().mean(), batch_size=len(x))
 
     def configure_optimizers(self) -> Any:
         if self.automatic_optimization:
             return sgd(self.student.parameters())
-        return [sgd(block.parameters()) for block in self.student]
+        return [sgd(block.parameters()) for block in self.student.children()]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -127,6 +146,7 @@ class Relayed:
     metrics: dict[str, float]
     global_step: int
     forwards: dict[int, int]
+    bytes_loaded: int = 0
 
 
 def relay_trainer(relay: Relay, *callbacks: Any) -> Trainer:
@@ -145,14 +165,24 @@ def relay_trainer(relay: Relay, *callbacks: Any) -> Trainer:
 
 
 class Counts(Callback):
-    """Keeps how often the teacher ran on this rank."""
+    """Keeps how often the teacher ran on this rank, and what was read."""
 
     def __init__(self) -> None:
         self.forwards: dict[int, int] = {}
+        self.bytes_loaded = 0
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         engine = getattr(trainer.strategy, "engine", None)
-        self.forwards = dict(engine.blocks.forwards) if engine is not None else {}
+        if engine is not None:
+            self.forwards, self.bytes_loaded = dict(engine.blocks.forwards), engine.bytes_loaded
+
+
+class Saves(Callback):
+    """Saves once, while gradients wait for those of the next batch."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 0 and trainer.fit_loop.total_batch_idx == 2:
+            trainer.save_checkpoint("accumulating.ckpt")
 
 
 def train(relay: Relay) -> Relayed:
@@ -160,9 +190,8 @@ def train(relay: Relay) -> Relayed:
     strict()
     module, counts = relay.build(), Counts()
     callbacks: list[Any] = [counts]
-    if relay.trainer.get("enable_checkpointing"):
-        every = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}"}
-        callbacks.append(ModelCheckpoint(".", **every))
+    if "accumulate_grad_batches" in relay.trainer:
+        callbacks.append(Saves())
     trainer = relay_trainer(relay, *callbacks)
     trainer.fit(module, Epochs(relay.epochs()), Epochs([batches((4, 3), seed=9)]))
     return Relayed(
@@ -170,6 +199,7 @@ def train(relay: Relay) -> Relayed:
         {k: float(v) for k, v in trainer.callback_metrics.items()},
         trainer.global_step,
         counts.forwards,
+        counts.bytes_loaded,
     )
 
 
@@ -257,8 +287,9 @@ def reference(relay: Relay) -> tuple[dict[str, Tensor], list[list[float]]]:
     try:
         module = copy.deepcopy(relay.build())
         means = train_blocks(
-            list(module.teacher), list(module.student), module.block_loss, sgd, relay.epochs()
-        )
+            list(module.teacher.children()), list(module.student.children()), module.block_loss,
+            sgd, relay.epochs(),
+        )  # fmt: skip
         return dict(module.state_dict()), means
     finally:
         torch.set_default_dtype(before)

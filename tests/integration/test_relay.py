@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +26,10 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def check(relay: Relay, found: list[Relayed]) -> None:
-    """Weights of all ranks together, and the losses that every rank knows."""
+    """Weights of all ranks together, the losses that every rank knows, what was run and read."""
     weights, means = reference(relay)
+    if relay.num_ranks > 1:
+        check_work(relay, found)
     together = {k: v for rank in reversed(found) for k, v in rank.weights.items()}
     assert together.keys() == weights.keys()
     assert found[0].weights.keys() == weights.keys()  # rank 0 has all of it again
@@ -40,6 +43,24 @@ def check(relay: Relay, found: list[Relayed]) -> None:
         assert rank.metrics["val"] == pytest.approx(found[0].metrics["val"])
 
 
+def check_work(relay: Relay, found: list[Relayed]) -> None:
+    """Where the teacher is relayed, each block of it has run once for each sample."""
+    mode, epochs = relay.options.get("mode", "dpu"), relay.epochs()
+    samples = sum(map(sum, relay.sizes))
+    read = sum(8 * t.numel() for batches in epochs for batch in batches for t in batch)
+    ran = [sum(r.forwards.get(i, 0) for r in found) for i in range(relay.num_blocks)]
+    loaded = sum(rank.bytes_loaded for rank in found)
+    if mode == "dp":
+        assert ran == [(relay.num_blocks - i) * samples for i in range(relay.num_blocks)]
+        assert loaded == relay.num_blocks * read
+    elif mode == "ls":
+        assert (ran[0], ran[-1]) == (relay.num_ranks * samples, samples)
+        assert loaded == relay.num_ranks * read
+    else:
+        assert ran == [samples] * relay.num_blocks
+        assert loaded == read
+
+
 def run_all(relays: list[Relay], folder: Path, num_ranks: int) -> None:
     found = zip(*run(train_all, relays, folder=folder, num_ranks=num_ranks), strict=True)
     for relay, ranks in zip(relays, found, strict=True):
@@ -48,8 +69,8 @@ def run_all(relays: list[Relay], folder: Path, num_ranks: int) -> None:
 
 def test_modes_on_two_ranks(tmp_path: Path) -> None:
     relays = [
-        Relay(options={"mode": "dpu"}, module={"labelled": True}),
-        Relay(options={"mode": "ir"}, module={"optimizer": "per block", "as_list": True}),
+        Relay(options={"mode": "dpu"}, module={"labelled": True, "network": "net"}),
+        Relay(options={"mode": "ir"}, module={"optimizer": "per block", "network": "list"}),
     ]
     run_all(relays, tmp_path, 2)
 
@@ -61,7 +82,7 @@ def test_more_modes_on_two_ranks(tmp_path: Path) -> None:
         Relay(options={"mode": "dp"}),
         Relay(options={"mode": "ls"}, module={"labelled": True}),
         Relay(options={"mode": "ahd"}),
-        Relay(options={"run_ahead": 0}, module={"norm": False, "as_list": True}),
+        Relay(options={"run_ahead": 0}, module={"norm": False, "network": "list"}),
     ]
     run_all(relays, tmp_path, 2)
 
@@ -106,19 +127,29 @@ def test_rounds_alternate_on_all_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """From within an epoch, with other stages; and the file is a plain Lightning one."""
-    relay = Relay(trainer={"enable_checkpointing": True}, module={"labelled": True})
-    run(train, relay, folder=tmp_path, num_ranks=2)
-    (file,) = tmp_path.glob("step=2.ckpt")
-    weights, _ = reference(relay)
+    """From between two batches of an update, of a shared stage; and the file is a plain one."""
+    more = {"module": {"labelled": True}, "sizes": ((5, 6, 3, 7), (5, 6, 3, 7))}
+    trainer = {"accumulate_grad_batches": 2}
+    relay = Relay(options={"mode": "ahd", "partition": [1, 3], "widths": [2, 1]}, num_ranks=3,
+                  trainer=trainer, **more)  # fmt: skip
+    whole = run(train, relay, folder=tmp_path, num_ranks=3)[0].weights
+    file = tmp_path / "accumulating.ckpt"
     state = torch.load(file, weights_only=True)
-    assert state["state_dict"].keys() == weights.keys()
+    assert state["state_dict"].keys() == whole.keys()
+    assert state["global_step"] == 1
     assert len(state["optimizer_states"][0]["state"]) > 0
-    other = Relay(options={"mode": "ahd", "partition": [1, 3], "widths": [2, 1]}, num_ranks=3,
-                  module={"labelled": True})  # fmt: skip
-    found = run(resume, other, str(file), folder=tmp_path, num_ranks=3)
-    for name, value in weights.items():
+    found = run(resume, Relay(trainer=trainer, **more), str(file), folder=tmp_path, num_ranks=2)
+    for name, value in whole.items():
         torch.testing.assert_close(found[0].weights[name], value, **CLOSE, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"mode": "ahd"}, {"mode": "ir"}, {"partition": [1, 3]}])
+def test_blocks_that_fit_no_device(options: dict[str, Any], tmp_path: Path) -> None:
+    relay = Relay(options={**options, "memory_limit": "1kB"})
+    job = run_job(train, relay, folder=tmp_path, num_ranks=2, seconds=60)
+    for error in job.errors:
+        assert re.search(r"PartitionError: .*block.*student\.0.*MB", error), error
 
 
 @pytest.mark.parametrize(

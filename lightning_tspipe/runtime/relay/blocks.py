@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -19,6 +19,7 @@ from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.modules import blocks_of
+from lightning_tspipe.runtime.relay.named import blocks_between
 
 BlockLoss = Callable[[Tensor, Tensor, int, Any], Tensor]
 
@@ -29,13 +30,15 @@ class BlockPair:
 
     Attributes:
         index: Its number.
-        name: What messages call it.
+        name: The student's block, by its dotted name.
+        teacher_name: The teacher's.
         teacher: The teacher's block.
         student: The student's.
     """
 
     index: int
     name: str
+    teacher_name: str
     teacher: nn.Module
     student: nn.Module
 
@@ -45,39 +48,49 @@ class BlockPair:
         return any(isinstance(child, _BatchNorm) for child in self.student.modules())
 
 
-def pair_blocks(
-    module: nn.Module, teacher: str = "teacher", student: str = "student"
-) -> tuple[BlockPair, ...]:
+Boundaries = Mapping[str, Sequence[str]]
+"""For a network by its name, the submodules with which its blocks begin, but for the first."""
+
+
+def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tuple[BlockPair, ...]:
     """The blocks of a module's teacher and student.
 
     Args:
         module: Has both networks.
-        teacher: Name of one of them.
-        student: Name of the other.
+        boundaries: Of networks that have no list of their blocks.
 
     Raises:
         ConfigurationError: One is missing or has no blocks, or they have different numbers.
     """
-    teachers, students = (_named_blocks(module, name) for name in (teacher, student))
+    given = boundaries or {}
+    teachers, students = (
+        _named_blocks(module, name, given.get(name)) for name in ("teacher", "student")
+    )
     if len(teachers) != len(students):
         raise ConfigurationError(
-            f"the {teacher} has {len(teachers)} blocks and the {student} {len(students)}: block i "
-            f"of the {student} learns from block i of the {teacher}. Group layers in an "
-            "nn.Sequential so that there are equally many"
+            f"the teacher has {len(teachers)} blocks and the student {len(students)}: block i "
+            "of the student learns from block i of the teacher. Group layers in an "
+            "nn.Sequential so that there are equally many, or name as many block_boundaries"
         )
     return tuple(
-        BlockPair(index, name, one, other)
-        for index, ((_, one), (name, other)) in enumerate(zip(teachers, students, strict=True))
+        BlockPair(index, name, teacher_name, one, other)
+        for index, ((teacher_name, one), (name, other)) in enumerate(
+            zip(teachers, students, strict=True)
+        )
     )
 
 
-def _named_blocks(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def _named_blocks(
+    module: nn.Module, name: str, boundaries: Sequence[str] | None
+) -> list[tuple[str, nn.Module]]:
     network = getattr(module, name, None)
     if not isinstance(network, nn.Module):
         raise ConfigurationError(
             f"{type(module).__name__} has no network `{name}`: blockwise distillation needs a "
             "`teacher` and a `student`, each an nn.Sequential or nn.ModuleList of its blocks"
         )
+    if boundaries is not None:
+        return blocks_between(network, name, boundaries)
     if isinstance(network, nn.Sequential | nn.ModuleList):
         found = [(f"{name}.{key}", child) for key, child in network.named_children()]
     else:
@@ -86,8 +99,9 @@ def _named_blocks(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     if not found:
         raise ConfigurationError(
             f"the {name} ({type(network).__name__}) has no blocks: make it an nn.Sequential or "
-            "nn.ModuleList of them, or give it a method pipeline_blocks() that returns them in the "
-            "order in which they are called"
+            "nn.ModuleList of them, name the submodules with which they begin "
+            f"(block_boundaries = {{{name!r}: [...]}}), or give it a method pipeline_blocks() that "
+            "returns them in the order in which they are called"
         )
     return found
 
@@ -135,8 +149,8 @@ def infer_shapes(
         context: The precision plugin's forward context.
 
     Raises:
-        ConfigurationError: A block of the student returns other shapes than the teacher's, or the
-            batch dimension gets lost.
+        ConfigurationError: A block of the student returns other shapes than the teacher's, the
+            batch dimension gets lost, or a block changes its input.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     modules = [m for pair in pairs for b in (pair.teacher, pair.student) for m in b.modules()]
@@ -157,14 +171,25 @@ def infer_shapes(
         for pair in pairs:
             with fake, context():
                 with torch.no_grad():
-                    target = pair.teacher(value)
-                output = pair.student(value)
+                    target = _run(pair.teacher, f"{pair.index} ({pair.teacher_name})", value)
+                output = _run(pair.student, f"{pair.index} ({pair.name})", value)
             _check_shapes(pair, output, target)
             specs.append(_per_sample(target, len(x), f"block {pair.index} ({pair.name})"))
             with fake, context():
                 fields.append(_fields_read(block_loss, output, target, pair.index, whole))
             value = target
     return BlockShapes(tuple(specs), tuple(fields))
+
+
+def _run(block: nn.Module, title: str, value: Tensor) -> Any:
+    before = value._version  # noqa: SLF001 - what autograd counts
+    result = block(value)
+    if value._version > before:  # noqa: SLF001
+        raise ConfigurationError(
+            f"block {title} changes its input in place, which other blocks need too: let its first "
+            "layer have inplace=False"
+        )
+    return result
 
 
 def _check_shapes(pair: BlockPair, output: Any, target: Any) -> None:

@@ -4,8 +4,8 @@ Placement, weights, evaluation and checkpoints are those of every engine. What d
 each rank has losses of its own, updates when it is done, and is as far as its input is. ::
 
     begin    header from the data rank; a rank waits here only for those that it is too far ahead of
-    run      relay and train, once for each pass of the mode
-    backward of this rank's losses; then the sum over the ranks that share its stage
+    run      relay and train, once for each pass of the mode, the blocks' backwards included
+    backward of what stands for the losses; then the sum over the ranks that share its stage
     finish   tell the rank that relayed to this one
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.capture.plan import NetworkName, TensorSpec
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
@@ -33,6 +33,7 @@ from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.relay.blocks import BlockPair, BlockShapes, through
+from lightning_tspipe.runtime.relay.early import EarlyBackwards
 from lightning_tspipe.runtime.relay.walk import BlockOutcome, Blocks, RelayedPass
 
 NETWORKS = Networks(("student",), ("teacher",))
@@ -104,7 +105,10 @@ class RelayEngine(Engine):
         placement = _placement(captured, pairs, passes, self.transport.num_ranks)
         self.place(captured, placement, "gpipe", None, materializer)
         module: Any = self.module
-        self.blocks = Blocks(pairs, shapes, module.block_loss, self.context, Counter())
+        self.backwards = EarlyBackwards(module.parameters())
+        self.blocks = Blocks(
+            pairs, shapes, module.block_loss, self.context, Counter(), self.backwards
+        )
         self.passes = [
             RelayedPass(
                 self.blocks, walk, self.transport, shares_batchnorm=options.shares_batchnorm
@@ -112,12 +116,14 @@ class RelayEngine(Engine):
             for walk in passes
         ]
         self.options = options
+        self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
         self.pipeline = self.passes[0].pipeline
         sources, targets = (
             set().union(*sets)
             for sets in zip(*(walk.neighbours for walk in self.passes), strict=True)
         )
         self._sources, self._owed = sorted(sources), dict.fromkeys(sorted(targets), 0)
+        self._adds_up = False  # whether gradients wait for more of them
         self.bytes_loaded = 0  # counted as if devices that read the same batch each had a loader
         self._header: StepHeader | None = None
         self._round_inputs: list[Tensor] = []
@@ -183,12 +189,20 @@ class RelayEngine(Engine):
             reduce: Whether gradients become those of the whole batch, where a stage is shared.
         """
         assert run_backward is not None
-        started = time.perf_counter()
         run_backward()
-        self._recorded(self.passes[-1].backward_action(), started)
+        self.backwards.settle()
+        self._adds_up = not reduce
         if reduce:
             for walk in self.passes:
                 walk.sum_gradients()
+
+    @override
+    def settle(self) -> None:
+        """Between two steps: of a shared stage, the first rank gets what all have added up."""
+        super().settle()
+        if self._adds_up:
+            for walk in self.passes:
+                walk.gather_gradients()
 
     def finish(self) -> None:
         """The step is over on this rank."""
@@ -220,6 +234,8 @@ class RelayEngine(Engine):
     def drain(self) -> None:
         """Wait until the ranks behind this one have caught up."""
         self._await_tokens(0)
+        for walk in self.passes:
+            walk.settle()
         super().drain()
 
     @override
@@ -242,8 +258,8 @@ def _placement(
         for held, blocks in ((trained, work.trained), (run, work.forwards)):
             for block in blocks:
                 held[block] += [rank for rank in work.ranks if rank not in held[block]]
-    names = [pair.name.partition(".")[2] for pair in pairs]
-    student, teacher = (_cuts(captured, name, names) for name in ("student", "teacher"))
+    student = _cuts(captured, "student", [pair.name for pair in pairs])
+    teacher = _cuts(captured, "teacher", [pair.teacher_name for pair in pairs])
     return Placement(
         num_ranks,
         student, tuple(ranks[0] for ranks in trained.values()),
@@ -253,12 +269,13 @@ def _placement(
     )  # fmt: skip
 
 
-def _cuts(captured: Captured, network: Any, names: Sequence[str]) -> tuple[int, ...]:
+def _cuts(captured: Captured, network: NetworkName, names: Sequence[str]) -> tuple[int, ...]:
     """The first atom of each block, and the number of atoms."""
-    atoms = [atom.name for atom in captured.networks[network].atoms]
+    atoms = [atom.name.partition("..")[0] for atom in captured.networks[network].atoms]
     starts = [
-        next(i for i, atom in enumerate(atoms) if f"{atom}.".startswith(f"{network}.{name}."))
-        for name in names
+        next(i for i, atom in enumerate(atoms) if f"{atom}.".startswith(f"{name}."))
+        for name in names[1:]
     ]
-    assert all(a < b for a, b in pairwise(starts)), (starts, atoms)
-    return (*starts, len(atoms))
+    cuts = (0, *starts, len(atoms))
+    assert all(a < b for a, b in pairwise(cuts)), (names, atoms)
+    return cuts

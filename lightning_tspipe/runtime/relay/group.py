@@ -63,8 +63,12 @@ class StageGroup:
             return [own if rank == me else receipts[rank].wait()[0] for rank in self._ranks]
 
     @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], *, everywhere: bool = True) -> None:
         """Give every parameter the sum of the ranks' gradients; none counts as zero.
+
+        Args:
+            parameters: The parameters, the same on all ranks.
+            everywhere: Whether all ranks get the sums, or the first one only, and the others none.
 
         Raises:
             TransportError: A rank of the group ended or stalled.
@@ -83,4 +87,7 @@ class StageGroup:
             for p in same:
                 summed = total[start : start + p.numel()].view_as(p)
                 start += p.numel()
-                p.grad = summed.clone() if p.grad is None else p.grad.copy_(summed)
+                if not everywhere and self.unit > 0:
+                    p.grad = None
+                else:
+                    p.grad = summed.clone() if p.grad is None else p.grad.copy_(summed)

@@ -88,7 +88,7 @@ def measure_block(  # noqa: PLR0913, PLR0917 -- what a block needs to run
         update,
         first.num_bytes,
         gradients,
-        held + (1 + moments) * gradients,
+        held + (2 + moments) * gradients,
         activations,
     )
 

@@ -2,7 +2,7 @@
 
 ::
 
-    receive a ──► T of the stage's blocks ──► send on ──► F, loss of each block
+    receive a ──► T of the stage's blocks ──► send on ──► F, loss, B of each block
                      a0 ──► a1 ──► a2                       S0(a0) ~ a1, S1(a1) ~ a2
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import TensorSpec
@@ -29,8 +29,10 @@ from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.relay.blocks import BlockLoss, BlockPair, BlockShapes
+from lightning_tspipe.runtime.relay.early import EarlyBackwards
+from lightning_tspipe.runtime.relay.edges import Inbox, Outbox
 from lightning_tspipe.runtime.relay.group import StageGroup
-from lightning_tspipe.runtime.transport import Receipt, Transport
+from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 
 INPUT_CHANNEL, RELAY_CHANNEL, FIELD_CHANNEL = 5, 6, 9
@@ -41,8 +43,8 @@ class BlockOutcome:
     """What a block's loss is on this rank.
 
     Attributes:
-        loss: With its graph, weighed by the rank's share of the batch: the ranks' losses and
-            gradients add up to those of the whole batch.
+        loss: With its graph, or what stands for it, weighed by the rank's share of the batch: the
+            ranks' losses and gradients add up to those of the whole batch.
         value: The mean over this rank's samples, without a graph.
         samples: How many these are.
     """
@@ -62,6 +64,7 @@ class Blocks:
         loss: The loss of a block.
         context: The precision plugin's forward context.
         forwards: How many samples each block of the teacher has seen on this rank.
+        backwards: Runs the losses' backwards.
     """
 
     pairs: Sequence[BlockPair]
@@ -69,6 +72,7 @@ class Blocks:
     loss: BlockLoss
     context: Callable[[], AbstractContextManager[None]]
     forwards: Counter[int]
+    backwards: EarlyBackwards
 
 
 class RelayedPass:
@@ -99,6 +103,20 @@ class RelayedPass:
         self.group = StageGroup(transport, self._work.ranks)
         self._teacher = Action(Op.TEACHER, self._stage, self.group.unit)
         self.recorder = Recorder()
+        self._received: list[Tensor] = []
+        # In passes of which a step has several, messages of one come between those of another.
+        early = walk.is_relayed and transport.receives_early
+        self._inboxes = {
+            message: Inbox(transport, message.source, _channel(message), early=early)
+            for message in self._program.receives.get(me, ())
+            if message.consumer == self._teacher
+        }
+        self._outboxes = {
+            message: Outbox(transport, message.target, _channel(message), early=early)
+            for messages in self._program.sends.values()
+            for message in messages
+            if message.source == me and message.payload in {"input", "activation"}
+        }
 
     @property
     def pipeline(self) -> Any:
@@ -133,12 +151,21 @@ class RelayedPass:
             batch: The batch for the losses, with values on the data rank.
         """
         own = share(self.group.unit, self.group.width, samples)
-        receipts = self._ask(samples)
+        asked = self._ask(samples)
         fields = self._exchange_fields(batch, samples)
         if x is not None:
             self._send_inputs(x, samples)
-        inputs, targets = self._run_teacher(step, self._take(receipts, x, own), own, samples)
-        return self._train(step, inputs, targets, (own, samples), fields(own))
+        inputs, targets = self._run_teacher(step, self._take(asked, x, own), own, samples)
+        found = self._train(step, inputs, targets, (own, samples), fields(own))
+        self._recycle(targets)
+        return found
+
+    def _recycle(self, targets: Mapping[int, Tensor]) -> None:
+        """What was received is not needed any more, unless a block has passed it on."""
+        received, self._received = self._received, []
+        used = {target.untyped_storage().data_ptr() for target in targets.values()}
+        if all(part.untyped_storage().data_ptr() not in used for part in received):
+            self._transport.recycle(received)
 
     # Messages
 
@@ -154,34 +181,37 @@ class RelayedPass:
             return wanted
         return overlap(self._interval(message.producer, samples), wanted)
 
-    def _ask(self, samples: int) -> list[tuple[int, Receipt]]:
-        """Ask for what the teacher of this rank gets; with the first sample of each part."""
-        found = []
-        for message in self._program.receives.get(self._transport.rank, ()):
-            if message.consumer != self._teacher:
-                continue
+    def _ask(self, samples: int) -> list[Message]:
+        """Ask for what the teacher of this rank gets; the messages in the order of the samples."""
+        asked = []
+        for message, inbox in self._inboxes.items():
             start, stop = self._relayed(message, samples)
             if start < stop:
-                spec = self._blocks.shapes.input_spec(self._work.first, stop - start)
-                channel = INPUT_CHANNEL if message.payload == "input" else RELAY_CHANNEL
-                receipt = self._transport.receive([spec], message.source, channel)
-                found.append((start, receipt))
-        return sorted(found, key=lambda part: part[0])
+                inbox.ask(self._blocks.shapes.input_spec(self._work.first, stop - start))
+                asked.append((start, message))
+        return [message for _, message in sorted(asked, key=lambda part: part[0])]
 
-    def _take(
-        self, receipts: Sequence[tuple[int, Receipt]], x: Tensor | None, own: tuple[int, int]
-    ) -> Tensor:
+    def _take(self, asked: Sequence[Message], x: Tensor | None, own: tuple[int, int]) -> Tensor:
         """What this rank's teacher gets, whole."""
-        if not receipts:
+        if not asked:
             if x is not None:
                 return x[own[0] : own[1]].detach()
             spec = self._blocks.shapes.input_spec(self._work.first, 0)
             return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
         started = time.perf_counter()
         with waiting(f"what stage {self._stage} is relayed"):
-            parts = [receipt.wait()[0] for _, receipt in receipts]
+            parts = [self._inboxes[message].take() for message in asked]
         self.recorder.paused("receive", started)
+        self._received = parts
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def settle(self) -> None:
+        """Between two steps, on all ranks: nothing is under way any more."""
+        for outbox in self._outboxes.values():
+            outbox.settle()
+        for inbox in self._inboxes.values():
+            with waiting("the end of what is relayed"):
+                inbox.settle()
 
     @property
     def _device(self) -> torch.device:
@@ -192,9 +222,7 @@ class RelayedPass:
         """Send the part of a tensor, which begins with sample ``first``, that someone wants."""
         start, stop = self._relayed(message, samples)
         if start < stop:
-            channel = INPUT_CHANNEL if message.payload == "input" else RELAY_CHANNEL
-            part = tensor[start - first : stop - first]
-            self._transport.send([part], message.target, channel)
+            self._outboxes[message].send(tensor[start - first : stop - first])
 
     def _send_inputs(self, x: Tensor, samples: int) -> None:
         started = time.perf_counter()
@@ -275,23 +303,30 @@ class RelayedPass:
         batch: Any,
     ) -> dict[int, BlockOutcome]:
         (start, stop), samples = where
-        started = time.perf_counter()
         found = {}
         with ExitStack() as stack:
             if self.shares_batchnorm:
                 students = [pair.student for pair in self.trained]
                 stack.enter_context(shared_statistics(students, self.group.exchange))
-            stack.enter_context(self._blocks.context())
             for pair in self.trained:
-                output = pair.student(inputs[pair.index])
-                if start < stop:
-                    loss = self._blocks.loss(output, targets[pair.index], pair.index, batch)
-                else:
-                    loss = 0.0 * output.sum()
+                started = time.perf_counter()
+                with self._blocks.context():
+                    output = pair.student(inputs.pop(pair.index))
+                    if start < stop:
+                        loss = self._blocks.loss(output, targets[pair.index], pair.index, batch)
+                    else:
+                        loss = 0.0 * output.sum()
                 weighed = loss if stop - start == samples else loss * ((stop - start) / samples)
-                found[pair.index] = BlockOutcome(weighed, loss.detach(), stop - start)
-        self.recorder.ran(step, Action(Op.FORWARD, self._stage, self.group.unit), started)
+                self.recorder.ran(step, self._action(Op.FORWARD), started)
+                started = time.perf_counter()
+                stand_in = self._blocks.backwards.run(weighed)
+                found[pair.index] = BlockOutcome(stand_in, loss.detach(), stop - start)
+                del output, loss, weighed  # and what they hold on to
+                self.recorder.ran(step, self._action(Op.BACKWARD), started)
         return found
+
+    def _action(self, op: Op) -> Action:
+        return Action(op, self._stage, self.group.unit)
 
     @property
     def shares_batchnorm(self) -> bool:
@@ -302,12 +337,21 @@ class RelayedPass:
         """After a backward: what the ranks of a shared stage have computed, together."""
         if self.group.width > 1:
             started = time.perf_counter()
-            self.group.sum_gradients([p for b in self.trained for p in b.student.parameters()])
+            self.group.sum_gradients(self._parameters)
             self.recorder.paused("reduce", started)
 
-    def backward_action(self) -> Action:
-        """What the backward of this rank's blocks is called."""
-        return Action(Op.BACKWARD, self._stage, self.group.unit)
+    def gather_gradients(self) -> None:
+        """What the ranks of a shared stage have added up so far, on the first of them."""
+        if self.group.width > 1:
+            self.group.sum_gradients(self._parameters, everywhere=False)
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for b in self.trained for p in b.student.parameters()]
+
+
+def _channel(message: Message) -> int:
+    return INPUT_CHANNEL if message.payload == "input" else RELAY_CHANNEL
 
 
 def _cut(leaf: Any, part: tuple[int, int], samples: int) -> Any:

@@ -18,6 +18,7 @@ from lightning_tspipe.planning.relay import (
     distribute,
     distributions,
 )
+from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode
 
 
 def block(
@@ -106,3 +107,20 @@ def test_refusals_name_the_block() -> None:
 
 def test_plans_of_nothing_measured_print() -> None:
     assert "stage" in str(RelayPlan((0, 1, 3), (1, 2), names=("a", "b", "c")))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_mode_goes_beyond_the_memory(mode: Mode) -> None:
+    blocks = RelayProfile(tuple(block(f"b{i}", state_bytes=10) for i in range(4)), 12)
+    plan = plan_mode(mode, blocks, 2, 100)
+    assert max(plan.stage_bytes) <= 100
+    with pytest.raises(PartitionError, match="MB"):
+        plan_mode(mode, blocks, 2, 9)
+
+
+def test_of_the_students_one_keeps_its_activations_at_a_time() -> None:
+    blocks = RelayProfile(
+        (block(activation_bytes=7, input_bytes=1), block(activation_bytes=5, input_bytes=2)), 12
+    )
+    assert blocks.stage_bytes(0, 2, 1) == 12 * (7 + 3)
+    assert blocks.stage_bytes(0, 2, 4) == 3 * (7 + 3)

@@ -1,0 +1,82 @@
+"""Backwards that run right behind the forwards of their blocks.
+
+Blocks have nothing in common, so that a block's activations can go before the next block runs: a
+rank holds those of one block at a time. Gradients are zeroed between the step and its backward, as
+Lightning has it; until then they lie aside::
+
+    training_step   F0 B0 | F1 B1 | F2 B2     gradients lie aside
+    zero_grad
+    backward        of what stands for the losses; then gradients come to their parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class _Aside:
+    """What a backward gave, and by what its loss had been multiplied."""
+
+    stand_in: Tensor
+    factor: float
+    gradients: list[tuple[nn.Parameter, Tensor]]
+
+
+class EarlyBackwards:
+    """Runs backwards before their time.
+
+    Args:
+        parameters: All that a loss may reach.
+        factor: By what the losses will be multiplied before their backward, as far as is known:
+            small gradients would be lost without it where they have few bits.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], factor: Callable[[], float] = lambda: 1.0
+    ) -> None:
+        self._parameters = [p for p in parameters if not p.is_meta]
+        self.factor = factor
+        self._aside: list[_Aside] = []
+
+    def run(self, loss: Tensor) -> Tensor:
+        """The backward of a loss.
+
+        Returns:
+            What stands for the loss: its value, which wants a gradient and holds no graph.
+        """
+        factor, gradients = self.factor(), []
+        if loss.requires_grad:
+            before = [(p, p.grad) for p in self._parameters]
+            for parameter, _ in before:
+                parameter.grad = None
+            try:
+                (loss if factor == 1 else loss * factor).backward()
+                gradients = [(p, p.grad) for p, _ in before if p.grad is not None]
+            finally:
+                for parameter, gradient in before:
+                    parameter.grad = gradient
+        stand_in = loss.detach().requires_grad_()
+        self._aside.append(_Aside(stand_in, factor, gradients))
+        return stand_in
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After the backward of what stands for the losses: gradients come to their parameters."""
+        aside, self._aside = self._aside, []
+        for one in aside:
+            wanted = one.stand_in.grad
+            if wanted is None:  # this loss takes no part
+                continue
+            ratio = float(wanted) / one.factor
+            for parameter, gradient in one.gradients:
+                if ratio != 1:
+                    gradient.mul_(ratio)
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)
