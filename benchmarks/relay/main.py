@@ -165,26 +165,36 @@ def _counted(folder: Path, batch_size: int) -> dict[str, Any]:
 def _emulated(
     quick: bool, context: ForkServerContext, figures: dict[str, float], rows: list[dict[str, Any]]
 ) -> None:
-    """Four devices that sleep."""
+    """Four devices that sleep; with loaders, and with batches that are there."""
     with context.Pool(1) as pool:
         priced = pool.apply(_priced)
-    figures["ahd_over_optimum"] = max(found["chosen_over_best"] for found in priced)
-    for found in priced[:1] if quick else priced:
+    papers = priced["papers"]
+    figures["ahd_over_optimum"] = max(found["chosen_over_best"] for found in papers)
+    even = _run_emulated(priced["even"], "ahd", context, 3 if quick else 6)
+    figures["emulated.even.utilization"] = priced["even"]["work"] / (4 * even)
+    for found in papers[:1] if quick else papers:
+        name = f"emulated.{found['name']}"
         seconds = {
-            method: _run_emulated(found, method, context, 3 if quick else 6)
-            for method in ("ahd", "dp")
+            loader: {
+                method: _run_emulated(run, method, context, 3 if method == "dp" else 6)
+                for method in ("ahd", "dp")
+            }
+            for loader, run in found["runs"].items()
         }
-        alone = found["without_loads"]
-        figures[f"emulated.{found['name']}.relay_over_dp"] = seconds["dp"] / seconds["ahd"]
-        figures[f"emulated.{found['name']}.utilization"] = found["work"] / (4 * seconds["ahd"])
-        figures[f"simulated.{found['name']}.relay_over_dp_without_loads"] = (
-            alone["dp"] / alone["ahd"]
+        ratios = {loader: each["dp"] / each["ahd"] for loader, each in seconds.items()}
+        figures[f"{name}.relay_over_dp"] = ratios["emulated"]
+        figures[f"{name}.relay_over_dp_without_loads"] = ratios["none"]
+        alone = found["runs"]["none"]
+        figures[f"{name}.utilization"] = alone["work"] / (4 * seconds["none"]["ahd"])
+        figures[f"{name}.utilization_of_planned"] = (
+            figures[f"{name}.utilization"] / alone["planned_utilization"]
         )
         rows.append(
             {
                 "workload": found["name"], "paper": found["paper"], "emulated_seconds": seconds,
-                "planned_seconds": found["planned"], "seconds_to_load": found["load"],
-                "partition": found["partition"], "widths": found["widths"],
+                "simulated": found["simulated"], "rates": priced["rates"],
+                "planned_utilization": alone["planned_utilization"],
+                "partition": alone["partition"], "widths": alone["widths"],
             }
         )  # fmt: skip
 
@@ -204,7 +214,7 @@ def _run_emulated(
             return crew.turn(num_steps) / num_steps
 
 
-def _priced() -> list[dict[str, Any]]:
+def _priced() -> dict[str, Any]:
     """The paper's workloads, in a process of its own: the coordinator never loads torch."""
     from benchmarks.relay.pricing import priced  # noqa: PLC0415
 
@@ -213,27 +223,32 @@ def _priced() -> list[dict[str, Any]]:
 
 def _text(figures: dict[str, float], rows: Sequence[dict[str, Any]]) -> str:
     table = [("workload", "method", "s per step", "profiled", "teacher runs", "KB read")]
-    emulated = [("workload", "over DP, emulated", "the paper's", "without loads", "utilization")]
+    emulated = [("workload", "the paper's", "emulated", "no loads", "utilization", "planned")]
+    simulated = [("workload", "slowest loaders", "emulated", "measured here", "no loads")]
     for row in rows:
+        name = row["workload"]
         if "method" in row:
             runs = row.get("teacher_runs_per_batch", [0])
             table.append((
-                row["workload"], row["method"], f"{row['seconds_per_step']:.3f}",
+                name, row["method"], f"{row['seconds_per_step']:.3f}",
                 f"{row['profiled_seconds']:.3f}", f"{min(runs):.1f} to {max(runs):.1f}",
                 f"{row.get('bytes_loaded_per_batch', 0) / 1e3:.0f}",
             ))  # fmt: skip
         else:
-            name = row["workload"]
-            emulated.append((
-                name, f"{figures[f'emulated.{name}.relay_over_dp']:.2f}", f"{row['paper']:.1f}",
-                f"{figures[f'simulated.{name}.relay_over_dp_without_loads']:.2f}",
-                f"{figures[f'emulated.{name}.utilization']:.2f}",
-            ))  # fmt: skip
+            found = [figures[f"emulated.{name}.{figure}"] for figure in (
+                "relay_over_dp", "relay_over_dp_without_loads", "utilization"
+            )]  # fmt: skip
+            numbers = [row["paper"], *found, row["planned_utilization"]]
+            emulated.append((name, *(f"{number:.2f}" for number in numbers)))
+            ratios = [row["simulated"][key] for key in ("slowest", "emulated", "measured", "none")]
+            simulated.append((name, *(f"{ratio:.2f}" for ratio in ratios)))
     lines = [f"{name}: {value:.4g}" for name, value in figures.items()]
     facts = [f"{name}: {value}" for name, value in environment_of(PACKAGES).items()]
     return "\n".join([
-        "REAL: two processes", "", *aligned(table), "", "EMULATED: four devices that sleep", "",
-        *aligned(emulated), "", *lines, "", *facts,
+        "REAL: two processes", "", *aligned(table), "",
+        "EMULATED: relaying over data parallelism, four devices that sleep", "",
+        *aligned(emulated), "", "SIMULATED: the same, by the loaders' rate", "",
+        *aligned(simulated), "", *lines, "", *facts,
     ])  # fmt: skip
 
 

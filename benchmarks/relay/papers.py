@@ -29,31 +29,53 @@ class Paper:
     Attributes:
         name: In the figures.
         workload: Whose blocks.
-        pixels: Height and width.
-        images_per_second: What the machine's loader processes bring, all together.
+        dataset: What is read.
         over_dp: The paper's speed-up over data parallelism, on 4 GPUs.
     """
 
     name: str
     workload: str
-    pixels: int
-    images_per_second: float
+    dataset: str
     over_dp: float
+
+    @property
+    def pixels(self) -> int:
+        """Height and width."""
+        return {"cifar": 32, "imagenet": 224}[self.dataset]
 
 
 PAPERS = (
-    Paper("nas_cifar", "nas", 32, 40_000, 3.1),
-    Paper("nas_imagenet", "nas", 224, 4_000, 4.4),
-    Paper("compression_cifar", "compression", 32, 40_000, 7.3),
-    Paper("compression_imagenet", "compression", 224, 4_000, 3.8),
+    Paper("nas_cifar", "nas", "cifar", 3.1),
+    Paper("nas_imagenet", "nas", "imagenet", 4.4),
+    Paper("compression_cifar", "compression", "cifar", 7.3),
+    Paper("compression_imagenet", "compression", "imagenet", 3.8),
 )
+EMULATED_RATES = {"cifar": 40_000.0, "imagenet": 4_000.0}
+"""Images per second of all loader processes together, as the emulation has them."""
+SLOWEST_RATES = {"cifar": 6 * 50_000 / 31.5, "imagenet": 6 * 1_281_167 / (62 * 60)}
+"""The paper's loaders brought at least as many: in data parallelism six blocks each read all images
+within the 31.5 s and the 62 min of the search's epochs."""
+
+
+EVEN_BLOCKS = 8
+
+
+def even_profile() -> RelayProfile:
+    """Equal blocks, that all devices can be kept busy with."""
+    times = dict.fromkeys(_sizes(), 1.0)
+    block = BlockProfile("even", {n: s / 4 for n, s in times.items()}, times)
+    return RelayProfile((block,) * EVEN_BLOCKS, BATCH_SIZE)
+
+
+def _sizes() -> list[int]:
+    return sorted({largest_share(width, BATCH_SIZE) for width in range(1, NUM_DEVICES + 1)})
 
 
 def profile(paper: Paper) -> RelayProfile:
     """What its blocks cost on a device, for each share of a batch."""
     made = module(paper.workload).to("meta").eval()
     x = torch.zeros(1, 3, paper.pixels, paper.pixels, device="meta")
-    sizes = sorted({largest_share(width, BATCH_SIZE) for width in range(1, NUM_DEVICES + 1)})
+    sizes = _sizes()
     paths = NUM_OPERATIONS if paper.workload == "nas" else 1
     blocks = []
     for pair in made.block_pairs:
@@ -77,11 +99,6 @@ def _priced(
     flops = counter.get_total_flops() / paths
     layers = sum(1 for m in block.modules() if not list(m.children())) / paths
     return {n: n * flops / FLOPS_PER_SECOND + layers * KERNEL_SECONDS for n in sizes}, y
-
-
-def load_seconds(paper: Paper) -> float:
-    """To read one batch."""
-    return BATCH_SIZE / paper.images_per_second
 
 
 def scaled(profile: RelayProfile, factor: float) -> RelayProfile:

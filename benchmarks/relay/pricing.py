@@ -6,46 +6,73 @@ import json
 from itertools import pairwise
 from typing import Any
 
-from benchmarks.relay.papers import NUM_DEVICES, PAPERS, load_seconds, profile, scaled
+from benchmarks.relay.decoding import measured_rates
+from benchmarks.relay.papers import (
+    BATCH_SIZE,
+    EMULATED_RATES,
+    NUM_DEVICES,
+    PAPERS,
+    SLOWEST_RATES,
+    even_profile,
+    profile,
+    scaled,
+)
 from benchmarks.relay.simulated import chosen_over_best
 from lightning_tspipe.planning.relay import RelayPlan, RelayProfile
-from lightning_tspipe.planning.relay_modes import plan_mode, seconds_per_batch
+from lightning_tspipe.planning.relay_modes import plan_mode
 
 
-def priced(step_seconds: float) -> list[dict[str, Any]]:
+def priced(step_seconds: float) -> dict[str, Any]:
     """All of them, in what JSON knows.
 
     Args:
         step_seconds: What a relayed step shall take.
     """
-    found = []
+    rates = {"slowest": SLOWEST_RATES, "measured": measured_rates()}
+    even = even_profile()
+    found: dict[str, Any] = {
+        "rates": rates,
+        "even": _run(even, plan_mode("ahd", even, NUM_DEVICES), 0.0, step_seconds),
+        "papers": [],
+    }
     for paper in PAPERS:
-        real = profile(paper)
-        plan = plan_mode("ahd", real, NUM_DEVICES)
-        slower = step_seconds / max(plan.step_seconds, load_seconds(paper))
-        costs, load = scaled(real, slower), slower * load_seconds(paper)
-        shared = plan_mode("dp", costs, NUM_DEVICES)
-        plan = plan_mode("ahd", costs, NUM_DEVICES)
-        alone = {
-            "ahd": seconds_per_batch("ahd", plan, costs),
-            "dp": seconds_per_batch("dp", shared, costs),
-        }
-        found.append(
+        costs = profile(paper)
+        plan, shared = (plan_mode(mode, costs, NUM_DEVICES) for mode in ("ahd", "dp"))
+        loads = {name: BATCH_SIZE / rate[paper.dataset] for name, rate in rates.items()}
+        loads |= {"emulated": BATCH_SIZE / EMULATED_RATES[paper.dataset], "none": 0.0}
+        found["papers"].append(
             {
                 "name": paper.name,
                 "paper": paper.over_dp,
-                "batch_size": costs.batch_size,
-                "profile": _written(costs),
-                "load": load,
-                "partition": " ".join(str(b - a) for a, b in pairwise(plan.cuts)),
-                "widths": " ".join(map(str, plan.widths)),
-                "planned": {"ahd": max(load, alone["ahd"]), "dp": _passes(shared, costs, load)},
-                "without_loads": alone,
-                "work": _work(plan, costs),
+                "simulated": {
+                    name: _data_parallel(shared, costs, load) / max(load, plan.step_seconds)
+                    for name, load in loads.items()
+                },
+                "runs": {
+                    name: _run(costs, plan, loads[name], step_seconds)
+                    for name in ("emulated", "none")
+                },
                 "chosen_over_best": chosen_over_best(costs, NUM_DEVICES),
             }
         )
     return found
+
+
+def _run(
+    profile: RelayProfile, plan: RelayPlan, load: float, step_seconds: float
+) -> dict[str, Any]:
+    """What processes that sleep need to know, at the speed at which a step takes so long."""
+    slower = step_seconds / max(plan.step_seconds, load)
+    costs = scaled(profile, slower)
+    return {
+        "batch_size": costs.batch_size,
+        "profile": _written(costs),
+        "load": slower * load,
+        "partition": " ".join(str(b - a) for a, b in pairwise(plan.cuts)),
+        "widths": " ".join(map(str, plan.widths)),
+        "work": _work(plan, costs),
+        "planned_utilization": _work(plan, costs) / (NUM_DEVICES * step_seconds),
+    }
 
 
 def _written(costs: RelayProfile) -> str:
@@ -57,8 +84,8 @@ def _written(costs: RelayProfile) -> str:
     )
 
 
-def _passes(plan: RelayPlan, costs: RelayProfile, load: float) -> float:
-    """Data parallelism: each block reads the batch again, beside its computation."""
+def _data_parallel(plan: RelayPlan, costs: RelayProfile, load: float) -> float:
+    """Seconds per batch: each block reads it again, beside the computation."""
     share = -(-costs.batch_size // plan.num_devices)
     return sum(
         max(load, sum(b.teacher[share] for b in costs.blocks[: i + 1]) + block.student[share])

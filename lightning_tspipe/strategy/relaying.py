@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
@@ -34,8 +34,6 @@ from lightning_tspipe.strategy.support import refuse_compiled
 
 if TYPE_CHECKING:
     from lightning_tspipe.strategy.training import TrainingHooks
-
-log = logging.getLogger("lightning_tspipe")
 
 
 def relay_of(trainer: Any) -> Any:
@@ -182,7 +180,7 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     plan = costs.plan(pairs, shapes, batch, len(x), optimizers)
     options.plan = plan
     if transport.rank == LOSS_RANK:
-        log.info("blockwise relay, mode %s\n%s", options.mode, plan)
+        rank_zero_info(f"BlockwiseRelay, mode {options.mode!r}\n{plan}")
     walks = passes(options.mode, plan)
     shared = [pairs[i] for w in walks for s in w.stages if len(s.ranks) > 1 for i in s.trained]
     wished = options.sync_batchnorm
@@ -270,7 +268,9 @@ class _Costs:
         if transport.rank == LOSS_RANK and file is not None and file.is_file():
             text = file.read_text(encoding="utf-8")
         text = transport.broadcast_object(text, LOSS_RANK)
-        if text is None:
+        if text is not None:
+            rank_zero_info(f"BlockwiseRelay: what blocks cost is known from {file}")
+        else:
             # Each rank measures some of them, so that it takes less time.
             own = {
                 pair.index: self._measured(pair, shapes, sizes, batch, optimizers)
@@ -307,10 +307,11 @@ class _Costs:
             moments=max(map(_moments, optimizers), default=0),
             context=self._context,
         )
-        log.info(
-            "measured block %d of %d (%s) with %s samples in %.1f s",
-            pair.index + 1, len(shapes.fields), pair.name, sizes, time.perf_counter() - started,
-        )  # fmt: skip
+        took = time.perf_counter() - started
+        rank_zero_info(
+            f"BlockwiseRelay: block {pair.index + 1} of {len(shapes.fields)} ({pair.name}) measured "
+            f"with {sizes} samples in {took:.1f} s"
+        )
         return found
 
     def _cache_file(
@@ -341,7 +342,7 @@ def _write(file: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(file)
     except OSError as error:
-        log.info("the measured costs are not kept: %s", error)
+        rank_zero_info(f"BlockwiseRelay: the measured costs are not kept: {error}")
 
 
 def _block(data: dict[str, Any]) -> BlockProfile:

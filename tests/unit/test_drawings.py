@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.registry import build_schedule
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
-from lightning_tspipe.simulation.cost import CostTable
+from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
-from lightning_tspipe.simulation.timeline import Timeline
+from lightning_tspipe.simulation.timeline import Span, Timeline
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "docs" / "schedules.md"]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", DOCS / "schedules.md", DOCS / "guide" / "relay.md"]
 DRAWING = re.compile(
     r'^```text title="(?P<title>[^"]+)"\n(?P<drawing>.*?)\n```$', re.MULTILINE | re.DOTALL
 )
@@ -63,6 +65,38 @@ def relayed(*groups: tuple[int, ...]) -> Timeline:
     return simulate([lower(relay(pipeline))] * 2, CostTable.uniform(pipeline))
 
 
+def one_by_one(*timelines: Timeline) -> Timeline:
+    """Each begins when all ranks have ended the one before."""
+    spans: list[Span] = []
+    for timeline in timelines:
+        start = max((span.end for span in spans), default=0.0)
+        spans += [replace(s, start=s.start + start, end=s.end + start) for s in timeline.spans]
+    return replace(timelines[0], spans=tuple(spans))
+
+
+def waiting_for_all() -> Timeline:
+    """Two steps with a barrier behind each."""
+    step = lower(relay(relay_pipeline([(2,), (1,), (0,)])))
+    return one_by_one(*[simulate([step], CostTable.uniform(step.schedule.pipeline))] * 2)
+
+
+def layer_wise() -> Timeline:
+    """Each rank runs the teacher up to its own blocks."""
+    pipeline = relay_pipeline([(2,), (1,), (0,)], is_relayed=False)
+    teacher = tuple(StageCost(forward) for forward in (1.0, 2.0, 3.0))
+    costs = replace(CostTable.uniform(pipeline), teacher=teacher)
+    return simulate([lower(relay(pipeline))] * 2, costs)
+
+
+def data_parallel() -> Timeline:
+    """One step: all ranks train one block after the other, each time with the teacher up to it."""
+    pipeline = relay_pipeline([(2, 1, 0)], is_relayed=False)
+    step, costs = lower(relay(pipeline)), CostTable.uniform(pipeline)
+    return one_by_one(
+        *(simulate([step], replace(costs, teacher=(StageCost(n),))) for n in (1.0, 2.0, 3.0))
+    )
+
+
 TIMELINES: dict[str, Callable[[], Timeline]] = {
     "sequential": lambda: simulate([lower(step("sequential", teacher_now=True))], COSTS),
     "gpipe": lambda: simulate([lower(step("gpipe", teacher_now=True))], COSTS),
@@ -72,6 +106,10 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "1f1b, an epoch of six batches": lambda: asynchronous(6),
     "relay, two steps": lambda: relayed((2,), (1,), (0,)),
     "relay, ranks 1 and 2 share a stage": lambda: relayed((2, 1), (0,)),
+    "relay, all wait for each other": waiting_for_all,
+    "relay, all share one stage": lambda: relayed((2, 1, 0)),
+    "layer-wise, two steps": layer_wise,
+    "data parallel, one step": data_parallel,
     "tspipe, whole backwards": lambda: epoch(is_split=False).between(2, 3),
 }
 FOUND = [
