@@ -309,8 +309,8 @@ class _Costs:
         )
         took = time.perf_counter() - started
         rank_zero_info(
-            f"BlockwiseRelay: block {pair.index + 1} of {len(shapes.fields)} ({pair.name}) measured "
-            f"with {sizes} samples in {took:.1f} s"
+            f"BlockwiseRelay: measured block {pair.index + 1} of {len(shapes.fields)} "
+            f"({pair.name}), with {sizes} samples, in {took:.1f} s"
         )
         return found
 
