@@ -60,6 +60,7 @@ class Request:
         num_microbatches: Micro-batches per call.
         memory_limit: Bytes per device for everything; a device may have less.
         state_limit: Bytes per device for parameters, gradients and optimizer state.
+        weights: The weight policy, for schedule "1f1b".
     """
 
     profile: StepProfile
@@ -68,6 +69,7 @@ class Request:
     num_microbatches: int | Literal["auto"] = "auto"
     memory_limit: int | None = None
     state_limit: int | None = None
+    weights: str = "pipeoptim"
 
     def plan(self, num_replicas: int, *, thorough: bool = True) -> Plan:
         """The fastest plan of one division.
@@ -89,6 +91,7 @@ class Request:
             num_microbatches=self.num_microbatches,
             memory_limit=self.memory_limit,
             state_limit=self.state_limit,
+            weights=self.weights,
             thorough=thorough,
         )
 
