@@ -132,16 +132,15 @@ def _collect(
                 process.kill()
         sentinels = [process.sentinel for process in alive.values()]
         wait([*sentinels, *listening.values()], timeout=max(left, 1.0))
+        # Who has ended by now has said its last word, which may have come since the wait.
+        ended = [rank for rank, process in alive.items() if process.exitcode is not None]
         for rank, reader in list(listening.items()):
             if reader.poll():
                 _read(reader, outcomes[rank])
                 del listening[rank]
-        for rank, process in list(alive.items()):
-            process.join(0)
-            if process.exitcode is not None:
-                outcomes[rank].exit_code = process.exitcode
-                outcomes[rank].seconds = time.monotonic() - started
-                del alive[rank]
+        for rank in ended:
+            outcomes[rank].exit_code = alive.pop(rank).exitcode
+            outcomes[rank].seconds = time.monotonic() - started
 
 
 def _read(reader: Connection, outcome: Outcome) -> None:
