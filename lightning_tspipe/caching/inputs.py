@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_tspipe.caching.absent import absent
 from lightning_tspipe.caching.cache import ActivationCache
+from lightning_tspipe.caching.repeatable import fixed_random_numbers
 from lightning_tspipe.errors import ConfigurationError
 
 Path = int | str
@@ -28,12 +29,16 @@ class WithIds(Dataset[Any]):
     Args:
         dataset: With a length, and samples by index.
         ids: One for each sample, the same in every run: whole numbers or strings; None: the index.
+        views: So many fixed random views of each sample, for datasets that augment: the dataset is
+            as many times as long, and gives each view with random numbers of its own, the same
+            each time.
         inputs: Where in a sample are the tensors that only the frozen layers read: ``0`` or
             ``"tokens"``, or several of them. While their activations are cached they are not
             loaded, and in their place stand NaN or numbers out of range. None: all is loaded.
 
     Raises:
-        ConfigurationError: A dataset without length or index; ids that are too few or not unique.
+        ConfigurationError: A dataset without length or index; ids that are too few or not unique;
+            less than one view.
     """
 
     def __init__(
@@ -41,6 +46,8 @@ class WithIds(Dataset[Any]):
         dataset: Any,
         ids: Sequence[Hashable] | None = None,
         inputs: Path | Sequence[Path] | None = None,
+        *,
+        views: int | None = None,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigurationError(
@@ -49,13 +56,19 @@ class WithIds(Dataset[Any]):
             )
         if ids is not None:
             _check_unique(ids, len(dataset))
+        if views is not None and views < 1:
+            raise ConfigurationError(
+                f"WithIds(views={views}): so many fixed random views of each sample, from 1 on; "
+                "None gives the samples as they are"
+            )
         self.dataset = dataset
+        self.views = views
         self.ids = ids
         self.inputs = _paths(inputs)
         self._cache: ActivationCache | None = None
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset) * (self.views or 1)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "dataset":
@@ -63,8 +76,18 @@ class WithIds(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def id_of(self, index: int) -> Hashable:
-        """The id of a sample."""
-        return int(index) if self.ids is None else self.ids[index]
+        """The id of a sample, or of a view of it."""
+        if self.ids is None:
+            return int(index)
+        view, place = divmod(int(index), len(self.dataset))
+        return self.ids[place] if self.views is None else f"{self.ids[place]!r}, view {view}"
+
+    def _read(self, index: int) -> Any:
+        """A sample of the dataset, or a view of it."""
+        if self.views is None:
+            return self.dataset[index]
+        with fixed_random_numbers(int(index)):
+            return self.dataset[int(index) % len(self.dataset)]
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
@@ -82,7 +105,7 @@ class WithIds(Dataset[Any]):
         ]
 
     def _full(self, index: int, name: Hashable) -> Any:
-        return _with_id(self.dataset[index], name)
+        return _with_id(self._read(index), name)
 
     def _sample(
         self, cache: ActivationCache, index: int, name: Hashable, *, leave_out: bool
@@ -95,7 +118,7 @@ class WithIds(Dataset[Any]):
             for path, (shape, dtype) in zip(self.inputs, shapes, strict=True):
                 sample[path] = absent(shape, dtype)
             return _with_id(_thawed(sample), name)
-        sample = self.dataset[index]
+        sample = self._read(index)
         if rest is None:
             cache.keep_rest(name, pickle.dumps(self._without_inputs(sample)))
         return _with_id(sample, name)

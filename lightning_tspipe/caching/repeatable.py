@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -43,8 +45,22 @@ def check_repeatable(dataset: Any, num_samples: int = 4, num_readings: int = 2) 
 
 _HOW = (
     ": random augmentation. Its activations can't be cached. Train with fixed inputs (resize and "
-    "centre crop), augment behind the frozen layers, or train without the cache (cache=None)"
+    "centre crop), with a few fixed views of each sample (WithIds(dataset, views=4)), augment "
+    "behind the frozen layers, or train without the cache (cache=None)"
 )
+
+
+@contextmanager
+def fixed_random_numbers(seed: int) -> Iterator[None]:
+    """While inside, random numbers begin at a seed; afterwards they go on where they were."""
+    before = _random_states()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002 - what datasets of others use
+    try:
+        yield
+    finally:
+        _restore(before)
 
 
 def _random_states() -> list[Any]:

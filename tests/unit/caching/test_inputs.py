@@ -105,6 +105,7 @@ def test_without_a_cache_samples_only_get_an_id() -> None:
         (lambda: WithIds(Stream()), "__getitem__"),
         (lambda: WithIds(Pictures(), ids=range(3)), "3 ids for 12 samples"),
         (lambda: WithIds(Pictures(), ids=[*range(11), 4]), "duplicate sample id 4"),
+        (lambda: WithIds(Pictures(), views=0), r"views=0\): so many fixed random views"),
         (lambda: WithIds([{"id": 3}])[0], "a key 'id' already"),
         (lambda: ids_of((torch.ones(3, 4), torch.ones(3))), r"at -1: train on WithIds\(dataset\)"),
         (lambda: ids_of({"picture": torch.ones(3)}), r"at 'id': train on WithIds\(dataset\)"),
@@ -161,3 +162,22 @@ def test_fixed_inputs_are_fine() -> None:
 
     check_repeatable(Changing(same))
     check_repeatable(WithIds(Pictures(num=1)))
+
+
+@pytest.mark.parametrize("ids", [None, list("abcdefghijkl")], ids=["numbered", "named"])
+def test_fixed_views_are_augmented_once_and_for_all(ids: Any) -> None:
+    def augment(picture: Tensor) -> Tensor:
+        return picture + torch.randn(5) + random.random() + np.random.rand()  # noqa: NPY002, S311
+
+    dataset = WithIds(Changing(augment), ids, views=3)
+    assert len(dataset) == 36
+    check_repeatable(dataset)
+    state = torch.get_rng_state()
+    pictures, labels, names = zip(*(dataset[index] for index in range(36)), strict=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert labels == tuple(index % 12 % 3 for index in range(36))
+    assert len(set(names)) == 36
+    # Each view of a sample is another picture, and the same in a worker and in the next epoch.
+    assert len({picture.sum().item() for picture in pictures}) == 36
+    again = [dataset[index][0] for index in reversed(range(36))]
+    assert all(map(torch.equal, reversed(again), pictures))
