@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
-from benchmarks.freeze.sleepers import Sleeping, vit_b
+from benchmarks.freeze.sleepers import Sleeping
 from lightning_tspipe import AutoCache, FreezeAndRepack, ScheduledFreeze, TSPipeStrategy
 from lightning_tspipe.caching import WithIds
 from lightning_tspipe.ir.pipeline import NetworkLayout
@@ -71,13 +71,13 @@ def main() -> None:
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4, help="of an epoch")
-    parser.add_argument("--seconds", type=float, default=0.6, help="of a step without waiting")
+    parser.add_argument("--profile", type=Path, required=True, help="what everything costs")
     parser.add_argument("--plan", type=Path, required=True, help="the first plan")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    profile = vit_b(BATCH_SIZE, options.seconds * options.devices, FRACTION)
+    profile = StepProfile.from_json(options.profile.read_text(encoding="utf-8"))
     plan = Plan.from_json(options.plan.read_text(encoding="utf-8"))
     if options.method == "unpipelined":
         vars(repacking)["choose"] = _unpipelined
@@ -100,8 +100,19 @@ def main() -> None:
     trainer.fit(Sleeping(profile), DataLoader(WithIds(data), BATCH_SIZE))
     if trainer.is_global_zero:
         history = [] if freezing is None else freezing.history
-        found = {"seconds": times.epochs, "history": history}
+        ideal = [
+            _ideal(profile, options.devices, epoch) for epoch in range(trainer.max_epochs or 0)
+        ]
+        found = {"seconds": times.epochs, "history": history, "ideal": ideal}
         options.result.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _ideal(profile: StepProfile, devices: int, epoch: int) -> float:
+    """Seconds of a step if no device ever waited: what is trained, and what froze just now."""
+    before, now = (max([0, *(n for e, n in SCHEDULE.items() if e <= at)])
+                   for at in (epoch - 1, epoch))  # fmt: skip
+    forward, backward = (profile.student.sums(kind, BATCH_SIZE) for kind in ("forward", "backward"))
+    return (forward[-1] - forward[before] + backward[-1] - backward[now]) / devices
 
 
 def _unpipelined(freezing: Freezing, num_frozen: int, choices: Choices) -> Plan | None:

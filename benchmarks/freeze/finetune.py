@@ -27,6 +27,8 @@ METHODS = ("baseline", "freeze", "repack", "cache")
 BATCH_SIZE = 64
 NUM_CLASSES = 10
 ALPHA = 1 / 3
+NUM_ACTIVE = 3
+"""The last block, norm and head are always trained."""
 
 
 def vit() -> VisionTransformer:
@@ -62,7 +64,7 @@ class FineTuned(LightningModule):
 
     @override
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=5e-4, weight_decay=0.05)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self._num_steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -84,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--data", type=Path, required=True, help="what main.py prepared")
     parser.add_argument("--result", type=Path, required=True)
     options = parser.parse_args()
@@ -96,6 +98,7 @@ def main() -> None:
     if options.method != "baseline":
         freezing = FreezeAndRepack(
             GradientNormFreeze(ALPHA),
+            num_active=NUM_ACTIVE,
             repack=options.method != "freeze",
             cache=AutoCache(memory="1GB") if options.method == "cache" else None,
         )

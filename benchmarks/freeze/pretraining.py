@@ -26,7 +26,7 @@ def prepare(images: Path, sizes: tuple[int, int, int], epochs: int, path: Path) 
         epochs: Of the pretraining.
         path: The file.
     """
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     before, train, test = sizes
     seen = _read(images / "train", 0, before)

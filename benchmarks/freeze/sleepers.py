@@ -1,9 +1,8 @@
-"""A ViT-B whose atoms sleep for as long as their floating-point operations would take."""
+"""A network whose atoms sleep for as long as their floating-point operations would take."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,17 +10,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.optim import SGD, Optimizer
-from torchvision import models
 from typing_extensions import override
 
-from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.flops import estimate_atoms
-from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.profile import AtomProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 
-_FLOPS_PER_SECOND = 60e12
 _FLOAT_BYTES = 4
-SIZES = (1, 256)
 
 
 class _Sleep(Function):
@@ -81,58 +75,3 @@ class Sleeping(LightningModule):
     @override
     def configure_optimizers(self) -> Optimizer:
         return SGD(self.student.parameters(), lr=0.01)
-
-
-def vit_b(batch_size: int, step_seconds: float, fraction: float) -> StepProfile:
-    """ViT-B/16 for ImageNet: an atom for each block, as PipeTransformer partitions it.
-
-    Args:
-        batch_size: Samples of a global batch.
-        step_seconds: Of a step without freezing on one device.
-        fraction: Of the bytes that travel between stages.
-    """
-    with torch.device("meta"):
-        network = models.vit_b_16()
-        images = torch.empty(batch_size, 3, 224, 224)
-    parts = estimate_atoms(atomize(network).atoms, images, _FLOPS_PER_SECOND, trainable=True)
-    blocks = _blocks(parts, batch_size)
-    total = batch_size * sum(block.forward[1] + block.backward[1] for block in blocks)
-    factor = step_seconds / total
-
-    def scaled(block: AtomProfile) -> AtomProfile:
-        def both(seconds: float) -> dict[int, float]:
-            return {size: factor * size * seconds for size in SIZES}
-
-        return replace(
-            block,
-            forward=both(block.forward[1]),
-            backward=both(block.backward[1]),
-            output_bytes_per_sample=round(fraction * block.output_bytes_per_sample),
-            result_bytes_per_sample=0,
-        )
-
-    return StepProfile(
-        student=NetworkProfile(tuple(map(scaled, blocks))), teacher=None, num_calls=(1, 0),
-        batch_sizes=(batch_size,), paired=False, input_bytes_per_sample=_FLOAT_BYTES,
-    )  # fmt: skip
-
-
-def _blocks(atoms: list[AtomProfile], batch_size: int) -> list[AtomProfile]:
-    """Atoms of one block joined; what comes before the first one and after the last one too."""
-    groups: dict[str, list[AtomProfile]] = {}
-    for atom in atoms:
-        name = next((p for p in atom.name.split(".") if p.startswith("encoder_layer_")), "")
-        last = list(groups)[-1] if groups else "stem"
-        groups.setdefault(name or (last if last == "stem" else "head"), []).append(atom)
-    return [
-        AtomProfile(
-            name=name,
-            forward={1: sum(a.forward[batch_size] for a in group) / batch_size},
-            backward={1: sum(a.backward[batch_size] for a in group) / batch_size},
-            output_bytes_per_sample=group[-1].output_bytes_per_sample,
-            activation_bytes_per_sample=sum(a.activation_bytes_per_sample for a in group),
-            parameter_bytes=sum(a.parameter_bytes for a in group),
-            trainable_bytes=sum(a.trainable_bytes for a in group),
-        )
-        for name, group in groups.items()
-    ]
