@@ -72,6 +72,21 @@ def profile_forwards(captured: Captured, device: torch.device) -> dict[NetworkNa
     return _measure(captured.plan, captured.networks, (1,), device)
 
 
+def seconds_of_forward(
+    network: ChainNetwork, num_atoms: int, spec: TensorSpec, device: torch.device
+) -> float:
+    """Measure the forward of the first atoms of a network, for an input of the given spec."""
+    records = profile_atoms(
+        network.atoms[:num_atoms],
+        _example(spec, device),
+        [spec.shape[0]],
+        trainable=False,
+        max_seconds=_PROFILE_SECONDS,
+        lender=network if network.is_elsewhere else None,
+    )
+    return sum(record.forward[spec.shape[0]] for record in records)
+
+
 def flops_per_sample(captured: Captured) -> float:
     """Floating-point operations of one sample in a training step, of all calls together.
 

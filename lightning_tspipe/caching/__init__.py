@@ -15,9 +15,9 @@ When more layers freeze, an entry is pushed through the newly frozen ones only, 
 
 from lightning_tspipe.caching.cache import ActivationCache, Segment
 from lightning_tspipe.caching.inputs import WithIds, ids_of
-from lightning_tspipe.caching.keys import Boundary, fingerprint
+from lightning_tspipe.caching.keys import Boundary, fingerprint, fingerprints
 from lightning_tspipe.caching.repeatable import check_repeatable
-from lightning_tspipe.caching.worth import Worth, measure
+from lightning_tspipe.caching.worth import Worth, measure, measure_reading
 
 __all__ = [
     "ActivationCache",
@@ -27,6 +27,8 @@ __all__ = [
     "Worth",
     "check_repeatable",
     "fingerprint",
+    "fingerprints",
     "ids_of",
     "measure",
+    "measure_reading",
 ]

@@ -45,11 +45,19 @@ def is_loaded(batch: Tensor) -> bool:
     >>> is_loaded(torch.ones(2, 3)), is_loaded(absent((2, 3), torch.int64))
     (True, False)
     """
+    return not bool(absent_rows(batch).any())
+
+
+def absent_rows(batch: Tensor) -> Tensor:
+    """Which samples of a batch of inputs were left out, shape (samples,).
+
+    >>> absent_rows(torch.tensor([[1.0, 2.0], [float("nan"), 0.0]]))
+    tensor([False,  True])
+    """
     if not batch.numel() or batch.dtype not in _MARKED:
-        return True
+        return torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
     first = batch.flatten(1)[:, 0] if batch.dim() > 1 else batch
-    gone = first.isnan() if first.is_floating_point() else first == _mark(first.dtype)
-    return not bool(gone.any())
+    return first.isnan() if first.is_floating_point() else first == _mark(first.dtype)
 
 
 def _mark(dtype: torch.dtype) -> Tensor:

@@ -178,13 +178,8 @@ class ActivationCache:
         """
         found = as_ids(ids)
         words = digests(found)
-        tokens = np.array([segment.boundary.token for segment in segments], np.uint64)
         rows = self._index.find(words)
-        # The number of segments behind which each sample is kept, 0 for nowhere.
-        here = self._index.tokens(rows)
-        behind = np.zeros(len(found), np.int64)
-        for number, token in enumerate(tokens, start=1):
-            behind[here == token] = number
+        behind = self._behind(rows, segments)
         parts: list[tuple[Numbers, Any]] = []
         for number in np.unique(behind)[::-1]:
             members = np.flatnonzero(behind == number)
@@ -197,6 +192,72 @@ class ActivationCache:
                 check_loaded(value)
             parts.append((members, self._finish(words[members], value, segments, done)))
         return _assembled(parts)
+
+    def _behind(self, rows: Numbers, segments: Sequence[Segment]) -> Numbers:
+        """The number of segments behind which the samples of some rows are kept; 0: nowhere."""
+        here = self._index.tokens(rows)
+        behind = np.zeros(len(rows), np.int64)
+        for number, segment in enumerate(segments, start=1):
+            behind[here == np.uint64(segment.boundary.token)] = number
+        return behind
+
+    # The same in pieces, where several processes compute one after the other
+
+    def behind(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> Numbers:
+        """The number of segments behind which each sample is kept; 0 for nowhere.
+
+        Raises:
+            ConfigurationError: The same id twice.
+        """
+        return self._behind(self._index.find(digests(as_ids(ids))), segments)
+
+    def read(
+        self,
+        ids: Tensor | Sequence[Hashable],
+        boundary: Boundary,
+        device: torch.device | None = None,
+    ) -> Any:
+        """What is kept of some samples, all of which are kept behind this boundary.
+
+        Raises:
+            ConfigurationError: One of them is not, since another process has replaced it.
+        """
+        rows = self._index.find(digests(as_ids(ids)))
+        found = None
+        if (self._index.tokens(rows) == np.uint64(boundary.token)).all():
+            found = self._read(rows, boundary)
+        if found is None:
+            raise ConfigurationError(
+                f"an activation that was kept at {boundary.name!r} is not there any more: a sample "
+                "came twice in one epoch. Samplers that repeat samples (replacement=True) can't be "
+                "cached"
+            )
+        return split(*found, device)
+
+    def keep(
+        self,
+        ids: Tensor | Sequence[Hashable],
+        value: Any,
+        segments: Sequence[Segment],
+        behind: Numbers,
+    ) -> None:
+        """Count samples, and keep what came out behind the last segment where it is not kept yet.
+
+        Args:
+            ids: Of the samples.
+            value: What came out, for all of them.
+            segments: All frozen layers, in order.
+            behind: Of :meth:`behind`, from before.
+        """
+        new = np.flatnonzero(behind < len(segments))
+        num_pushed = int((behind[new] > 0).sum())
+        self.counts.hits += len(behind) - len(new)
+        self.counts.pushed += num_pushed
+        self.counts.misses += len(new) - num_pushed
+        if len(new):
+            value = value if len(new) == len(behind) else rows_of(value, new)
+            words = digests(as_ids(ids))[new]
+            self.counts.refused += len(new) - self._write(words, value, segments[-1].boundary)
 
     def _finish(self, words: Any, value: Any, segments: Sequence[Segment], number: int) -> Any:
         """From behind some segments to behind the last one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,15 +55,24 @@ def fingerprint(*parts: nn.Module | Tensor) -> str:
     >>> fingerprint(layer) == before
     False
     """
+    return fingerprints([parts])[0]
+
+
+def fingerprints(pieces: Sequence[Sequence[nn.Module | Tensor]]) -> list[str]:
+    """Of the first piece, of the first two together, and so on; each is read once."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        tensors = {"": part} if isinstance(part, Tensor) else part.state_dict()
-        for name, tensor in sorted(tensors.items()):
-            if isinstance(tensor, Tensor):
-                digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
-                flat = tensor.detach().cpu().contiguous().flatten()
-                digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    found = []
+    for parts in pieces:
+        for part in parts:
+            tensors = {"": part} if isinstance(part, Tensor) else part.state_dict()
+            for name, tensor in sorted(tensors.items()):
+                if isinstance(tensor, Tensor):
+                    digest.update(f"{name}{tensor.dtype}{tuple(tensor.shape)}".encode())
+                    flat = tensor.detach().cpu().contiguous().flatten()
+                    data: Any = flat.view(torch.uint8).numpy()
+                    digest.update(data)
+        found.append(digest.hexdigest())
+    return found
 
 
 def digests(ids: Iterable[Hashable], kind: str = "") -> Words:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.caching.cache import ActivationCache, Segment
-from lightning_tspipe.caching.entries import layout_of, rows_of
+from lightning_tspipe.caching.entries import layout_of
 from lightning_tspipe.caching.keys import Boundary
 
 
@@ -79,6 +79,31 @@ def measure(  # noqa: PLR0913 - what, and how
     num_samples = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
     with torch.no_grad():
         compute, value = _shortest(lambda: function(inputs), repeats)
+    worth = measure_reading(
+        value, num_samples, dtype=dtype, disk=disk, folder=folder, repeats=repeats
+    )
+    return replace(worth, compute=compute / num_samples)
+
+
+def measure_reading(  # noqa: PLR0913 - what, and how
+    value: Any,
+    num_samples: int,
+    *,
+    dtype: torch.dtype | None = None,
+    disk: bool = False,
+    folder: str | PathLike[str] | None = None,
+    repeats: int = 3,
+) -> Worth:
+    """Read what layers returned for a batch; computing it takes no time, says the result.
+
+    Args:
+        value: What they returned.
+        num_samples: In the batch.
+        dtype: In which activations would be kept.
+        disk: Whether to try the disk too.
+        folder: On the file system of the disk's part.
+        repeats: Runs of each kind, after one that is not counted.
+    """
     layout = layout_of(value, num_samples, dtype)
     budget = 2 * num_samples * (layout.size + 64)
 
@@ -86,14 +111,14 @@ def measure(  # noqa: PLR0913 - what, and how
         segments = [Segment(Boundary("measured", dtype=dtype), lambda _: value)]
         ids = list(range(num_samples))
         try:
-            cache.outputs(ids, rows_of(inputs, ids), segments)
+            cache.outputs(ids, value, segments)
             before = cache.forget if cold else None
-            return _shortest(lambda: cache.outputs(ids, inputs, segments), repeats, before)[0]
+            return _shortest(lambda: cache.outputs(ids, value, segments), repeats, before)[0]
         finally:
             cache.close()
 
     return Worth(
-        compute / num_samples,
+        0.0,
         reading(ActivationCache(num_samples, memory=budget), cold=False) / num_samples,
         reading(ActivationCache(num_samples, disk=budget, folder=folder), cold=True) / num_samples
         if disk

@@ -119,15 +119,21 @@ class AutoCache(Callback):
             pl_module.log("cache_hit_rate", rate, sync_dist=True, batch_size=1)
 
     def take_hit_rate(self, trainer: Trainer) -> float:
-        """The share of this epoch's samples that this rank has read; they are counted anew."""
+        """The share of this epoch's samples that were read; they are counted anew.
+
+        Of this rank's samples, or, under a pipeline, of all.
+        """
         cache = self.shared.cache
         if cache is None:
             return 0.0
-        rate = cache.counts.hit_rate
+        counts, cache.counts = cache.counts, Counts()
         if trainer.is_global_zero:
             log.info("epoch %d: %r", trainer.current_epoch, cache)
-        cache.counts = Counts()
-        return rate
+        pipelined = pipelined_of(trainer)
+        if pipelined is None:
+            return counts.hit_rate
+        read, computed = pipelined.sums([counts.hits + counts.pushed, counts.misses])
+        return read / max(1.0, read + computed)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -55,7 +55,7 @@ class Pipelined(Protocol):
         """Layers will freeze; before the training loader is made."""
 
     def use_front(self, front: Any) -> None:
-        """Have something asked what the frozen part of a single rank returns for a sample."""
+        """Have something asked what the frozen part returned for a sample before."""
 
     def freeze(
         self,
@@ -67,6 +67,9 @@ class Pipelined(Protocol):
 
     def gather(self, value: Any) -> list[Any] | None:
         """The values of a pipeline's ranks, on its loss rank; every rank calls it."""
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Of each of some numbers, the sum over all ranks; every rank calls it."""
 
     @property
     def teacher_prediction(self) -> TeacherPrediction | None:

@@ -19,7 +19,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.auto_cache import AutoCache
-from lightning_tspipe.callbacks.common import Callback, Names, as_names, pipelined_of, submodules
+from lightning_tspipe.callbacks.common import (
+    Callback,
+    Names,
+    as_names,
+    may_log,
+    pipelined_of,
+    submodules,
+)
 from lightning_tspipe.callbacks.freeze_policies import (
     Decision,
     GradientNormFreeze,
@@ -61,10 +68,10 @@ class FreezeAndRepack(Callback):
             the strategy pipelines, else the attribute ``student``.
         layers: Dotted names of the layers, in order; None finds them.
         num_active: So many layers at the end never freeze.
-        cache: Whether activations of frozen layers are read where that is faster than computing
-            them: ``"auto"``, or an ``AutoCache`` with its settings. The samples need ids:
-            ``DataLoader(WithIds(dataset))``. Under a pipeline that is done as soon as each replica
-            is a single device.
+        cache: Activations of frozen layers are read where that is faster than computing them, as a
+            measurement says. The samples need ids: ``DataLoader(WithIds(dataset))``. ``"auto"``:
+            if they have some, and nothing else is against it, which the log says otherwise. An
+            ``AutoCache`` with its settings: it is an error if it can't be done. None: never.
 
     Raises:
         ConfigurationError: A policy that can't be called, a number of active layers below 1.
@@ -78,7 +85,7 @@ class FreezeAndRepack(Callback):
         student: Names | None = None,
         layers: Sequence[str] | None = None,
         num_active: int = 2,
-        cache: Literal["auto"] | AutoCache | None = None,
+        cache: Literal["auto"] | AutoCache | None = "auto",
     ) -> None:
         self.policy: Policy = GradientNormFreeze() if policy is None else policy
         if not callable(self.policy):
@@ -101,7 +108,9 @@ class FreezeAndRepack(Callback):
                 f"FreezeAndRepack(cache={cache!r}): 'auto', or AutoCache(...) with its settings, "
                 "or None to compute everything"
             )
-        self.cache = AutoCache() if cache == "auto" else cache
+        self.cache = AutoCache() if isinstance(cache, str) else cache
+        if self.cache is not None and cache == "auto":
+            self.cache.shared.is_asked_for = False
         self.student = None if student is None else as_names(student)
         self.num_active = num_active
         self.num_frozen = 0
@@ -115,6 +124,7 @@ class FreezeAndRepack(Callback):
         self._num_ranks = 0
         self._epoch = 0
         self._has_ended = False
+        self._front: PipelineFront | None = None
 
     @property
     def num_freezable(self) -> int:
@@ -133,9 +143,17 @@ class FreezeAndRepack(Callback):
             )
         if self.cache is None:
             return
+        shared = self.cache.shared
         if pipelined_of(trainer) is not None:
-            self.cache.shared.follow(trainer)
-        elif self.cache not in trainer.callbacks:  # type: ignore[attr-defined]
+            shared.follow(trainer)
+            return
+        if not shared.is_asked_for:
+            names = self.student or ("student",)
+            others = [other for other in trainer.callbacks if isinstance(other, AutoCache)]  # type: ignore[attr-defined]
+            if len(names) > 1 or any(other is not self.cache for other in others):
+                return  # several networks, or the user's own
+            self.cache.network = names[0]
+        if self.cache not in trainer.callbacks:  # type: ignore[attr-defined]
             trainer.callbacks.append(self.cache)  # type: ignore[attr-defined] # follows this one
 
     @override
@@ -156,8 +174,8 @@ class FreezeAndRepack(Callback):
             pipelined.freezes(repack=bool(self.repack))
             if self.cache is not None:
                 shared, always = self.cache.shared, self.cache.always
-                front = PipelineFront(shared, trainer, ", ".join(names), always=always)
-                pipelined.use_front(front)
+                self._front = PipelineFront(shared, trainer, ", ".join(names), always=always)
+                pipelined.use_front(self._front)
         self._place = {name: i for i, layer in enumerate(self._layers) for name in layer.parameters}
         if self.num_frozen > self.num_freezable:
             raise ConfigurationError(
@@ -217,8 +235,12 @@ class FreezeAndRepack(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.cache is not None and self.num_frozen and pipelined_of(trainer) is not None:
-            self.history[-1]["hit_rate"] = self.cache.take_hit_rate(trainer)
+        if self._front is None or not self._front.is_on or self.cache is None:
+            return
+        rate = self.cache.take_hit_rate(trainer)
+        self.history[-1]["hit_rate"] = rate
+        if may_log(trainer):
+            pl_module.log("cache_hit_rate", rate, batch_size=1)
 
     @override
     def on_exception(
@@ -301,6 +323,8 @@ class FreezeAndRepack(Callback):
         if goes_on and self.repack and self._num_ranks:
             num_ranks = self._num_ranks
         names = [name for layer in self._layers[: self.num_frozen] for name in layer.parameters]
+        if self.cache is not None:
+            self.cache.shared.expect_loader()
         entry = self.history[-1]
 
         def told(seconds: float) -> None:

@@ -9,11 +9,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, ids_of, measure
 from lightning_tspipe.caching.absent import is_loaded
+from lightning_tspipe.callbacks.fixed import (
+    refuse_other,
+    refuse_random,
+    tensors_in,
+    versions_of,
+)
 from lightning_tspipe.callbacks.shared_cache import SharedCache, replaced
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.prefix import DividedNetwork, Middle
@@ -22,8 +27,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 log = logging.getLogger("lightning_tspipe")
-
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
 class FrozenFront:
@@ -50,12 +53,6 @@ class FrozenFront:
         *,
         always: bool,
     ) -> None:
-        self._begin(shared, trainer, name, always=always)
-        self._forward = network.forward
-        self._network = network
-        self._undo = replaced(network, "forward", self._call)
-
-    def _begin(self, shared: SharedCache, trainer: Trainer, name: str, *, always: bool) -> None:
         self.worth: Worth | None = None
         self.is_on: bool | None = None
         self._shared = shared
@@ -71,6 +68,9 @@ class FrozenFront:
         self._batch: Any = None
         self._is_within = False
         self._num_calls = 0
+        self._forward = network.forward
+        self._network = network
+        self._undo = replaced(network, "forward", self._call)
 
     def close(self) -> None:
         """Give the network its own ``forward`` back."""
@@ -98,7 +98,9 @@ class FrozenFront:
             self._undo = replaced(self._network, "forward", self._call)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_within or all(p.requires_grad for p in self._network.parameters()):
+        if self._shared.cache is None or not self._is_within:
+            return self._forward(*args, **kwargs)
+        if all(p.requires_grad for p in self._network.parameters()):
             return self._forward(*args, **kwargs)
         if self._divided is None:
             self._divided = DividedNetwork(self._network, self._name, args, kwargs)
@@ -123,7 +125,7 @@ class FrozenFront:
         """Follow what is frozen, and its weights."""
         assert self._divided is not None
         tensors = self._divided.tensors(number)
-        versions = [(id(tensor), tensor._version) for tensor in tensors]  # noqa: SLF001 - no other way
+        versions = versions_of(tensors)
         if versions != self._versions or number != self._cuts[-1]:
             self._versions = versions
             self._cuts = [cut for cut in self._cuts if cut < number] + [number]
@@ -157,7 +159,8 @@ class FrozenFront:
             return bool(self.is_on)
         assert cache is not None
         self._measured = number
-        self._check_fixed(middle)
+        assert self._divided is not None
+        refuse_random(self._name, lambda: self._whole(middle), self._divided.tensors(number))
         worth = measure(
             self._whole, middle, dtype=settings.dtype, disk=bool(settings.disk),
             folder=settings.folder,
@@ -172,72 +175,22 @@ class FrozenFront:
             log.info("activations are %s: %s", "cached" if is_on else "not cached", worth)
         return is_on
 
-    def _check_fixed(self, middle: Middle) -> None:
-        """Refuse frozen layers that are random, or that change when they run."""
-        assert self._divided is not None
-        tensors = self._divided.tensors(self._cuts[-1])
-        versions = [tensor._version for tensor in tensors]  # noqa: SLF001 - as above
-        with torch.no_grad():
-            first, second = self._whole(middle), self._whole(middle)
-        if versions != [tensor._version for tensor in tensors]:  # noqa: SLF001 - as above
-            why = "change their buffers when they run (BatchNorm in train mode)"
-        elif not all(map(torch.equal, _tensors(first), _tensors(second))):
-            why = "return something else each time (dropout)"
-        else:
-            return
-        raise ConfigurationError(
-            f"the frozen layers of {self._name!r} {why}: put them into eval mode, "
-            "module.eval() in on_train_epoch_start; or train without AutoCache"
-        )
-
     def _read(self, middle: Middle) -> Middle:
         cache = self._shared.cache
         assert cache is not None
-        ids = self._sample_ids()
+        ids = ids_of(self._batch, self._shared.settings.ids)
         if self._is_verified or not cache.num_kept(ids, self._segments):
             result: Middle = cache.outputs(ids, middle, self._segments)
             return result
         kept: Middle = cache.outputs(ids, middle, self._segments)
-        if all(map(is_loaded, _tensors(middle))):
-            self._verify(kept, middle)
+        if all(map(is_loaded, tensors_in(middle))):
+            with torch.no_grad():
+                refuse_other(self._name, kept, self._whole(middle), self._shared.settings.dtype)
         self._is_verified = True
         self._let_skip()
         return kept
-
-    def _sample_ids(self) -> Any:
-        return ids_of(self._batch, self._shared.settings.ids)
-
-    def _verify(self, kept: Middle, middle: Middle) -> None:
-        """Compare what was read with what the inputs give now.
-
-        Raises:
-            ConfigurationError: They differ.
-        """
-        with torch.no_grad():
-            fresh = self._whole(middle)
-        for one, other in zip(_tensors(kept), _tensors(fresh), strict=True):
-            if not _is_close(one, other, self._shared.settings.dtype):
-                raise ConfigurationError(
-                    f"the frozen layers of {self._name!r} get other inputs for the same "
-                    "sample than in the epoch before: random augmentation in training_step or in "
-                    "a hook, or ids that stand for other samples now. Augment behind the frozen "
-                    "layers, or train without AutoCache"
-                )
 
     def _let_skip(self) -> None:
         cache = self._shared.cache
         if cache is not None and self._trainer.local_rank == 0:
             cache.let_skip(self._segments)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _is_close(one: Tensor, other: Tensor, kept: torch.dtype | None) -> bool:
-    """Equal but for rounding; batches of other samples may take other kernels."""
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    tolerance = _TOLERANCE.get(one.dtype if kept is None else kept, 2e-2)
-    distance = (one.double() - other.double()).norm()
-    return bool(distance <= tolerance * other.double().norm() + 1e-12)

@@ -1,30 +1,42 @@
 """The frozen beginning of a pipelined network: read where it is known, else computed.
 
-Only where a pipeline has become one rank: the frozen part of a longer one lies where its bubbles
-are, and what one rank would read, another would have to be sent.
+The data rank sees which samples come, and tells all ranks how far all of them are known. Stages
+before that have nothing to do, and the stage where it ends reads what the last rank kept::
+
+    epoch 1, layers 0-3 froze     rank 1 | inputs ─► 0 1 |─► rank 0 | 2 3 ─► keep, trained layers |
+    epoch 2                       rank 1 |               |   rank 0 |   read ─► trained layers    |
+    epoch 3, layers 4-5 froze     rank 1 |  read ─► 4 5  |─► rank 0 |   keep, trained layers      |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from typing_extensions import override
 
-from lightning_tspipe.caching import ids_of
-from lightning_tspipe.callbacks.frozen_front import FrozenFront
+from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprints, ids_of, measure_reading
+from lightning_tspipe.caching.absent import absent_rows, check_loaded, is_loaded
+from lightning_tspipe.callbacks.fixed import refuse_other, refuse_random, versions_of
 from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.runtime.header import Samples
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
+    from torch import nn
 
-    from lightning_tspipe.networks.prefix import DividedNetwork, Middle
-    from lightning_tspipe.runtime.frozen import FrozenPart
+    from lightning_tspipe.runtime.frozen import Call, FrozenPart
+
+log = logging.getLogger("lightning_tspipe")
 
 
-class PipelineFront(FrozenFront):
+class PipelineFront:
     """Reads and keeps what a pipeline's frozen part returns, by sample.
 
     Args:
@@ -32,61 +44,250 @@ class PipelineFront(FrozenFront):
         trainer: The trainer.
         name: Of the network, for messages.
         always: Cache without asking whether it is worth it.
+
+    Attributes:
+        worth: What was measured.
+        is_on: Whether activations are cached; None before it was decided.
     """
 
     def __init__(self, shared: SharedCache, trainer: Trainer, name: str, *, always: bool) -> None:
-        self._begin(shared, trainer, name, always=always)
-        self._ids_of: dict[int, Any] = {}
-        self._ids: Any = ()
-        self._part: FrozenPart | None = None
+        self.worth: Worth | None = None
+        self.is_on: bool | None = None
+        self._shared = shared
+        self._trainer = trainer
+        self._name = name
+        self._always = always
+        self._cuts = [0]
+        self._segments: list[Segment] = []
+        self._samples: dict[int, Samples] = {}
+        self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
+        self._tried: set[tuple[int, int]] = set()
+        self._is_checked = False
+        self._device: torch.device | None = None
 
-    def see(self, number: int, batch: Any) -> None:
-        """A batch whose frozen part will run: remember which samples it has."""
-        where = self._shared.settings.ids
-        self._ids_of = {n: ids for n, ids in self._ids_of.items() if n >= number - 2}
-        self._ids_of[number] = ids_of(batch, where)
+    @property
+    def num_known(self) -> int:
+        """Behind so many atoms something may be known."""
+        return self._cuts[-1] if self.is_on else 0
 
-    def run(self, part: FrozenPart, number: int, rows: slice, inputs: Tensors) -> Tensors:
-        """What the frozen part returns for some samples of a batch.
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        return self._shared.settings.dtype
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether this is the first rank of its machine that reads data."""
+        pipelined = self._pipelined
+        return bool(self._trainer.local_rank == pipelined.data_rank)
+
+    @property
+    def _pipelined(self) -> Any:
+        return self._trainer.strategy.pipelined  # type: ignore[attr-defined]
+
+    # Before the part is cut; on all ranks
+
+    def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
+        """A part is about to be cut, and all its values are here; every rank calls it.
+
+        Returns:
+            Whether anything is going to be known of it.
+        """
+        if self._shared.cache is None or not self._can(calls):
+            return False
+        self._versions, self._tried, self._samples = {}, set(), {}
+        if not self.is_on:
+            self._decide(calls[0], part.device)
+        if not self.is_on:
+            return False
+        self._cuts = [cut for cut in self._cuts if cut < part.num_frozen] + [part.num_frozen]
+        own = _tensors_of(part, self._trainer.lightning_module)
+        prints = fingerprints([own(start, stop) for start, stop in pairwise(self._cuts)])
+        self._segments = [
+            Segment(
+                Boundary(f"{self._name}, {stop} atoms", fingerprint, self._dtype),
+                _function(part, start, stop),
+            )
+            for (start, stop), fingerprint in zip(pairwise(self._cuts), prints, strict=True)
+        ]
+        if self._is_checked and self._speaks:
+            self._shared.cache.let_skip(self._segments)
+        return True
+
+    def _can(self, calls: Sequence[Call]) -> bool:
+        """Whether one process can read what another one keeps, and one entry is enough."""
+        why = ""
+        if len(calls) > 1:
+            why = (
+                f"training_step calls {self._name!r} several times, and one activation is kept per "
+                "sample: several views are random augmentation as a rule"
+            )
+        elif self._trainer.num_nodes > 1 and self._trainer.num_devices % self._pipelined.num_ranks:
+            why = "a pipeline lies on several machines, which don't share memory"
+        if why and self._shared.is_asked_for:
+            raise ConfigurationError(f"{why}. Train with FreezeAndRepack(cache=None)")
+        if why:
+            log.info("activations are not cached: %s", why)
+        return not why
+
+    def _decide(self, call: Call, device: torch.device) -> None:
+        """Whether reading is faster than computing, as measured on rank 0.
+
+        What was worth it for fewer layers is so for more.
+        """
+        cache, settings = self._shared.cache, self._shared.settings
+        assert cache is not None
+        if self._always:
+            self.is_on = True
+            return
+        box: Worth | None = None
+        if self._trainer.is_global_zero:
+            num_samples = call.taken.shape[0]
+            made = tuple(
+                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
+            )
+            worth = measure_reading(
+                (made, {}), num_samples, dtype=self._dtype, disk=bool(settings.disk),
+                folder=settings.folder,
+            )  # fmt: skip
+            load = self._shared.seconds_saved
+            box = replace(worth, compute=call.seconds() / num_samples, load=load)
+        found: Any = self._trainer.strategy.broadcast(box)
+        cache.use(memory=found.by_memory, disk=found.by_disk)
+        self.worth, self.is_on = found, found.by_memory or (found.by_disk and bool(settings.disk))
+        if self._trainer.is_global_zero:
+            log.info("activations are %s: %s", "cached" if self.is_on else "not cached", found)
+
+    # While it runs
+
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+        """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
+        cache = self._shared.cache
+        assert cache is not None
+        ids = ids_of(batch, self._shared.settings.ids)
+        behind = cache.behind(ids, self._segments)
+        if behind.any() and not self._is_checked:
+            self._is_checked = True
+            if self._speaks:
+                cache.let_skip(self._segments)
+            if all(map(is_loaded, inputs)):
+                return Samples(ids, is_checked=True)
+        return Samples(ids, self._cuts[int(behind.min())])
+
+    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+        """The batches, by their numbers, that a step has to do with."""
+        self._samples = {number: x for number, x in batches.items() if x is not None}
+
+    def run(
+        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+    ) -> Tensors:
+        """What some atoms return for some samples of a batch.
 
         Args:
             part: The frozen part.
-            number: The batch.
-            rows: The samples.
-            inputs: Of these samples.
+            place: The batch, and the rows in it.
+            received: What the first atom gets; nothing where it is known.
+            atoms: The first one, and one after the last.
         """
-        if part is not self._part:  # placed anew
-            self._part, self._versions = part, []
-            self._divided = cast("DividedNetwork", _Divided(part, self._trainer.lightning_module))
-        self._ids = self._ids_of[number][rows]
-        self._update(part.num_frozen)
-        middle: Middle = (inputs, {})
-        is_read = self._is_worth_it(part.num_frozen, middle)
-        return (self._read(middle) if is_read else self._whole(middle))[0]
+        cache, (number, rows) = self._shared.cache, place
+        assert cache is not None
+        self._device = part.device
+        samples, (start, stop) = self._samples[number], atoms
+        ids = samples.ids[rows]
+        self._check(part, received, atoms)
+        if received and atoms == (0, part.num_frozen) and not samples.is_checked:
+            passed: Tensors = cache.outputs(ids, (received, {}), self._segments)[0]
+            return passed
+        behind = cache.behind(ids, self._segments)
+        value = received
+        if not received:
+            value = self._merged(None, ids, behind, start)
+        elif start == 0 and not samples.is_checked:
+            value = _filled(received, torch.from_numpy(behind > 0))
+        for first, last in pairwise([start, *(c for c in self._cuts if start < c < stop), stop]):
+            if first == last:
+                break
+            value = part.compute(value, first, last)
+            if last in self._cuts:
+                value = self._merged(value, ids, behind, last, is_checked=samples.is_checked)
+        if stop == part.num_frozen:
+            cache.keep(ids, (value, {}), self._segments, behind)
+        return value
 
-    @override
-    def _sample_ids(self) -> Any:
-        return self._ids
+    def _merged(
+        self, value: Tensors | None, ids: Any, behind: Any, cut: int, *, is_checked: bool = False
+    ) -> Tensors:
+        """What comes out at a cut, with what was kept there of some of the samples.
+
+        Args:
+            value: What was computed; None if all of it was kept.
+            ids: Of the samples.
+            behind: The number of segments behind which each sample is kept.
+            cut: Atoms in front.
+            is_checked: Only compare, and change nothing.
+        """
+        number = self._cuts.index(cut)
+        kept = torch.from_numpy(behind == number).nonzero().flatten()
+        if value is not None and not len(kept):
+            return value
+        cache = self._shared.cache
+        assert cache is not None
+        chosen = ids[kept] if isinstance(ids, Tensor) else [ids[row] for row in kept.tolist()]
+        read: Tensors = cache.read(chosen, self._segments[number - 1].boundary, self._device)[0]
+        if is_checked:
+            assert value is not None
+            fresh = tuple(t[kept.to(t.device)] for t in value)
+            refuse_other(self._name, read, fresh, self._dtype)
+            return value
+        if len(kept) == len(behind):
+            return read
+        if value is None:  # the others were kept further behind, and are put in there
+            value = tuple(t.new_zeros(len(behind), *t.shape[1:]) for t in read)
+        into = kept.to(value[0].device)
+        return tuple(t.index_copy(0, into, r) for t, r in zip(value, read, strict=True))
+
+    def _check(self, part: FrozenPart, received: Tensors, atoms: tuple[int, int]) -> None:
+        """Refuse layers that are random, and weights that have changed since they froze."""
+        if atoms not in self._versions:
+            found = _tensors_of(part, self._trainer.lightning_module)(*atoms)
+            self._versions[atoms] = found, versions_of(found)
+        tensors, before = self._versions[atoms]
+        if before != versions_of(tensors):
+            raise ConfigurationError(
+                f"frozen weights of {self._name!r} have changed since their outputs were kept: "
+                "leave them as they are, or train with FreezeAndRepack(cache=None)"
+            )
+        if received and atoms not in self._tried and all(map(is_loaded, received)):
+            self._tried.add(atoms)
+            refuse_random(self._name, lambda: part.compute(received, *atoms), tensors)
 
 
-class _Divided:
-    """A frozen part, as a network that is divided at any of its atoms."""
+def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
+    """A function that gives parameters and buffers of some atoms."""
+    own: dict[str, Tensor] = {}
+    own.update(module.named_parameters(remove_duplicate=False))
+    own.update(module.named_buffers(remove_duplicate=False))
 
-    def __init__(self, part: FrozenPart, module: LightningModule) -> None:
-        self._part, self._module = part, module
+    def of(start: int, stop: int) -> list[Tensor]:
+        return [
+            own[name]
+            for atom in part.atoms[start:stop]
+            for name in (*atom.parameter_names, *atom.buffer_names)
+        ]
 
-    def tensors(self, number: int) -> list[Tensor]:
-        """Parameters and buffers of the first atoms."""
-        atoms = self._part.atoms[:number]
-        names = [n for atom in atoms for n in (*atom.parameter_names, *atom.buffer_names)]
-        own = dict(self._module.named_parameters()) | dict(self._module.named_buffers())
-        return [own[name] for name in names]
+    return of
 
-    def piece(self, start: int, stop: int) -> Callable[[Middle], Middle]:
-        """Some atoms, without gradients."""
-        part = self._part
 
-        def run(middle: Middle) -> Middle:
-            return part.compute(middle[0], start, stop), {}
+def _function(part: FrozenPart, start: int, stop: int) -> Any:
+    """Some atoms as the cache calls them: on tensors, and an empty structure beside."""
+    return lambda value: (part.compute(value[0], start, stop), {})
 
-        return run
+
+def _filled(received: Tensors, known: Tensor) -> Tensors:
+    """Inputs with zeros where they were left out, of samples that are known further behind."""
+    filled = []
+    for tensor in received:
+        gone = absent_rows(tensor)
+        check_loaded(tensor[~known.to(tensor.device)])
+        shape = (-1, *[1] * (tensor.dim() - 1))
+        filled.append(torch.where(gone.view(shape), tensor.new_zeros(()), tensor))
+    return tuple(filled)

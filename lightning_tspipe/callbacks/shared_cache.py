@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+log = logging.getLogger("lightning_tspipe")
 
 
 @dataclass(frozen=True)
@@ -43,24 +46,28 @@ class SharedCache:
 
     Args:
         settings: How activations are kept.
+        is_asked_for: Whether it is an error if nothing can be kept, instead of a line in the log.
 
     Attributes:
-        cache: The cache; None before and after.
+        cache: The cache; None before and after, and where nothing can be kept.
         dataset: What the loader reads.
         seconds_saved: To load and decode a sample, if a hit makes that unnecessary; else 0.
     """
 
-    def __init__(self, settings: CacheSettings) -> None:
+    def __init__(self, settings: CacheSettings, *, is_asked_for: bool = True) -> None:
         self.settings = settings
+        self.is_asked_for = is_asked_for
         self.cache: ActivationCache | None = None
         self.dataset: Any = None
         self.seconds_saved = 0.0
         self._undo: Callable[[], None] | None = None
-        self._epoch = 0
+        self._epoch: int | None = None
+        self._is_given_up = False
 
     def follow(self, trainer: Trainer) -> None:
         """From now on, the training loader of a fit opens the cache; every rank calls it."""
         self.close()
+        self._is_given_up = False
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
 
@@ -72,6 +79,8 @@ class SharedCache:
         self._undo = replaced(strategy, "process_dataloader", process_dataloader)
 
     def _open_or_go_on(self, trainer: Trainer, loader: Any) -> None:
+        if self._is_given_up:
+            return
         if self.cache is None:
             self._epoch = trainer.current_epoch
             self.open(trainer, loader)
@@ -84,6 +93,10 @@ class SharedCache:
             self._epoch, self.dataset = trainer.current_epoch, getattr(loader, "dataset", None)
             if isinstance(self.dataset, WithIds):
                 self.dataset.read_from(self.cache)
+
+    def expect_loader(self) -> None:
+        """The training loader is about to be made anew."""
+        self._epoch = None
 
     def open(self, trainer: Trainer, loader: Any) -> None:
         """Make the cache on one rank of each machine, and share it; every rank calls it.
@@ -107,12 +120,22 @@ class SharedCache:
         ]
         for found in boxes:
             if isinstance(found, Exception):
-                raise found
+                self._give_up(trainer, found)
+                return
         if self.cache is None:
             self.cache = ActivationCache.attach(boxes[trainer.node_rank])
         self.dataset = dataset
         if isinstance(dataset, WithIds):
             dataset.read_from(self.cache)
+
+    def _give_up(self, trainer: Trainer, why: Exception) -> None:
+        if self.is_asked_for or not isinstance(why, ConfigurationError):
+            raise why
+        if self.cache is not None:
+            self.cache.close()
+        self.cache, self._is_given_up = None, True
+        if trainer.is_global_zero:
+            log.info("activations of frozen layers are not cached: %s", why)
 
     def _made(self, dataset: Any, *, check: bool) -> ActivationCache:
         try:

@@ -173,7 +173,9 @@ class Engine(Rank):
         if not self.is_data_rank:
             self.executor.recorder.paused("receive", started)
         known.hear(number + min(self._programs.lookahead))
-        units = {n - number: self._units(known[n].inputs) for n in range(number, last + 1)}
+        units = {n - number: self._units(known[n]) for n in range(number, last + 1)}
+        if self._front is not None:
+            self._front.expect({n: known[n].samples for n in range(number, last + 1)})
         resumed = self._take_flights(known[number])
         has_begun = self._lookahead.begin(number, units[0]) or resumed is not None
         self.teacher_ran_ahead = has_begun
@@ -204,7 +206,6 @@ class Engine(Rank):
         """
         started, number = time.perf_counter(), self._index
         own = self._runner.inputs(step, batch, self._seed + number, effects=True)
-        front = self._front
         told = self._inputs.get(number)
         if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
             raise CaptureError(
@@ -217,13 +218,11 @@ class Engine(Rank):
         ]  # fmt: skip
         word, most = self.stop.next_word(), self._programs.announced
         for n, following, its_step in new:
-            if front is not None:
-                front.see(n, following)
             self._inputs[n] = own if n == number else self._runner.inputs(
                 its_step, following, self._seed + n, effects=False
             )  # fmt: skip
             said = word if n == number + most else ""
-            self.announcements.tell(n, StepHeader.of(following, self._inputs[n]), said)
+            self.announcements.tell(n, self._described(n, following), said)
             if self._programs.tells_early:
                 fields = self.captured.plan.batch_fields
                 ranks = self.pipeline.loss_ranks
@@ -232,6 +231,12 @@ class Engine(Rank):
             self.announcements.tell(number + len(ahead) + 1, None, word)
         self.executor.recorder.ran(number, Action(Op.DATA, self.rank), started)
         return own
+
+    def _described(self, number: int, batch: Any) -> StepHeader:
+        """On the data rank: what the others are told of a batch whose call inputs are made."""
+        inputs, front = self._inputs[number], self._front
+        samples = None if front is None else front.see(batch, inputs)
+        return StepHeader.of(batch, inputs, samples=samples)
 
     def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
         """Send the fields that the loss reads (data rank), or ask for them (loss rank)."""
@@ -386,12 +391,12 @@ class Engine(Rank):
         if self.is_data_rank:
             made = self._runner.inputs(step, batch, self._seed + number, effects=False)
             self._inputs[number] = made
-            self.announcements.tell(number, StepHeader.of(batch, made))
+            self.announcements.tell(number, self._described(number, batch))
         self.announcements.await_batches(number, number)
-        units, program = (
-            self._units(self.announcements[number].inputs),
-            lower(teacher_only(self.pipeline)),
-        )
+        header, program = self.announcements[number], lower(teacher_only(self.pipeline))
+        if self._front is not None:
+            self._front.expect({number: header.samples})
+        units = self._units(header)
         context = StepContext(number - 1, program, {1: units})
         self.executor.post_receives(context)
         if self.is_data_rank:

@@ -150,10 +150,7 @@ class Executor:
         """Run some of the step's actions, in order."""
         for action in actions:
             handler = self._handlers.get(action.op)
-            if handler is None or step.units[action.batch].of(action).shapes is None:
-                continue
-            first, last = step.units[action.batch].span(action)
-            if first >= last:
+            if handler is None or not step.units[action.batch].runs(action):
                 continue
             self._await(step, action)
             started = time.perf_counter()
@@ -385,6 +382,8 @@ class Executor:
         received = self._received.pop((batch, _base(action)), None)
         if received is not None:
             return received, True
+        if step.units[action.batch].reads_known(action):
+            return (), False
         producer = step.program.needs[action][0].producer
         if producer.op is Op.DATA:
             return (self._input_chunk(step, action),), False

@@ -9,29 +9,73 @@ out. There is no staleness in that: frozen weights don't change::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import NetworkName, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.execution import Ran
+from lightning_tspipe.runtime.header import Samples
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of the student, as far as its frozen part has to do with it.
+
+    Attributes:
+        taken: What its first atom gets for a batch.
+        passed: What its last one passes on.
+        seconds: Measures or looks up how long it runs.
+    """
+
+    taken: TensorSpec
+    passed: tuple[TensorSpec, ...]
+    seconds: Callable[[], float]
+
+
 class Front(Protocol):
-    """Something that knows what a frozen part returns for a sample."""
+    """Something that knows what a frozen part returned for a sample before."""
 
-    def see(self, number: int, batch: Any) -> None:
-        """A batch whose frozen part will run; before it does."""
+    @property
+    def num_known(self) -> int:
+        """Behind so many atoms something may be known."""
 
-    def run(self, part: FrozenPart, number: int, rows: slice, inputs: Tensors) -> Tensors:
-        """What it returns for some samples of a batch."""
+    def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
+        """A part is about to be cut, and all its values are here; every rank calls it.
+
+        Args:
+            part: The frozen part.
+            calls: Of the step.
+
+        Returns:
+            Whether anything is going to be known of it.
+        """
+
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+        """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
+
+    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+        """The batches, by their numbers, that a step has to do with."""
+
+    def run(
+        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+    ) -> Tensors:
+        """What some atoms return for some samples of a batch.
+
+        Args:
+            part: The frozen part.
+            place: The batch, and the rows in it.
+            received: What the first atom gets; nothing where it is known.
+            atoms: The first one, and one after the last.
+        """
 
 
 class FrozenPart(ChainNetwork):
@@ -48,7 +92,7 @@ class FrozenPart(ChainNetwork):
         self.called_as = "student"
         self.num_frozen = num_atoms
         self.front: Front | None = None
-        self._now: tuple[int, slice] = (0, slice(0))
+        self._now: tuple[int, slice] | None = None
 
     @override
     def about_to_run(self, batch: int, rows: slice) -> None:
@@ -64,13 +108,19 @@ class FrozenPart(ChainNetwork):
         grad: bool,
         run: Callable[[Tensors, int, int], Ran] | None = None,
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
-        if self.front is None or (start, stop) != (0, self.num_frozen):
+        now, self._now = self._now, None
+        if self.front is None or now is None:  # or somebody asks for shapes
             return super().run(received, start, stop, grad=grad, run=run)
-        return self.front.run(self, *self._now, received), {}
+        return self.front.run(self, now, received, (start, stop)), {}
 
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
         return super().run(received, start, stop, grad=False)[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._device
 
     @property
     def is_tapped(self) -> bool:
@@ -100,7 +150,7 @@ def with_frozen(
     Args:
         captured: A step with a student, and without a teacher.
         frozen: Names of the parameters that are frozen; they need no gradients.
-        front: Knows what the frozen part returns, if this rank runs all of it.
+        front: Knows what the frozen part returned before.
 
     Returns:
         The captured step, and the number of frozen atoms; 0 if the first atom is trained.

@@ -17,6 +17,22 @@ from lightning_tspipe.runtime.weights import LOSS_RANK
 
 
 @dataclass(frozen=True)
+class Samples:
+    """The samples of a batch, and what is known of their way through a frozen part.
+
+    Attributes:
+        ids: Of the samples, in order.
+        known: What all of these samples gave behind so many atoms is known, so that nothing before
+            has to run.
+        is_checked: Whether what is known is compared with what comes out now.
+    """
+
+    ids: Any
+    known: int = 0
+    is_checked: bool = False
+
+
+@dataclass(frozen=True)
 class StepHeader:
     """One batch, in shapes.
 
@@ -24,6 +40,7 @@ class StepHeader:
         structure: Pytree structure of the batch.
         leaves: Its leaves; tensors as specs.
         inputs: Specs of the call inputs.
+        samples: Which samples these are, and how far a cache knows them; None without one.
         stop: In an evaluation, what all ranks do after this batch, see ``stopping``; empty: go on.
     """
 
@@ -31,9 +48,17 @@ class StepHeader:
     leaves: tuple[Any, ...]
     inputs: tuple[TensorSpec, ...]
     stop: str = ""
+    samples: Samples | None = None
 
     @classmethod
-    def of(cls, batch: Any, inputs: Sequence[Tensor], *, stop: str = "") -> StepHeader:
+    def of(
+        cls,
+        batch: Any,
+        inputs: Sequence[Tensor],
+        *,
+        stop: str = "",
+        samples: Samples | None = None,
+    ) -> StepHeader:
         """Describe a batch and the call inputs that were made of it."""
         leaves, structure = pytree.tree_flatten(batch)
         return cls(
@@ -41,6 +66,7 @@ class StepHeader:
             tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves),
             tuple(map(TensorSpec.of, inputs)),
             stop,
+            samples,
         )
 
     def send(self, transport: Transport) -> None:

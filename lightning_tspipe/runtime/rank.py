@@ -83,7 +83,7 @@ class Rank:
         self.materializer: Materializer | None = None
         self.stop = Stop()
         self._seed = seed
-        self._known_units: dict[tuple[TensorSpec, ...], StepUnits] = {}
+        self._known_units: dict[tuple[tuple[TensorSpec, ...], int], StepUnits] = {}
 
     @property
     def is_copy(self) -> bool:
@@ -276,14 +276,17 @@ class Rank:
         fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
         return header.ask_for_fields(fields, self.transport, data_rank, AHEAD_CHANNEL)
 
-    def _units(self, inputs: tuple[TensorSpec, ...]) -> StepUnits:
-        if inputs not in self._known_units:
-            self._known_units[inputs] = StepUnits(
+    def _units(self, header: StepHeader) -> StepUnits:
+        known = 0 if header.samples is None else header.samples.known
+        key = (header.inputs, known)
+        if key not in self._known_units:
+            self._known_units[key] = StepUnits(
                 self.captured.plan,
                 self.captured.networks,
                 self.cuts,
                 self.placement.num_microbatches,
-                inputs,
+                header.inputs,
                 self.context,
+                known,
             )
-        return self._known_units[inputs]
+        return self._known_units[key]

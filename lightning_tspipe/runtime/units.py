@@ -66,6 +66,7 @@ class StepUnits:
         num_microbatches: Micro-batches per call.
         inputs: Specs of the calls' inputs.
         context: The precision plugin's forward context.
+        known: What is behind so many atoms of a frozen part is known, and read where they end.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - everything that decides what flows
@@ -76,11 +77,13 @@ class StepUnits:
         num_microbatches: int,
         inputs: Sequence[TensorSpec],
         context: Callable[[], AbstractContextManager[None]],
+        known: int = 0,
     ) -> None:
         self._plan = plan
         self._networks = networks
         self._cuts = cuts
         self._context = context
+        self._known = known
         self.inputs = tuple(inputs)
         self._spans: dict[Action, tuple[int, int]] = {}
         self._payloads: dict[Message, tuple[TensorSpec, ...]] = {}
@@ -142,14 +145,43 @@ class StepUnits:
         unit = self.of(action)
         if unit.shapes is None:
             return 0, 0
-        return cuts[action.stage], min(cuts[action.stage + 1], unit.end)
+        start, stop = cuts[action.stage], min(cuts[action.stage + 1], unit.end)
+        if self.reads_known(action):
+            start = self._known
+        elif self._is_left_out(action):
+            stop = start
+        return start, stop
+
+    def runs(self, action: Action) -> bool:
+        """Whether there is anything to do: atoms to run, or something known to be read."""
+        if self.of(action).shapes is None:
+            return False
+        first, last = self.span(action)
+        return first < last or self.reads_known(action)
+
+    def reads_known(self, action: Action) -> bool:
+        """Whether it is the stage of a frozen part where what is known goes on."""
+        return self._goes_on_at(action) == action.stage
+
+    def _is_left_out(self, action: Action) -> bool:
+        """Whether it is a stage of a frozen part before what is known."""
+        stage = self._goes_on_at(action)
+        return stage is not None and action.stage < stage
+
+    def _goes_on_at(self, action: Action) -> int | None:
+        """The stage of a frozen part that reads what is known; None if nothing is."""
+        name: NetworkName = NETWORK_OF[action.op]  # type: ignore[assignment]
+        if not self._known or self._networks[name].called_as == name:
+            return None
+        cuts = self._cuts[name]
+        within = (stage for stage, stop in enumerate(cuts[1:]) if self._known < stop)
+        return next(within, len(cuts) - 2)
 
     def microbatches_at(self, action: Action) -> dict[int, int]:
         """For each call, in order, how many of its micro-batches run at the action's stage."""
         counts: dict[int, int] = {}
         for index, unit in enumerate(self.units[NETWORK_OF[action.op]]):  # type: ignore[index]
-            first, last = self.span(Action(action.op, action.stage, index))
-            if first < last:
+            if self.runs(Action(action.op, action.stage, index)):
                 counts[unit.call] = counts.get(unit.call, 0) + 1
         return counts
 
@@ -203,10 +235,10 @@ class StepUnits:
         return tuple(found)
 
     def input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
-        """What a forward gets."""
+        """What a forward gets; nothing if it reads what is known."""
         unit = self.of(action)
         first, last = self.span(action)
-        if unit.shapes is None or first >= last:
+        if unit.shapes is None or first >= last or self.reads_known(action):
             return ()
         return unit.shapes.boundaries[first]
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link, divisors
@@ -12,7 +16,9 @@ from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.runtime.frozen import Front
+from lightning_tspipe.profiling import seconds_of_forward
+from lightning_tspipe.runtime.frozen import Call, Front, FrozenPart
+from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.simulation.cost import CostTable
 
 log = logging.getLogger("lightning_tspipe")
@@ -33,7 +39,7 @@ class Freezing:
         memory: Bytes that the fullest rank needed then; None if there was no plan.
         num_stages: Stages of what is trained, if the user says so.
         plan: For the mesh that was chosen.
-        front: Knows what the frozen part returns for a sample; for pipelines of one rank.
+        front: Knows what the frozen part returned for a sample before.
     """
 
     names: frozenset[str] = frozenset()
@@ -111,11 +117,12 @@ def choose(freezing: Freezing, num_frozen: int, choices: Choices) -> Plan | None
         return None
     profile = freezing.profile.freezing(num_frozen)
     profile = profile.with_batch(max(profile.batch_sizes) * freezing.num_replicas)
+    profile = _known(profile, freezing)
     best: Plan | None = None
     for ranks in choices.meshes:
         if best is not None and best.step_seconds <= _EQUAL * _fastest(profile, choices):
             break
-        plan = _plan(_known(profile, ranks, freezing), ranks, freezing, choices)
+        plan = _plan(profile, ranks, freezing, choices)
         if best is None or (plan is not None and plan.step_seconds < best.step_seconds):
             best = plan
     return best
@@ -130,14 +137,20 @@ def _fastest(profile: StepProfile, choices: Choices) -> float:
     return profile.num_calls[0] * seconds / choices.num_devices
 
 
-def _known(profile: StepProfile, num_ranks: int, freezing: Freezing) -> StepProfile:
-    """The step where the frozen part's outputs are known, and reading them takes no time."""
-    if freezing.front is None or num_ranks > 1 or profile.teacher is None:
+def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
+    """The step in the epoch that follows: what is known is read, which takes no time.
+
+    Behind it are the layers that have frozen just now.
+    """
+    if freezing.front is None or profile.teacher is None:
         return profile
-    free = tuple(
-        replace(atom, forward=dict.fromkeys(atom.forward, 0.0)) for atom in profile.teacher.atoms
+    atoms = tuple(
+        replace(atom, forward=dict.fromkeys(atom.forward, 0.0))
+        if index < freezing.front.num_known
+        else atom
+        for index, atom in enumerate(profile.teacher.atoms)
     )
-    return replace(profile, teacher=NetworkProfile(free))
+    return replace(profile, teacher=NetworkProfile(atoms))
 
 
 def _plan(
@@ -163,6 +176,41 @@ def _plan(
     except (PartitionError, ConfigurationError) as error:
         log.debug("%d ranks: %s", num_ranks, error)
         return None
+
+
+def ask_front(
+    captured: Captured,
+    freezing: Freezing,
+    context: Callable[[], AbstractContextManager[None]],
+    device: torch.device,
+) -> None:
+    """Have the front say whether it is going to know anything; every rank calls it.
+
+    Args:
+        captured: The step; all values of its networks are here.
+        freezing: What is known.
+        context: The precision plugin's forward context.
+        device: Where this rank computes.
+    """
+    part = captured.networks.get("teacher")
+    if not isinstance(part, FrozenPart) or part.front is None:
+        return
+    network, number, profile = part, part.num_frozen, freezing.profile
+
+    def call(index: int) -> Call:
+        found = captured.plan.calls[index]
+        spec, size = found.input, found.input.shape[0]
+
+        def seconds() -> float:
+            if profile is not None:
+                return profile.student.sums("forward", size)[number]
+            return seconds_of_forward(network, number, spec, device)
+
+        shapes = network.shapes(spec, found.num_links, context, grad=False)
+        return Call(spec, shapes.boundaries[number], seconds)
+
+    if not part.front.placed(part, [call(i) for i in captured.plan.calls_of("student")]):
+        part.front = None
 
 
 def place_frozen(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -103,7 +103,7 @@ class Pipelined:
         self._strategy.repacking.enable(repack=repack)
 
     def use_front(self, front: Front) -> None:
-        """Have something asked what the frozen part of a single rank returns for a sample."""
+        """Have something asked what the frozen part returned for a sample before."""
         self._strategy.repacking.use_front(front)
 
     def freeze(
@@ -133,6 +133,16 @@ class Pipelined:
         Others send theirs and go on.
         """
         found: list[Any] | None = self._strategy.transport.gather_object(value, LOSS_RANK)
+        return found
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Of each of some numbers, the sum over all ranks of all replicas; every rank calls it."""
+        transport, replicas = self._strategy.transport, self._strategy.replicas
+        parts: Any = transport.gather_object(list(values), LOSS_RANK)
+        if parts is not None:
+            own = [sum(column) for column in zip(*parts, strict=True)]
+            parts = [sum(column) for column in zip(*replicas.gather(own), strict=True)]
+        found: list[float] = transport.broadcast_object(parts, LOSS_RANK)
         return found
 
     @property

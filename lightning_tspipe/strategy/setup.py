@@ -22,7 +22,7 @@ from lightning_tspipe.strategy.asynchronous import policy_for, use_optimizers
 from lightning_tspipe.strategy.deciding import agree, memory_limit
 from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.fanout import heads_of, place_heads
-from lightning_tspipe.strategy.freezing import Freezing
+from lightning_tspipe.strategy.freezing import Freezing, ask_front
 from lightning_tspipe.strategy.options import SetupOptions
 from lightning_tspipe.strategy.origin import Origin, share_weights
 
@@ -53,8 +53,8 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         heads_of(module, networks, device, replicas),
     )  # fmt: skip
     materializer = share_weights(module, networks, transport, replicas, origin)
-    front = freezing.front if transport.num_ranks == 1 else None
-    captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names, front)
+    captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names, freezing.front)
+    ask_front(captured, freezing, engine.context, device)
     costs = None
     if engine.heads is not None:
         limit = memory_limit(options.memory_limit, device)

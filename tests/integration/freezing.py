@@ -44,6 +44,9 @@ class Case:
         compares: Whether to compare what every rank holds before and after a transition.
         shuffle: Of the loader.
         cache: Whether activations are cached, worth it or not.
+        memory: Bytes for them.
+        with_ids: Whether samples that are cached have ids.
+        drop_last: Of the loader.
     """
 
     strategy: str = "tspipe"
@@ -62,6 +65,9 @@ class Case:
     compares: bool = False
     shuffle: bool = True
     cache: bool = False
+    memory: int = 8_000_000
+    with_ids: bool = True
+    drop_last: bool = False
 
 
 class Block(nn.Module):
@@ -220,7 +226,7 @@ def train(case: Case) -> Found:
     callback = FreezeAndRepack(ScheduledFreeze(case.frozen), repack=case.repack,
                                num_active=case.num_active)  # fmt: skip
     if case.cache:
-        callback.cache = AutoCache("student", memory="8MB", always=True)
+        callback.cache = AutoCache("student", memory=case.memory, always=True)
     watch = Watch(samples, case)
     strategy: Any = case.strategy
     if strategy == "tspipe":
@@ -232,8 +238,8 @@ def train(case: Case) -> Found:
         default_root_dir=".",
     )  # fmt: skip
     torch.manual_seed(3)
-    data_set: Any = WithIds(samples, inputs=0) if case.cache else samples
-    loader = DataLoader(data_set, case.batch_size, shuffle=case.shuffle)
+    data_set: Any = WithIds(samples, inputs=0) if case.cache and case.with_ids else samples
+    loader = DataLoader(data_set, case.batch_size, shuffle=case.shuffle, drop_last=case.drop_last)
     if strategy == "ddp":  # Lightning's own sampler shuffles
         rank = int(os.environ["LOCAL_RANK"])
         sampler: Any = DistributedSampler(samples, case.num_ranks, rank, shuffle=False)

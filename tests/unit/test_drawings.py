@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from lightning_tspipe.ir.lowering import lower
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.registry import build_schedule, build_step
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
@@ -97,6 +97,19 @@ def data_parallel() -> Timeline:
     )
 
 
+def behind_a_frozen_part() -> Timeline:
+    """Two steady steps of a student whose first half is frozen."""
+    frozen = NetworkLayout((2, 1, 0), 1, 4, frozenset())
+    trained = NetworkLayout((2, 1, 0), 1, 4, frozenset({2}))
+    pipeline = Pipeline(3, trained, frozen, data_rank=2, coupling=Coupling.PREFIX)
+    costs = CostTable.uniform(pipeline)
+    steps = [
+        build_step("tspipe", pipeline, costs, fresh=number == 0, ahead=min(1, 4 - number))
+        for number in range(5)
+    ]
+    return simulate([lower(one) for one in steps], costs).between(2, 3)
+
+
 TIMELINES: dict[str, Callable[[], Timeline]] = {
     "sequential": lambda: simulate([lower(step("sequential", teacher_now=True))], COSTS),
     "gpipe": lambda: simulate([lower(step("gpipe", teacher_now=True))], COSTS),
@@ -104,6 +117,7 @@ TIMELINES: dict[str, Callable[[], Timeline]] = {
     "tspipe, first step": lambda: epoch().between(0, 0),
     "tspipe, last step": lambda: epoch().between(5, 5),
     "1f1b, an epoch of six batches": lambda: asynchronous(6),
+    "prefix, two steady steps": behind_a_frozen_part,
     "relay, two steps": lambda: relayed((2,), (1,), (0,)),
     "relay, ranks 1 and 2 share a stage": lambda: relayed((2, 1), (0,)),
     "relay, all wait for each other": waiting_for_all,
@@ -137,3 +151,17 @@ def test_the_step_times_that_the_page_tells() -> None:
     assert steady_step_time(step("gpipe", teacher_now=True), COSTS) == 22
     assert steady_step_time(step("tspipe", **steady, is_split=False), COSTS) == 18
     assert steady_step_time(step("tspipe", **steady), COSTS) == 16
+
+
+def test_the_stage_maps_of_freezing_are_what_their_snippet_prints(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs/guide/freezing.md").read_text(encoding="utf-8")
+    shown = next(
+        m["drawing"] for m in DRAWING.finditer(page) if m["title"].startswith("stage maps")
+    )
+    (snippet,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "draw(" in block
+    )
+    exec(snippet, {})  # noqa: S102 - a page of ours
+    assert capsys.readouterr().out.split() == shown.split()

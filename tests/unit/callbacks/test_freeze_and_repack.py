@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_tspipe import (
+    AutoCache,
     ConfigurationError,
     FreezeAndRepack,
     GradientNormFreeze,
@@ -278,3 +280,16 @@ def test_everything_frozen_ends_the_fit(tmp_path: Path) -> None:
         fit(FreezeAndRepack(ScheduledFreeze({1: 5})), tmp_path)
     with pytest.raises(ConfigurationError, match="nothing can freeze"):
         fit(FreezeAndRepack(num_active=5), tmp_path)
+
+
+def test_what_cannot_be_cached_is_told_or_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "lightning_tspipe"):
+        fit(FreezeAndRepack(ScheduledFreeze({1: 2})), tmp_path)
+    assert "are not cached: activations are cached by sample" in caplog.text
+    with pytest.raises(ConfigurationError, match=r"WithIds\(dataset\)"):
+        fit(FreezeAndRepack(ScheduledFreeze({1: 2}), cache=AutoCache()), tmp_path)
+    assert FreezeAndRepack(cache=None).cache is None
+    with pytest.raises(ConfigurationError, match="'auto', or AutoCache"):
+        FreezeAndRepack(cache="always")  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from lightning_tspipe.capture.plan import TensorSpec, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.runtime.frozen import FrozenPart
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.units import StepUnits, split_sizes
 
@@ -99,6 +100,32 @@ def test_what_a_unit_hands_to_the_loss_and_gets() -> None:
     (spec,) = units.input_specs(Action(Op.FORWARD, 1, 2))
     assert spec == TensorSpec((1, 4), torch.float32, requires_grad=True)
     assert units.input_specs(Action(Op.FORWARD, 1, 3)) == ()
+
+
+@pytest.mark.parametrize(
+    ("known", "spans", "runs"),
+    [
+        (0, [(0, 1), (1, 2)], [True, True]),
+        (1, [(0, 0), (1, 2)], [False, True]),
+        (2, [(0, 0), (2, 2)], [False, True]),  # the last stage reads what comes out
+    ],
+)
+def test_frozen_stages_before_what_is_known_have_nothing_to_do(
+    known: int, spans: list[tuple[int, int]], runs: list[bool]
+) -> None:
+    whole, network = make_units(4, 1)
+    part = FrozenPart(network, 2)
+    units = StepUnits(
+        whole._plan, {"student": network, "teacher": part},
+        {"student": (2, 3), "teacher": (0, 1, 2)}, 1, whole.inputs, nullcontext, known,
+    )  # fmt: skip
+    stages = [Action(Op.TEACHER, stage, 0) for stage in range(2)]
+    assert [units.span(action) for action in stages] == spans
+    assert [units.runs(action) for action in stages] == runs
+    # Whoever reads what is known gets nothing from the stage before it.
+    assert [bool(units.input_specs(action)) for action in stages] == [not known, not known]
+    assert units.microbatches_at(stages[0]) == ({} if known else {0: 1, 1: 1})
+    assert units.span(Action(Op.FORWARD, 0, 0)) == (2, 3)
 
 
 def test_outputs_without_a_batch_dimension_need_one_micro_batch() -> None:
