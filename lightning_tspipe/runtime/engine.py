@@ -28,9 +28,9 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.runtime import flights
 from lightning_tspipe.runtime.ahead import Ahead
-from lightning_tspipe.runtime.executor import AHEAD_CHANNEL, StepContext
 from lightning_tspipe.runtime.header import StepHeader, send_fields
 from lightning_tspipe.runtime.rank import Rank
+from lightning_tspipe.runtime.step import AHEAD_CHANNEL, StepContext
 from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.transport import Receipt
 from lightning_tspipe.schedules.phases import teacher_only

@@ -20,9 +20,10 @@ from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
-from lightning_tspipe.runtime.executor import BATCH_CHANNEL, Executor, StepContext
+from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.programs import layout
+from lightning_tspipe.runtime.step import BATCH_CHANNEL, StepContext
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.schedules.gpipe import gpipe

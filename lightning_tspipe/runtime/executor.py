@@ -10,9 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +17,7 @@ from torch import Tensor
 from lightning_tspipe.capture.plan import NetworkName, ValueRef
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Message, Program
+from lightning_tspipe.ir.lowering import Message
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
@@ -30,58 +27,24 @@ from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stage_weights import StageWeights
 from lightning_tspipe.runtime.statistics import CallStatistics
+from lightning_tspipe.runtime.step import (
+    Key,
+    Saved,
+    StepContext,
+    UnderWay,
+    backward_of,
+    base_of,
+    channel_of,
+    has_backward,
+    offset_of,
+    receipt_key,
+    unshared,
+)
 from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
 
-_CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
-_TEACHER_CHANNELS = 4
-BATCH_CHANNEL, AHEAD_CHANNEL = 9, 10
-"""Fields of a batch for the loss: in an evaluation, and in training, where they may be early."""
 _BACKWARD_OPS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD})
-
-Key = tuple[int, Action]
-
-
-@dataclass
-class _Saved:
-    """What a forward keeps for its backward."""
-
-    inputs: Tensors
-    results: list[Tensor]
-    recyclable: list[Tensor]
-    split: SplitBackward | None = None
-
-
-class UnderWay(NamedTuple):
-    """What a rank holds of batches that work has begun on; may be added to.
-
-    Attributes:
-        received: What other ranks sent, by batch and the forward that reads it.
-        outputs: What the loss reads, by batch and the forward that made it.
-        inputs: What each forward got whose backward is still to come, by batch, stage and unit.
-    """
-
-    received: dict[Key, Tensors]
-    outputs: dict[Key, dict[ValueRef, Tensor]]
-    inputs: dict[tuple[int, int, int], Tensors]
-
-
-@dataclass
-class StepContext:
-    """What the executor needs to know about one step.
-
-    Attributes:
-        index: Number of the step.
-        program: What all ranks do.
-        units: Units of the batches worked on, by offset (0: this batch, 1: the next, ...).
-        inputs: On the data rank, the call inputs of the same batches.
-    """
-
-    index: int
-    program: Program
-    units: dict[int, StepUnits]
-    inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 
 
 class Executor:
@@ -122,7 +85,7 @@ class Executor:
         self._received: dict[Key, Tensors] = {}
         self._outputs: dict[Key, dict[ValueRef, Tensor]] = {}
         self._gradients: dict[tuple[int, Action, str], list[Tensor | None]] = {}
-        self._saved: dict[tuple[int, int, int], _Saved] = {}
+        self._saved: dict[tuple[int, int, int], Saved] = {}
         self._receipts: dict[tuple[int, Action, Action], Receipt] = {}
         self.recorder = Recorder()
         self.weights: StageWeights | None = None
@@ -140,11 +103,11 @@ class Executor:
         for message in step.program.receives.get(self._rank, ()):
             if message.payload == "batch":
                 continue
-            specs = step.units[_offset(message)].payload(message)
+            specs = step.units[offset_of(message)].payload(message)
             if specs:
-                receipt = self._transport.receive(specs, message.source, _channel(message))
+                receipt = self._transport.receive(specs, message.source, channel_of(message))
                 batch = step.index + message.consumer.batch
-                self._receipts[_receipt_key(batch, message)] = receipt
+                self._receipts[receipt_key(batch, message)] = receipt
 
     def run(self, step: StepContext, actions: Sequence[Action]) -> None:
         """Run some of the step's actions, in order."""
@@ -171,7 +134,7 @@ class Executor:
         for message in step.program.sends.get(Action(Op.DATA, self._rank, batch=offset), ()):
             if message.payload == "input" and step.units[offset].payload(message):
                 chunk = self._input_chunk(step, message.consumer)
-                self._transport.send([chunk], message.target, _channel(message))
+                self._transport.send([chunk], message.target, channel_of(message))
         self.recorder.paused("send", started)
 
     def send(self, step: StepContext, producer: Action) -> None:
@@ -181,15 +144,15 @@ class Executor:
             return
         started = time.perf_counter()
         for message in messages:
-            specs = step.units[_offset(message)].payload(message)
+            specs = step.units[offset_of(message)].payload(message)
             if specs:
                 tensors = self._payload(step, message)
-                self._transport.send(tensors, message.target, _channel(message))
+                self._transport.send(tensors, message.target, channel_of(message))
         self._forget_sent(step, producer)
         self.recorder.paused("send", started)
 
     def _payload(self, step: StepContext, message: Message) -> list[Tensor]:
-        key = (step.index + message.producer.batch, _base(message.producer))
+        key = (step.index + message.producer.batch, base_of(message.producer))
         if message.payload == "activation":
             return list(self._activations[key])
         if message.payload == "output":
@@ -197,11 +160,11 @@ class Executor:
             refs = step.units[message.producer.batch].outputs_of(message.producer)
             return [found[ref] for ref in refs]
         kind = "loss" if message.producer.op is Op.LOSS else "next"
-        tensors = self._gradients[step.index, _as_backward(message.consumer), kind]
+        tensors = self._gradients[step.index, backward_of(message.consumer), kind]
         return [tensor for tensor in tensors if tensor is not None]
 
     def _forget_sent(self, step: StepContext, producer: Action) -> None:
-        key = (step.index + producer.batch, _base(producer))
+        key = (step.index + producer.batch, base_of(producer))
         targets = {message.payload for message in step.program.sends[producer]}
         if "activation" in targets:
             self._activations.pop(key, None)
@@ -214,15 +177,15 @@ class Executor:
     def _await(self, step: StepContext, action: Action) -> None:
         batch = step.index + action.batch
         for need in step.program.needs[action]:
-            receipt = self._receipts.pop((batch, _base(need.producer), _base(action)), None)
+            receipt = self._receipts.pop((batch, base_of(need.producer), base_of(action)), None)
             if receipt is None:
                 continue
             tensors = self._wait(receipt, batch, need.producer, action)
             if need.payload in {"input", "activation"}:
-                self._received[batch, _base(action)] = tuple(tensors)
+                self._received[batch, base_of(action)] = tuple(tensors)
             else:
                 kind = "loss" if need.producer.op is Op.LOSS else "next"
-                self._gradients[step.index, _as_backward(action), kind] = list(tensors)
+                self._gradients[step.index, backward_of(action), kind] = list(tensors)
 
     def _wait(
         self, receipt: Receipt, batch: int, producer: Action, consumer: Action
@@ -240,12 +203,12 @@ class Executor:
     def await_outputs(self, step: StepContext, loss: Action) -> None:
         """On the loss rank: wait for all outputs of the step's batch."""
         for need in step.program.needs[loss]:
-            key = (step.index, _base(need.producer), _base(loss))
+            key = (step.index, base_of(need.producer), base_of(loss))
             receipt = self._receipts.pop(key, None)
             if receipt is not None:
                 refs = step.units[0].outputs_of(need.producer)
                 received = self._wait(receipt, step.index, need.producer, loss)
-                self._outputs[step.index, _base(need.producer)] = dict(
+                self._outputs[step.index, base_of(need.producer)] = dict(
                     zip(refs, received, strict=True)
                 )
 
@@ -379,7 +342,7 @@ class Executor:
     def _take_inputs(self, step: StepContext, action: Action) -> tuple[Tensors, bool]:
         """What the forward gets, and whether its memory came from the transport."""
         batch = step.index + action.batch
-        received = self._received.pop((batch, _base(action)), None)
+        received = self._received.pop((batch, base_of(action)), None)
         if received is not None:
             return received, True
         if step.units[action.batch].reads_known(action):
@@ -387,13 +350,13 @@ class Executor:
         producer = step.program.needs[action][0].producer
         if producer.op is Op.DATA:
             return (self._input_chunk(step, action),), False
-        return self._activations.pop((batch, _base(producer))), False
+        return self._activations.pop((batch, base_of(producer))), False
 
     def _forward(self, step: StepContext, action: Action) -> None:
         units = step.units[action.batch]
         taken, received = self._take_inputs(step, action)
         inputs = self._detached(step, action, taken)
-        batch, grad = step.index + action.batch, _has_backward(units, action)
+        batch, grad = step.index + action.batch, has_backward(units, action)
         reading: AbstractContextManager[None] = nullcontext()
         if action.op is Op.TEACHER and action.batch and self.teacher is not None:
             reading = self.teacher.reading(step.index)
@@ -403,7 +366,7 @@ class Executor:
             values, found = self._run(step, action, inputs)
         self.statistics.ran(batch, action, units)
         self._store(step, action, values, found)
-        recyclable = _unshared(inputs, (*values, *found.values())) if received else []
+        recyclable = unshared(inputs, (*values, *found.values())) if received else []
         if grad:
             results = (*values, *(found[ref] for ref in units.outputs_of(action)))
             self._keep(step, action, inputs, results, recyclable)
@@ -414,7 +377,7 @@ class Executor:
     def _detached(step: StepContext, action: Action, taken: Tensors) -> Tensors:
         """What a forward gets, as the beginning of a graph."""
         units = step.units[action.batch]
-        grad = _has_backward(units, action)
+        grad = has_backward(units, action)
         return tuple(
             tensor.detach().requires_grad_(grad and spec.requires_grad)
             for tensor, spec in zip(taken, units.input_specs(action), strict=True)
@@ -431,7 +394,7 @@ class Executor:
         network, execution = self._networks[name], self._executions.get(name)
         network.about_to_run(step.index + action.batch, slice(unit.start, unit.start + unit.size))
         values, found = network.run(
-            inputs, first, last, grad=_has_backward(units, action),
+            inputs, first, last, grad=has_backward(units, action),
             run=execution.run if execution is not None else None,
         )  # fmt: skip
         return () if last == unit.end else values, found
@@ -447,7 +410,7 @@ class Executor:
         """Keep a forward's graph for its backward."""
         key = (step.index + action.batch, action.stage, action.unit or 0)
         ends = [result for result in results if result.requires_grad]
-        self._saved[key] = _Saved(inputs, ends, recyclable)
+        self._saved[key] = Saved(inputs, ends, recyclable)
 
     def _store(
         self,
@@ -458,14 +421,14 @@ class Executor:
     ) -> None:
         batch = step.index + action.batch
         if passed_on:
-            self._activations[batch, _base(action)] = tuple(t.detach() for t in passed_on)
+            self._activations[batch, base_of(action)] = tuple(t.detach() for t in passed_on)
         if found:
-            self._outputs[batch, _base(action)] = {r: t.detach() for r, t in found.items()}
+            self._outputs[batch, base_of(action)] = {r: t.detach() for r, t in found.items()}
 
     def _grad_outputs(self, step: StepContext, action: Action) -> list[Tensor | None]:
         units = step.units[0]
         unit = units.of(action)
-        base = _as_backward(action)
+        base = backward_of(action)
         assert unit.shapes is not None
         _, last = units.span(action)
         passed = unit.shapes.boundaries[last] if last < unit.end else ()
@@ -501,12 +464,12 @@ class Executor:
             saved.split.weight_half()
             self._finish_backward(saved)
 
-    def _finish_backward(self, saved: _Saved) -> None:
+    def _finish_backward(self, saved: Saved) -> None:
         saved.results = []
         self._transport.recycle(saved.recyclable)
 
     def _pass_gradients(
-        self, step: StepContext, action: Action, saved: _Saved, gradients: Sequence[Tensor | None]
+        self, step: StepContext, action: Action, saved: Saved, gradients: Sequence[Tensor | None]
     ) -> None:
         if action.stage == 0:
             return
@@ -516,37 +479,3 @@ class Executor:
             for tensor, gradient in zip(saved.inputs, gradients, strict=True)
             if tensor.requires_grad
         ]
-
-
-def _has_backward(units: StepUnits, action: Action) -> bool:
-    return units.of(action).grad and action.op is Op.FORWARD
-
-
-@cache
-def _base(action: Action) -> Action:
-    """The action without its batch offset."""
-    return Action(action.op, action.stage, action.unit)
-
-
-@cache
-def _as_backward(action: Action) -> Action:
-    return Action(Op.BACKWARD, action.stage, action.unit)
-
-
-def _unshared(inputs: Tensors, made: Tensors) -> list[Tensor]:
-    """The inputs whose memory nothing that was made of them uses."""
-    used = {tensor.untyped_storage().data_ptr() for tensor in made}
-    return [tensor for tensor in inputs if tensor.untyped_storage().data_ptr() not in used]
-
-
-def _offset(message: Message) -> int:
-    return message.producer.batch
-
-
-def _receipt_key(batch: int, message: Message) -> tuple[int, Action, Action]:
-    return batch, _base(message.producer), _base(message.consumer)
-
-
-def _channel(message: Message) -> int:
-    teacher = Op.TEACHER in {message.producer.op, message.consumer.op}
-    return _CHANNELS[message.payload] + (_TEACHER_CHANNELS if teacher else 0)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import ValueRef
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.runtime.executor import Executor, StepContext
+from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.stage_weights import StageWeights
+from lightning_tspipe.runtime.step import StepContext
 from lightning_tspipe.runtime.units import StepUnits
 
 Written = dict[str, Any]

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -42,6 +42,40 @@ class Remote:
 
 
 REMOTE = Remote()
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """How an epoch began.
+
+    Attributes:
+        first: Number of its first batch.
+        start: The random states.
+        own: The same of the loader's own generators.
+    """
+
+    first: int = 0
+    start: RandomStates | None = None
+    own: Sequence[Tensor] = ()
+
+
+@dataclass
+class _Early:
+    """An epoch that is read although the one before is still trained.
+
+    Attributes:
+        batches: The rest of it.
+        held: What was read of it.
+        before: How the one before began.
+        now: The random states where it ended.
+        own: The same of the loader's own generators.
+    """
+
+    batches: Iterator[Any]
+    held: deque[Any]
+    before: _Epoch
+    now: RandomStates
+    own: Sequence[Tensor]
 
 
 @dataclass(frozen=True)
@@ -85,6 +119,8 @@ class LookaheadLoader:
         num_batches: Of an epoch, at most; nothing behind them is read. A sampler that is asked for
             more draws from its generator, and the next epoch would have another order.
         depth: How many batches are held behind the current one; may be set between two epochs.
+        follows: Asked where an epoch ends: whether the next one may be read already. It makes
+            samplers ready for that.
 
     Attributes:
         current: Number of the batch in training, over all epochs.
@@ -100,8 +136,11 @@ class LookaheadLoader:
         trains: bool = True,
         num_batches: float = math.inf,
         depth: int = 1,
+        follows: Callable[[], bool] = lambda: False,
     ) -> None:
         self._loader = loader
+        self._follows = follows
+        self._early: _Early | None = None
         self.depth = depth
         self._num_iterations = 0
         self._trains = trains
@@ -111,9 +150,7 @@ class LookaheadLoader:
         self._read: dict[int, Any] = {}
         self._before: dict[int, _Before] = {}
         self._num_read = 0
-        self._first = 0
-        self._start: RandomStates | None = None
-        self._start_of_own: list[Tensor] = []
+        self._epoch = _Epoch()
         self._resume: dict[str, Any] | None = None
         self.current = -1
         self.agree: Callable[[bool], bool] | None = None
@@ -141,14 +178,31 @@ class LookaheadLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self._read, self._before = {}, {}
-        self.current = self._num_read - 1
         self._num_iterations += 1
-        batches = self._announced(self._batches())
-        held: deque[Any] = deque(islice(batches, 1))
+        early, self._early = self._early, None
+        if early is not None and self.current + 1 == self._epoch.first:
+            batches, held = early.batches, early.held
+        else:
+            self._read, self._before = {}, {}
+            self.current = self._num_read - 1
+            batches = self._announced(self._batches())
+            held = deque(islice(batches, 1))
         while held:
             held.extend(islice(batches, self.depth + 1 - len(held)))
+            self._read_early(self.depth + 1 - len(held))
             yield held.popleft()
+
+    def _read_early(self, number: int) -> None:
+        """Hold as many batches of the next epoch, if it may be read already."""
+        if number <= 0:
+            return
+        if self._early is None:
+            now, own, before = RandomStates.now(), self._own(), self._epoch
+            if not self._follows():
+                return
+            self._early = _Early(self._batches(), deque(), before, now, own)
+        missing = number - len(self._early.held)
+        self._early.held.extend(islice(self._early.batches, max(0, missing)))
 
     def _announced(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the other ranks are told of each."""
@@ -161,7 +215,7 @@ class LookaheadLoader:
     def _batches(self) -> Iterator[Any]:
         resume, self._resume = self._resume, None
         if resume is None:
-            yield from self._epoch(RandomStates.now())
+            yield from self._whole(RandomStates.now())
             return
         now = RandomStates.from_dict(resume["now"])
         if not resume["held"]:  # the epoch had ended
@@ -170,13 +224,13 @@ class LookaheadLoader:
                 iter(self._loader)
             now.restore()
             self._set_own(resume["own"]["now"])
-            yield from self._epoch(now)
+            yield from self._whole(now)
             return
         self._set_own(resume["own"]["start"])
         start = RandomStates.from_dict(resume["start"])
         start.restore()
         iterator = self._begin(start)
-        self._first -= resume["num_batches"]
+        self._epoch = replace(self._epoch, first=self._epoch.first - resume["num_batches"])
         if not self.has_state:
             for _ in range(resume["num_batches"]):
                 next(iterator, None)
@@ -188,18 +242,16 @@ class LookaheadLoader:
         now.restore()
         yield from iter(lambda: self._read_from(iterator), _END)
 
-    def _epoch(self, start: RandomStates) -> Iterator[Any]:
+    def _whole(self, start: RandomStates) -> Iterator[Any]:
         iterator = self._begin(start)
         yield from iter(lambda: self._read_from(iterator), _END)
 
     def _begin(self, start: RandomStates) -> Iterator[Any]:
-        self._start = start
-        self._start_of_own = self._own()
-        self._first = self._num_read
+        self._epoch = _Epoch(self._num_read, start, self._own())
         return iter(self._loader) if self._trains else isolated(self._loader)
 
     def _read_from(self, iterator: Iterator[Any]) -> Any:
-        if self._num_read - self._first >= self._num_batches:
+        if self._num_read - self._epoch.first >= self._num_batches:
             return _END
         started = time.perf_counter()
         before = _Before(RandomStates.now(), self._loader_state())
@@ -254,14 +306,21 @@ class LookaheadLoader:
         Args:
             ended: Whether the epoch is over, although a batch may be held.
         """
-        held = [] if ended else [number for number in self._before if number > self.current]
+        epoch, early, coming = self._epoch, self._early, self.current + 1
+        now, own = RandomStates.now(), self._own()
+        last = self._num_read
+        if early is not None and coming < epoch.first:
+            # What was read of the next epoch will be read again.
+            last, epoch, now, own = epoch.first, early.before, early.now, list(early.own)
+        is_over = ended and early is None
+        held = [] if is_over else [n for n in sorted(self._before) if coming <= n < last]
         return {
-            "num_batches": self.current + 1 - self._first,
-            "start": self._start.to_dict() if self._start is not None else None,
+            "num_batches": coming - epoch.first,
+            "start": epoch.start.to_dict() if epoch.start is not None else None,
             "loader": self.state_dict() if self.has_state else None,
-            "held": [self._before[number].random.to_dict() for number in sorted(held)],
-            "now": RandomStates.now().to_dict(),
-            "own": {"start": self._start_of_own, "now": self._own()},
+            "held": [self._before[number].random.to_dict() for number in held],
+            "now": now.to_dict(),
+            "own": {"start": list(epoch.own), "now": own},
         }
 
     def resume(self, progress: dict[str, Any]) -> None:

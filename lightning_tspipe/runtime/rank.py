@@ -22,7 +22,7 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.ahead import Lookahead
 from lightning_tspipe.runtime.announcements import Announcements
 from lightning_tspipe.runtime.execution import Execution
-from lightning_tspipe.runtime.executor import AHEAD_CHANNEL, Executor
+from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.frozen import Front, FrozenPart
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.heads import Heads
@@ -32,6 +32,7 @@ from lightning_tspipe.runtime.programs import Captured, Programs, layout
 from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.stage_weights import StageWeights, stage_weights
+from lightning_tspipe.runtime.step import AHEAD_CHANNEL
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import StepUnits

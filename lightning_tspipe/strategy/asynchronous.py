@@ -31,6 +31,12 @@ def check_options(options: SetupOptions) -> None:
                 f"weights={options.weights!r} is for schedule='1f1b'; with "
                 f"schedule={options.schedule!r} the student always reads its newest weights"
             )
+        if not options.drain_epochs:
+            raise ConfigurationError(
+                "drain_epochs=False is for schedule='1f1b'; with "
+                f"schedule={options.schedule!r} no batch is under way where an epoch ends. Remove "
+                "it"
+            )
         return
     if options.num_microbatches not in {"auto", 1}:
         raise ConfigurationError(
@@ -92,6 +98,32 @@ def _refuse_sparse(network: nn.Module, name: str) -> None:
                 f"{f'{name}.{path}'.rstrip('.')!r} makes sparse gradients, and updates by them "
                 "can't be predicted. Use sparse=False"
             )
+
+
+def check_epochs(trainer: Any) -> None:
+    """Refuse epochs behind which the next one can't begin at once.
+
+    Raises:
+        ConfigurationError: Their length isn't known, or no multiple of what is accumulated, or
+            each has a loader of its own.
+    """
+    length, every = trainer.fit_loop.max_batches, trainer.accumulate_grad_batches
+    if length == float("inf"):
+        raise ConfigurationError(
+            "drain_epochs=False needs to know how long an epoch is: give the loader a length, or "
+            "the Trainer limit_train_batches"
+        )
+    if length % every:
+        raise ConfigurationError(
+            f"drain_epochs=False with accumulate_grad_batches={every} and epochs of {length} "
+            "batches: the last update of an epoch would come early. Make one a multiple of the "
+            "other, or remove drain_epochs"
+        )
+    if trainer.reload_dataloaders_every_n_epochs:
+        raise ConfigurationError(
+            "drain_epochs=False with reload_dataloaders_every_n_epochs: an epoch is read before "
+            "the one before it has ended. Remove one of them"
+        )
 
 
 def begin_step(weights: StageWeights, batches_per_update: int, batch_idx: int) -> None:

@@ -82,15 +82,18 @@ class CheckpointHooks(ShardedHooks):
     def _progress(self) -> dict[str, Any] | None:
         assert self._engine is not None
         loop = self._trainer.fit_loop
+        ended = loop.epoch_loop._num_ready_batches_reached()  # noqa: SLF001
+        # The epoch that has begun last; Trainer.current_epoch moves on before its last hooks.
+        epoch = loop.epoch_progress.current.ready
+        coming = loop.epoch_loop.batch_progress.current.ready
+        place = (epoch, 0) if ended else (epoch - 1, coming)
         self._accumulates = loop._should_accumulate() or bool(self._manual.commands.waiting)  # noqa: SLF001
         return progress.collect(
             self._engine,
             self._loader,
-            epoch_ended=loop.epoch_loop._num_ready_batches_reached(),  # noqa: SLF001
+            epoch_ended=ended,
             with_gradients=self._accumulates and not self.saves_shards,
-            place=None
-            if self.saves_shards
-            else (self._trainer.current_epoch, loop.epoch_loop.batch_progress.current.ready),
+            place=None if self.saves_shards else place,
         )
 
 

@@ -123,6 +123,7 @@ class DataHooks(ProcessHooks):
         loader = LookaheadLoader(
             dataloader, announce, on_read, trains=trains, num_batches=num_batches,
             depth=self._depth if trains else 1,
+            follows=self._begin_next_epoch if trains else lambda: False,
         )  # fmt: skip
         if sized_len(dataloader) is None and self.num_replicas > 1:
             loader.agree = self.replicas.all_say
@@ -132,6 +133,20 @@ class DataHooks(ProcessHooks):
             if self._resumed is not None and self._resumed["loader"] is not None:
                 loader.resume(self._resumed["loader"])
         return loader
+
+    def _begin_next_epoch(self) -> bool:
+        """Where an epoch's batches end: whether the next one's may be read already."""
+        trainer, epoch = self._trainer, self._trainer.current_epoch + 1
+        most = trainer.max_epochs
+        if self.options.drain_epochs or trainer.should_stop or most in {None, epoch}:
+            return False
+        sampler = getattr(self._loader, "sampler", None)
+        batch_sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
+        for each in (sampler, batch_sampler):
+            set_epoch = getattr(each, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+        return True
 
     @property
     def _depth(self) -> int:
@@ -191,6 +206,8 @@ class DataHooks(ProcessHooks):
         if loader is None or not self._runs_ahead():
             return []
         left = self._trainer.fit_loop.max_batches - batch_idx - 1
+        if not self.options.drain_epochs:
+            left = math.inf
         number = int(max(0, min(most, left, len(loader.upcoming))))
         for offset, batch in enumerate(loader.upcoming[:number], 1):
             if loader.current + offset not in self._prepared:

@@ -35,6 +35,7 @@ class SetupOptions:
     compile: bool | Mapping[str, Any] = False
     queue_depth: Literal["auto"] | int = "auto"
     weights: str | None = None
+    drain_epochs: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in {"tspipe", "gpipe", "sequential", "1f1b"}:

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
-from lightning_tspipe.runtime.executor import AHEAD_CHANNEL, BATCH_CHANNEL
 from lightning_tspipe.runtime.nccl import NcclTransport
 from lightning_tspipe.runtime.rendezvous import local_store, stay_on_this_machine
 from lightning_tspipe.runtime.replicas import (
@@ -26,6 +25,7 @@ from lightning_tspipe.runtime.replicas import (
     make_groups,
     reduce_among,
 )
+from lightning_tspipe.runtime.step import AHEAD_CHANNEL, BATCH_CHANNEL
 from lightning_tspipe.runtime.transport import (
     GlooTransport,
     LocalNetwork,

@@ -72,6 +72,7 @@ class PipelineHooks(EndHooks):
         num_microbatches: Literal["auto"] | int = "auto",
         schedule: Literal["tspipe", "gpipe", "sequential", "1f1b"] = "tspipe",
         weights: Literal["pipeoptim", "pipedream", "2bw", "spectrain"] | None = None,
+        drain_epochs: bool = True,
         partition: Partition = "auto",
         split_backward: Literal["auto"] | bool = "auto",
         memory_limit: int | str | None = None,
@@ -103,6 +104,8 @@ class PipelineHooks(EndHooks):
                 follow each other through the student, and updates don't wait for them.
             weights: With ``1f1b``, which version of its weights a stage reads: ``pipeoptim`` (the
                 default), ``pipedream``, ``2bw`` or ``spectrain``.
+            drain_epochs: With ``1f1b``, whether the pipeline is empty where an epoch ends. If not,
+                the first batches of the next epoch are read, and begun, before its hooks run.
             partition: Number of atoms of each stage, in order; a mapping gives ``student`` and
                 ``teacher`` apart. ``"auto"``: measured and simulated.
             split_backward: Whether backwards may run in two halves to fill bubbles.
@@ -136,7 +139,7 @@ class PipelineHooks(EndHooks):
         self.options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
-            activation_checkpointing, compile, queue_depth, weights,
+            activation_checkpointing, compile, queue_depth, weights, drain_epochs,
         )  # fmt: skip
         self._engine: Engine | None = None
         self._construction = Construction()
@@ -157,6 +160,7 @@ class PipelineHooks(EndHooks):
         self._num_loaders = 0
         self._words: dict[int, deque[tuple[int, bool]]] = {}
         self._epoch = -1
+        self._epoch_is_through = False
         self._watch: TeacherWatch | None = None
         self._watched_from = 0
         self._gradients_ready = 0.0

@@ -18,7 +18,7 @@ from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.strategy.asynchronous import begin_step
+from lightning_tspipe.strategy.asynchronous import begin_step, check_epochs
 from lightning_tspipe.strategy.data import DataHooks
 from lightning_tspipe.strategy.fanout import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
@@ -45,6 +45,7 @@ class TrainingHooks(DataHooks):
 
     _evaluations: dict[Any, Evaluation]
     _epoch: int
+    _epoch_is_through: bool
     _watch: TeacherWatch | None
     _watched_from: int
     _gradients_ready: float
@@ -77,7 +78,7 @@ class TrainingHooks(DataHooks):
             self._drain_at_an_end(engine)
             following = self._next_batches(batch_idx, engine.lookahead) if self.is_data_rank else []
             ahead = [
-                (later, self._training_step(rest, batch_idx + offset))
+                (later, self._training_step(rest, self._place_of(batch_idx + offset)))
                 for offset, later in enumerate(following, 1)
             ]
             if engine.weights is not None:
@@ -97,11 +98,19 @@ class TrainingHooks(DataHooks):
             return result
         return torch.zeros((), device=self.root_device, requires_grad=True)
 
+    def _place_of(self, batch_idx: int) -> int:
+        """Of a batch that follows, its place in its epoch, which may be the next one."""
+        length = self._trainer.fit_loop.max_batches
+        return batch_idx if batch_idx < length else int(batch_idx - length)
+
     def _drain_at_an_end(self, engine: Engine) -> None:
         """Behind the end of an epoch, early or not, nothing is left of what ran ahead."""
         if self._trainer.current_epoch != self._epoch:
-            engine.drain()
+            if self.options.drain_epochs or not self._epoch_is_through:
+                engine.drain()
             self._epoch = self._trainer.current_epoch
+        loop = self._trainer.fit_loop
+        self._epoch_is_through = loop.epoch_loop.batch_idx + 1 == loop.max_batches
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -150,6 +159,8 @@ class TrainingHooks(DataHooks):
                 self._origin(),
                 self.repacking.freezing,
             )
+        if not self.options.drain_epochs:
+            check_epochs(self._trainer)
         self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +13,15 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.atoms import atomize
 from lightning_tspipe.runtime.stage_weights import Read
+from lightning_tspipe.runtime.weight_policies import policy_of
 from lightning_tspipe.simulation.timeline import Timeline
+from lightning_tspipe.strategy.asynchronous import check_epochs, refuse_training
 from tests.exactness.asynchronous import emulate
 from tests.exactness.test_asynchronous import OPTIMIZERS, Case, Module, loss_of, make
 from tests.integration.jobs import run, run_job
@@ -55,6 +59,7 @@ class Job:
     case: Case
     trainer: dict[str, Any] = field(default_factory=dict)
     unsized: bool = False
+    drains: bool = True
     stop_after: int = 0
     resume: str = ""
 
@@ -74,6 +79,30 @@ class Trace(Callback):
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         self.timeline = trainer.strategy.pipelined.timeline()
+
+
+class Kept:
+    """A loader that keeps its place."""
+
+    def __init__(self, epochs: list[list[Any]]) -> None:
+        self._epochs = epochs
+        self._epoch = self._place = 0
+
+    def __len__(self) -> int:
+        return len(self._epochs[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, begin = self._epoch, self._place
+        for place in range(begin, len(self)):
+            is_last = place + 1 == len(self)
+            self._epoch, self._place = (epoch + 1, 0) if is_last else (epoch, place + 1)
+            yield self._epochs[epoch][place]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self._epoch, "place": self._place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epoch, self._place = state["epoch"], state["place"]
 
 
 def partition(module: Module, num_stages: int) -> list[int]:
@@ -104,7 +133,8 @@ def fit(job: Job, num_ranks: int = 0) -> Fitted:
     num_ranks = num_ranks or job.case.num_stages
     cuts = partition(plain, job.case.num_stages)
     strategy = TSPipeStrategy(
-        schedule="1f1b", weights=job.case.policy, activation_checkpointing=job.case.again,
+        schedule="1f1b", weights=job.case.policy, drain_epochs=job.drains,
+        activation_checkpointing=job.case.again,
         partition=[*cuts[: num_ranks - 1], sum(cuts[num_ranks - 1 :])],
     )  # fmt: skip
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -114,7 +144,9 @@ def fit(job: Job, num_ranks: int = 0) -> Fitted:
            "max_epochs": len(job.case.epochs), "callbacks": callbacks,
            "accumulate_grad_batches": job.case.accumulate, **job.trainer},
     )  # fmt: skip
-    loader = Unsized(epochs) if job.unsized else Epochs(epochs)
+    loader: Any = Unsized(epochs) if job.unsized else Epochs(epochs)
+    if not job.drains:
+        loader = Kept(epochs)
     trainer.fit(module, loader, Epochs(epochs[:1]), ckpt_path=job.resume or None)
     state = {k: v.detach().clone() for k, v in module.state_dict().items() if not v.is_meta}
     metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
@@ -202,6 +234,31 @@ def test_a_run_goes_on_with_the_batches_in_flight(case: Case, stop: int, tmp_pat
     assert counts == [left - min(rank + 1, in_epoch) for rank in range(case.num_stages)]
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("pipeoptim", 2, (4, 4), "adamw"),
+        pytest.param(Case("2bw", 3, (6, 6), "adamw", accumulate=3), marks=SLOW),
+        pytest.param(Case("pipedream", 3, (2, 2, 2), "adamw"), marks=SLOW),
+    ],
+    ids=str,
+)
+def test_without_a_drain_epochs_are_one(case: Case, tmp_path: Path) -> None:
+    """Also where an epoch is shorter than the pipeline, and from checkpoints around an end."""
+    job = Job(case, {"val_check_interval": 1.0}, drains=False)
+    whole = run(fit, job, num_ranks=case.num_stages, folder=tmp_path)
+    assert_equal(replace(case, epochs=(sum(case.epochs),)), whole)
+    saving = replace(job, stop_after=1)
+    run(fit, saving, num_ranks=case.num_stages, folder=tmp_path)
+    first = case.epochs[0] // case.accumulate
+    for stop in {max(1, first - 1), first, first + 1}:
+        path = str(tmp_path / f"step={stop}.ckpt")
+        again = run(fit, replace(saving, resume=path), num_ranks=case.num_stages, folder=tmp_path)
+        torch.testing.assert_close(again[0][1], whole[0][1], rtol=0, atol=0)
+        left = whole[0][0][stop * case.accumulate :]
+        torch.testing.assert_close(again[0][0], left, rtol=0, atol=0)
+
+
 def test_other_stages_go_on_with_an_empty_pipeline(tmp_path: Path) -> None:
     three, two = Case("pipedream", 3, (6,), "adamw"), Case("pipedream", 2, (6,), "adamw")
     run(fit, Job(three, stop_after=2), num_ranks=3, folder=tmp_path)
@@ -284,6 +341,7 @@ def test_bad_input_is_refused_on_every_rank(
     [
         ({"schedule": "1f1b", "weights": "pipemare"}, "choose one of pipeoptim, pipedream"),
         ({"schedule": "gpipe", "weights": "2bw"}, "is for schedule='1f1b'"),
+        ({"schedule": "tspipe", "drain_epochs": False}, "no batch is under way"),
         ({"schedule": "1f1b", "num_microbatches": 4}, "a batch is one unit"),
         ({"schedule": "1f1b", "split_backward": True}, "Leave it out"),
         ({"schedule": "1f1b", "compile": True}, "Leave one of them out"),
@@ -292,6 +350,62 @@ def test_bad_input_is_refused_on_every_rank(
 def test_options_that_can_not_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         TSPipeStrategy(**options)
+
+
+class Sparse(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.EmbeddingBag(3, 2, mode="sum", sparse=True))
+
+
+class ByHand(Lit):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("policy", "module", "trainer", "message"),
+    [
+        ("pipeoptim", ByHand(2), {}, "Use automatic optimization"),
+        ("pipeoptim", Lit(2), {"scaler": object()}, "bf16-mixed"),
+        ("pipeoptim", Sparse(), {}, "'student.0' makes sparse gradients"),
+        ("pipeoptim", Lit(2), {"make": torch.optim.Adagrad}, r"predict_update\(parameter"),
+        ("pipeoptim", Lit(2), {"make": torch.optim.LBFGS}, "LBFGS"),
+        ("spectrain", Lit(2), {"make": torch.optim.Adam}, "weights='pipeoptim', which knows"),
+        ("2bw", Lit(2), {"accumulate": 1}, "accumulate_grad_batches=2 or more"),
+    ],
+    ids=["by hand", "scaled", "sparse", "unknown", "closures", "momentum", "2bw"],
+)
+def test_trainings_that_can_not_be_are_refused(
+    policy: str, module: Any, trainer: dict[str, Any], message: str
+) -> None:
+    given = {"scaler": None, "make": torch.optim.AdamW, "accumulate": 2, **trainer}
+    optimizers = [given["make"](module.parameters(), lr=0.1)]
+    fake = SimpleNamespace(
+        precision_plugin=SimpleNamespace(scaler=given["scaler"]),
+        strategy=SimpleNamespace(optimizers=optimizers),
+        accumulate_grad_batches=given["accumulate"],
+    )
+    with pytest.raises(ConfigurationError, match=message):
+        refuse_training(policy_of(policy), fake, module, ["student"], 2)
+
+
+@pytest.mark.parametrize(
+    ("length", "accumulate", "reload", "message"),
+    [
+        (float("inf"), 1, 0, "give the loader a length"),
+        (7, 2, 0, "epochs of 7 batches"),
+        (8, 2, 1, "reload_dataloaders_every_n_epochs"),
+    ],
+)
+def test_epochs_that_can_not_follow_at_once_are_refused(
+    length: float, accumulate: int, reload: int, message: str
+) -> None:
+    fake = SimpleNamespace(
+        fit_loop=SimpleNamespace(max_batches=length), accumulate_grad_batches=accumulate,
+        reload_dataloaders_every_n_epochs=reload,
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match=message):
+        check_epochs(fake)
 
 
 @pytest.mark.parametrize("weights", ["pipeoptim", "pipedream", "2bw", "spectrain"])

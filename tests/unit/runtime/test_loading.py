@@ -1,0 +1,80 @@
+"""Epochs that are read before the one before has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lightning_tspipe.runtime.loading import LookaheadLoader
+
+LENGTH = 3
+
+
+class Drawn:
+    """Random batches, as many in each epoch."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randint(1000, (LENGTH,)).tolist()
+
+
+def through(loader: LookaheadLoader, stop: int = 0) -> tuple[list[Any], dict[str, Any]]:
+    """Three epochs as a run goes through them: batches with what is held behind each.
+
+    Args:
+        loader: The loader.
+        stop: After so many batches its progress is taken.
+    """
+    seen: list[Any] = []
+    progress: dict[str, Any] = {}
+    for epoch in range(3):
+        for place, batch in enumerate(loader):
+            loader.take()
+            seen.append([batch, *loader.upcoming])
+            if len(seen) == stop:
+                progress = loader.progress(ended=place + 1 == LENGTH)
+                if epoch == 2:
+                    break
+    return seen, progress
+
+
+def made(num_epochs: int = 3) -> LookaheadLoader:
+    ends = iter([True] * (num_epochs - 1) + [False] * 9)
+    return LookaheadLoader(Drawn(), depth=2, follows=lambda: next(ends))
+
+
+def test_what_follows_is_held_across_the_end_of_an_epoch() -> None:
+    torch.manual_seed(1)
+    seen, _ = through(made())
+    batches = [held[0] for held in seen]
+    assert len(batches) == 3 * LENGTH
+    assert seen == [batches[n : n + 3] for n in range(9)]
+
+
+def test_the_epochs_are_those_that_would_have_come_anyway() -> None:
+    torch.manual_seed(1)
+    early, _ = through(made())
+    torch.manual_seed(1)
+    late, _ = through(LookaheadLoader(Drawn(), depth=2))
+    assert [held[0] for held in early] == [held[0] for held in late]
+
+
+def test_it_goes_on_from_before_and_from_behind_the_end_of_an_epoch() -> None:
+    torch.manual_seed(1)
+    whole, _ = through(made())
+    for stop in range(1, 7):
+        torch.manual_seed(1)
+        _, progress = through(made(), stop)
+        again = made(3 - stop // LENGTH)
+        again.resume(progress)
+        torch.manual_seed(5)  # the progress restores what counts
+        found = []
+        for _ in range(3 - stop // LENGTH):
+            for batch in again:
+                again.take()
+                found.append([batch, *again.upcoming])
+        assert found == whole[stop:], stop
