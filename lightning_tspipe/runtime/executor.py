@@ -44,8 +44,6 @@ from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import NETWORK_OF, StepUnits
 
-_BACKWARD_OPS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD})
-
 
 class Executor:
     """Runs the actions of one rank.

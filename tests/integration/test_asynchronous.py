@@ -125,6 +125,10 @@ def fit(job: Job, num_ranks: int = 0) -> Fitted:
     module = Lit(job.case.num_stages)
     module.optimizer = job.case.optimizer
     module.load_state_dict(plain.state_dict())
+    if job.case.again:
+        # Repeated forwards draw again what the first ones drew.
+        for student in (plain.student, module.student):
+            student[0].append(nn.Dropout(0.3))
     recorder, trace = Recorder(), Trace()
     callbacks: list[Any] = [recorder, trace]
     if job.stop_after:
