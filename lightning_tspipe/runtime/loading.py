@@ -119,8 +119,8 @@ class LookaheadLoader:
         num_batches: Of an epoch, at most; nothing behind them is read. A sampler that is asked for
             more draws from its generator, and the next epoch would have another order.
         depth: How many batches are held behind the current one; may be set between two epochs.
-        follows: Asked where an epoch ends: whether the next one may be read already. It makes
-            samplers ready for that.
+        follows: Asked once where an epoch ends: whether the next one may be read already. It
+            makes samplers ready for that. An epoch has to be at least as long as the depth.
 
     Attributes:
         current: Number of the batch in training, over all epochs.
@@ -141,6 +141,7 @@ class LookaheadLoader:
         self._loader = loader
         self._follows = follows
         self._early: _Early | None = None
+        self._has_asked = False
         self.depth = depth
         self._num_iterations = 0
         self._trains = trains
@@ -180,6 +181,7 @@ class LookaheadLoader:
     def __iter__(self) -> Iterator[Any]:
         self._num_iterations += 1
         early, self._early = self._early, None
+        self._has_asked = False
         if early is not None and self.current + 1 == self._epoch.first:
             batches, held = early.batches, early.held
         else:
@@ -198,7 +200,9 @@ class LookaheadLoader:
             return
         if self._early is None:
             now, own, before = RandomStates.now(), self._own(), self._epoch
-            if not self._follows():
+            # Others have heard the answer: it must not change.
+            if self._has_asked or not self._follows():
+                self._has_asked = True
                 return
             self._early = _Early(self._batches(), deque(), before, now, own)
         missing = number - len(self._early.held)

@@ -100,18 +100,23 @@ def _refuse_sparse(network: nn.Module, name: str) -> None:
             )
 
 
-def check_epochs(trainer: Any) -> None:
+def check_epochs(trainer: Any, num_ranks: int) -> None:
     """Refuse epochs behind which the next one can't begin at once.
 
     Raises:
-        ConfigurationError: Their length isn't known, or no multiple of what is accumulated, or
-            each has a loader of its own.
+        ConfigurationError: Their length isn't known, or too small, or no multiple of what is
+            accumulated, or each has a loader of its own.
     """
     length, every = trainer.fit_loop.max_batches, trainer.accumulate_grad_batches
     if length == float("inf"):
         raise ConfigurationError(
             "drain_epochs=False needs to know how long an epoch is: give the loader a length, or "
             "the Trainer limit_train_batches"
+        )
+    if length < num_ranks:
+        raise ConfigurationError(
+            f"drain_epochs=False with epochs of {length} batches and {num_ranks} ranks: work would "
+            "begin on the epoch after the next one. Remove drain_epochs, or make epochs longer"
         )
     if length % every:
         raise ConfigurationError(

@@ -160,7 +160,7 @@ class TrainingHooks(DataHooks):
                 self.repacking.freezing,
             )
         if not self.options.drain_epochs:
-            check_epochs(self._trainer)
+            check_epochs(self._trainer, self.num_ranks)
         self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw

@@ -243,12 +243,12 @@ def test_a_run_goes_on_with_the_batches_in_flight(case: Case, stop: int, tmp_pat
     [
         Case("pipeoptim", 2, (4, 4), "adamw"),
         pytest.param(Case("2bw", 3, (6, 6), "adamw", accumulate=3), marks=SLOW),
-        pytest.param(Case("pipedream", 3, (2, 2, 2), "adamw"), marks=SLOW),
+        pytest.param(Case("pipedream", 3, (3, 3, 3), "adamw"), marks=SLOW),
     ],
     ids=str,
 )
 def test_without_a_drain_epochs_are_one(case: Case, tmp_path: Path) -> None:
-    """Also where an epoch is shorter than the pipeline, and from checkpoints around an end."""
+    """Also where epochs are as short as the pipeline, and from checkpoints around an end."""
     job = Job(case, {"val_check_interval": 1.0}, drains=False)
     whole = run(fit, job, num_ranks=case.num_stages, folder=tmp_path)
     assert_equal(replace(case, epochs=(sum(case.epochs),)), whole)
@@ -399,6 +399,7 @@ def test_trainings_that_can_not_be_are_refused(
         (float("inf"), 1, 0, "give the loader a length"),
         (7, 2, 0, "epochs of 7 batches"),
         (8, 2, 1, "reload_dataloaders_every_n_epochs"),
+        (2, 1, 0, "epochs of 2 batches and 3 ranks"),
     ],
 )
 def test_epochs_that_can_not_follow_at_once_are_refused(
@@ -409,7 +410,7 @@ def test_epochs_that_can_not_follow_at_once_are_refused(
         reload_dataloaders_every_n_epochs=reload,
     )  # fmt: skip
     with pytest.raises(ConfigurationError, match=message):
-        check_epochs(fake)
+        check_epochs(fake, 3)
 
 
 @pytest.mark.parametrize("weights", ["pipeoptim", "pipedream", "2bw", "spectrain"])
