@@ -184,12 +184,19 @@ def reading(
         for module, name in own
     ]
     before = [table[name] for table, name, _ in places]
-    # nn.LSTM, which holds its weights a second time, notices at its next call.
     _put(places)
     try:
         yield
     finally:
         _put((table, name, own) for (table, name, _), own in zip(places, before, strict=True))
+        _forget_copies(module for own in slots for module, _ in own)
+
+
+def _forget_copies(modules: Iterable[nn.Module]) -> None:
+    """nn.LSTM holds its weights twice; called again, it notices that they are others."""
+    for module in {module: None for module in modules if isinstance(module, nn.RNNBase)}:
+        names = module._flat_weights_names  # noqa: SLF001
+        module._flat_weights = [getattr(module, name) for name in names]  # noqa: SLF001
 
 
 def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:

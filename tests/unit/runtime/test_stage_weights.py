@@ -62,6 +62,17 @@ def test_where_an_epoch_begins_weights_may_change() -> None:
     step(module, weights, 2)
 
 
+def test_an_lstm_does_not_hold_on_to_a_prediction() -> None:
+    module = nn.LSTM(2, 2)
+    weights = made(module)
+    for batch in range(3):
+        step(module, weights, batch)
+        assert all(
+            mine is held
+            for mine, held in zip(module.parameters(), module._flat_weights, strict=True)
+        )
+
+
 def test_a_prediction_that_is_not_finite_is_named() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weights = made(module)
