@@ -33,7 +33,8 @@ def measure(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     options.runs.mkdir(parents=True, exist_ok=True)
     tasks = [task for task in options.tasks or TASKS if _folder(options, task) is not None]
-    for seed, task, arm in product(options.seeds, tasks, options.arms or ARMS):
+    wanted = () if options.present else product(options.seeds, tasks, options.arms or ARMS)
+    for seed, task, arm in wanted:
         # SpecTrain is defined for SGD with momentum only.
         if arm == "spectrain" and task != "resnet":
             continue
@@ -43,7 +44,8 @@ def measure(options: argparse.Namespace) -> int:
     keys: list[Key] = list(product(options.tasks or TASKS, ARMS, options.seeds))
     runs = {key: curve for key in keys if (curve := _load(options, key)) is not None}
     figures = figures_of(runs)
-    print("\n".join(f"{name}: {value:.4f}" for name, value in figures.items()))
+    table = table_of(runs, figures)
+    print(table)
     if options.json is not None:
         rows = [
             {"task": task, "arm": arm, "seed": seed, "accuracy": curve}
@@ -56,13 +58,14 @@ def measure(options: argparse.Namespace) -> int:
         }  # fmt: skip
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        options.json.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
     if options.image is not None:
         draw(runs, options.image)
     return 0
 
 
 def figures_of(runs: dict[Key, list[float]]) -> dict[str, float]:
-    """``accuracy.{task}.{arm}``, its deviation over seeds, and epochs to the target."""
+    """``accuracy.{task}.{arm}``, how many seeds and their deviation, and epochs to the target."""
     found: dict[str, float] = {}
     for task, arm in product(TASKS, ARMS):
         curves = [curve for (t, a, _), curve in runs.items() if (t, a) == (task, arm)]
@@ -70,6 +73,7 @@ def figures_of(runs: dict[Key, list[float]]) -> dict[str, float]:
             continue
         finals = [curve[-1] for curve in curves]
         found[f"accuracy.{task}.{arm}"] = mean(finals)
+        found[f"accuracy.{task}.{arm}.seeds"] = len(finals)
         if len(finals) > 1:
             found[f"accuracy.{task}.{arm}.deviation"] = stdev(finals)
         target = TARGET * found.get(f"accuracy.{task}.gpipe1", 1.0)
@@ -78,6 +82,24 @@ def figures_of(runs: dict[Key, list[float]]) -> dict[str, float]:
         if reached is not None:
             found[f"epochs_to_target.{task}.{arm}"] = reached
     return found
+
+
+def table_of(runs: dict[Key, list[float]], figures: dict[str, float]) -> str:
+    """A line for each task and arm: final accuracies, seed by seed, and epochs to the target."""
+    lines = ["task    arm        mean   deviation  epochs to target  seed by seed"]
+    for task, arm in product(TASKS, ARMS):
+        name = f"{task}.{arm}"
+        if f"accuracy.{name}" not in figures:
+            continue
+        deviation = figures.get(f"accuracy.{name}.deviation")
+        shown = "-" if deviation is None else f"{deviation:.3f}"
+        epochs = figures.get(f"epochs_to_target.{name}", "-")
+        seeds = " ".join(
+            f"{curve[-1]:.3f}" for (t, a, _), curve in sorted(runs.items()) if (t, a) == (task, arm)
+        )
+        mean_text = f"{figures[f'accuracy.{name}']:.3f}"
+        lines.append(f"{task:<7} {arm:<10} {mean_text}  {shown:<9}  {epochs!s:<16}  {seeds}")
+    return "\n".join(lines)
 
 
 def _folder(options: argparse.Namespace, task: str) -> Path | None:

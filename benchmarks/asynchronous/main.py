@@ -54,6 +54,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, help="train on so many only")
     parser.add_argument("--epochs", type=int, help="train for so many only")
     parser.add_argument("--image", type=Path, help="draw the curves of the accuracies here")
+    parser.add_argument("--present", action="store_true", help="train nothing, use what is there")
     parser.add_argument("--runs", type=Path, default=Path("runs/async"), help="single results")
     return parser.parse_args(arguments)
 
