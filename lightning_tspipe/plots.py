@@ -78,12 +78,15 @@ class Curve:
     values: tuple[float, ...]
 
 
-def plot_curves(metrics: Mapping[str, Mapping[str, Curve]], path: str | Path) -> None:
+def plot_curves(
+    metrics: Mapping[str, Mapping[str, Curve]], path: str | Path, *, axis: str = "steps"
+) -> None:
     """Draw metrics one below the other: against steps, and against time where it is known.
 
     Args:
         metrics: By their names, then by the runs' names.
         path: File to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
+        axis: What steps are called.
 
     Raises:
         ConfigurationError: matplotlib is not installed, the suffix is of no known format, or there
@@ -104,11 +107,12 @@ def plot_curves(metrics: Mapping[str, Mapping[str, Curve]], path: str | Path) ->
         row[0].set_ylabel(name)
     for axes in subplots.flat:
         axes.spines[["top", "right"]].set_visible(False)
-    subplots[-1, 0].set_xlabel("steps")
+    subplots[-1, 0].set_xlabel(axis)
     if is_timed:
         subplots[-1, 1].set_xlabel("minutes of training")
     if len(runs) > 1:
-        subplots[0, 0].legend(frameon=False, fontsize=_LABEL_POINTS)
+        fullest = max(zip(metrics.values(), subplots, strict=True), key=lambda pair: len(pair[0]))
+        fullest[1][0].legend(frameon=False, fontsize=_LABEL_POINTS)
     _save(figure, Path(path))
 
 

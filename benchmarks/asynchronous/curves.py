@@ -23,4 +23,4 @@ def draw(runs: Mapping[tuple[str, str, int], list[float]], path: Path) -> None:
         epochs = tuple(float(epoch) for epoch in range(1, len(means) + 1))
         metrics.setdefault(task, {})[arm] = Curve(epochs, (), means)
     if metrics:
-        plot_curves(metrics, path)
+        plot_curves(metrics, path, axis="epochs")
