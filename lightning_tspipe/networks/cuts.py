@@ -9,8 +9,9 @@
 A value is *live* after a call if a later call reads it. Parameters and buffers are read where they
 are used, so they are never live; numbers that come from shapes are, and cannot be sent. Where one
 tensor is live, any call may be the last of an atom. Where several are (inside a residual block),
-only cuts that can balance something are made: between two calls that read weight matrices. No cut
-is made where a later call writes what would be passed on, as ``relu_`` does.
+only cuts that can balance something are made: between two products, which are calls that read a
+weight matrix, and attention. No cut is made where a later call writes what would be passed on, as
+``relu_`` does.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _FRESH_MODULES = names_in("""
     torch.nn.modules.instancenorm torch.nn.modules.normalization torch.nn.modules.pooling
     torch.nn.modules.rnn torch.nn.modules.sparse torch.nn.modules.upsampling
 """)
+_PRODUCTS = names_in("baddbmm bmm einsum matmul scaled_dot_product_attention")
 _NOT_WRITES = names_in("index inv invert is_ is_not")
 _MAX_LIVE = 4
 """Tensors that a cut may pass on; with more, sending them costs more than a cut can gain."""
@@ -98,8 +100,8 @@ def find_cuts(
         live = {value: last for value, last in live.items() if last > index}
         if not moving.isdisjoint(node.all_input_nodes):
             moving.add(node)
-        has_product = has_product or _reads_matrix(node, root)
-        is_useful = len(live) == 1 or (has_product and _reads_matrix(nodes[index + 1], root))
+        has_product = has_product or _is_product(node, root)
+        is_useful = len(live) == 1 or (has_product and _is_product(nodes[index + 1], root))
         if (
             is_useful
             and 1 <= len(live) <= _MAX_LIVE
@@ -113,8 +115,13 @@ def find_cuts(
     return cuts
 
 
+def _is_product(node: fx.Node, root: nn.Module) -> bool:
+    """Whether the call multiplies matrices: most of the work is there."""
+    return target_name(node) in _PRODUCTS or _reads_matrix(node, root)
+
+
 def _reads_matrix(node: fx.Node, root: nn.Module) -> bool:
-    """Whether the call reads a parameter of two dimensions or more: most of the work is there."""
+    """Whether the call reads a parameter of two dimensions or more."""
     module = module_of(node)
     if module is not None:
         return any(parameter.dim() > 1 for parameter in module.parameters())
