@@ -27,6 +27,7 @@ from lightning_tspipe.planning.search import (
     CutSpace,
     atom_seconds,
     excess_and_bound,
+    folded_cuts,
     joined_atoms,
 )
 from lightning_tspipe.planning.wishes import Wishes, explicit_cuts
@@ -52,6 +53,18 @@ _QUICK = 8
 
 _NEAR = 1.05
 """Estimates this close may change places when the real schedule is built."""
+
+_SEARCHED = 2
+"""Ranks for which contiguous cuts are simulated in such numbers that no others are needed."""
+
+_MAX_FOLDED = 16
+"""With more ranks there is one stage for each: synthesising a step of twice as many takes long."""
+
+_FOLDED_EFFORT = 4
+"""Simulations of a layout with two stages per rank: much depends on which of them goes first."""
+
+_FOLDING = ("tspipe", "gpipe")
+"""Schedules that gain by even ranks."""
 
 _TIE = 1.01
 """Times this close are equal, no profile is exacter: then fewer micro-batches, stages, halves."""
@@ -187,6 +200,7 @@ class _Planner:
         self._num_promising = _NUM_PROMISING // share
         self._refined_actions = _REFINED_ACTIONS // share
         self._num_starts = MAX_STARTS // share
+        self._most_folded = _MAX_FOLDED // share
         self._evaluator = Evaluator(wishes.schedule, ahead=wishes.ahead)
 
     def plan(self) -> Plan:
@@ -223,10 +237,14 @@ class _Planner:
         found: list[_Scored] = []
         best = math.inf
         for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
-            for split in self._wishes.splits(self._workload, space.num_stages):
+            splits = self._wishes.splits(self._workload, space.num_stages)
+            if space.start is not None:
+                splits = splits[-1:]  # the most that is wished for: a unit's way is long
+            for split in splits:
                 for layout in (replace(start, split=split) for start in layouts):
                     if not found or self._can_win(layout, best):
-                        seconds = self._evaluator.estimate(layout)
+                        effort = 1 if space.start is None else _FOLDED_EFFORT
+                        seconds = self._evaluator.estimate(layout, effort)
                         best = min(best, seconds)
                         found.append(_Scored(seconds, layout, space))
         return self._distinct(sorted(found, key=_seconds))
@@ -281,6 +299,17 @@ class _Planner:
             raise too_few_atoms(num_pieces, wanted)
         for num_stages in self._stage_counts(num_pieces, counts[0]):
             yield from (CutSpace(workload, num_stages, count) for count in counts)
+        for cuts in self._folded(counts[0]):
+            num_stages = len(cuts) - 1
+            yield from (CutSpace(workload, num_stages, count, start=cuts) for count in counts)
+
+    def _folded(self, num_microbatches: int) -> list[tuple[int, ...]]:
+        """Cuts with two stages on some ranks, if they may be worth it."""
+        wishes, num_ranks = self._wishes, self._workload.num_ranks
+        is_free = wishes.schedule in _FOLDING and wishes.num_stages is None
+        if not is_free or not _SEARCHED < num_ranks <= self._most_folded:
+            return []
+        return folded_cuts(self._workload, num_microbatches)
 
     def _stage_counts(self, num_pieces: int, num_microbatches: int) -> list[int]:
         """As many stages as ranks; more, to be folded, if the most even cut doesn't fit."""
@@ -366,7 +395,7 @@ class _Planner:
         if num_equal > 1:
             text += f"; the simplest of {num_equal} that are equally fast, within {_TIE - 1:.0%}"
         if layout.cuts.num_stages > self._workload.num_ranks and self._wishes.cuts is None:
-            text += "; stages are folded over the ranks to fit the memory limit"
+            text += "; stages are folded over the ranks, which makes them fit or evener"
         if layout.reduction:
             longest = max(layout.reduction) * 1e3
             text += f"; summing gradients over the replicas takes up to {longest:.1f} ms"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.folding import fold
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.partition import partition
 from lightning_tspipe.planning.placement import default_ranks
@@ -30,6 +31,9 @@ MAX_STARTS = 100
 _MAX_CLIMBED = 16
 """With more stages the boundaries are not moved before the first simulation: it takes too long."""
 
+_UNEVEN = 1.02
+"""How much busier than the mean a rank may be before two stages for each are considered."""
+
 _STRIDES = (1, -1, 2, -2, 4, -4)
 
 
@@ -42,12 +46,14 @@ class CutSpace:
         num_stages: Stages of the student.
         num_microbatches: Micro-batches per call; the balance depends on them a little.
         fixed: The student's cuts, if the user gave them.
+        start: The student's cuts to start from, if they are known.
     """
 
     workload: Workload
     num_stages: int
     num_microbatches: int
     fixed: tuple[int, ...] | None = None
+    start: tuple[int, ...] | None = None
 
     def layout(self, cuts: Cuts) -> Layout:
         """Price ``cuts``."""
@@ -104,6 +110,8 @@ class CutSpace:
     def _candidates(self, hints: Sequence[Layout]) -> Iterator[Cuts]:
         if self.fixed is not None:
             yield self._with_teacher(self.fixed)
+        elif self.start is not None:
+            yield self._with_teacher(self.start)
         elif self._is_small:
             for inner in combinations(self._positions, self.num_stages - 1):
                 yield self._with_teacher((0, *inner, self.workload.student.num_atoms))
@@ -219,6 +227,31 @@ class CutSpace:
             # The student alone is too large for a rank, or leaves too little: see ``fits``.
             bounds = (*(0,) * workload.num_ranks, teacher.num_atoms)
         return Cuts(student, bounds)
+
+
+def folded_cuts(workload: Workload, num_microbatches: int) -> list[tuple[int, ...]]:
+    """The evenest cuts with two stages on some ranks, for each number of stages.
+
+    None where one stage for each rank is about even, or where the teacher is cut on its own: it
+    goes where there is time for it.
+    """
+    num_ranks = workload.num_ranks
+    if workload.frozen or workload.independent_teacher is not None:
+        return []
+    busy = CutSpace(workload, num_ranks, num_microbatches).balanced().busy
+    if max(busy) < _UNEVEN * sum(busy) / num_ranks:
+        return []
+    found = (
+        fold(
+            atom_seconds(workload, num_microbatches),
+            workload.ranks.speeds[::-1],
+            num_stages,
+            joined=joined_atoms(workload),
+            limit=max(busy) / _UNEVEN,
+        )
+        for num_stages in range(num_ranks + 1, 2 * num_ranks + 1)
+    )
+    return list(dict.fromkeys(cuts for cuts in found if cuts is not None))
 
 
 def joined_atoms(workload: Workload) -> frozenset[int]:
