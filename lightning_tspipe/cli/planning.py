@@ -101,7 +101,10 @@ def run(options: argparse.Namespace) -> None:
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
     if len(names) > 1 and profile.teacher is None:
         names = tuple(name for name in names if name != "gpipe")
-    outcomes = [_outcome(name, profile, cluster, options) for name in names]
+    outcomes = []
+    for name in names:
+        print(f"planning {name} ...", file=sys.stderr)  # noqa: T201
+        outcomes.append(_outcome(name, profile, cluster, options))
     best = recommended([outcome for outcome in outcomes if outcome.plan is not None])
     if best is None or best.plan is None:
         reasons = "; ".join(dict.fromkeys(outcome.failure for outcome in outcomes))
