@@ -99,8 +99,12 @@ class Crew:
         self._collect(lambda: bool(self._askers), START_SECONDS)
         self._wait_until_quiet()
 
-    def turn(self, num_steps: int) -> float:
+    def turn(self, num_steps: int, num_warmup: int = NUM_WARMUP_STEPS) -> float:
         """Run ``num_steps`` steps after a short warm-up; the others should be asleep.
+
+        Args:
+            num_steps: Timed steps.
+            num_warmup: Untimed ones before them.
 
         Returns:
             Seconds that the timed steps took, on the slowest process that reads data.
@@ -110,7 +114,7 @@ class Crew:
         """
         self.has_run = True
         durations: dict[int, float] = {}
-        num_tokens = NUM_WARMUP_STEPS + num_steps
+        num_tokens = num_warmup + num_steps
 
         def note(rank: int, message: Message) -> None:
             if not isinstance(message, Asks):

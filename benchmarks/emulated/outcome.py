@@ -41,7 +41,7 @@ class Outcome:
         if ours is None:
             return
         prefix = f"{self.row.name}.{self.num_devices}"
-        for method in ("sequential", "gpipe"):
+        for method in ("sequential", "gpipe", "gpipe_joined"):
             if method in self.emulated:
                 yield f"{prefix}.tspipe_over_{method}", self.emulated[method] / ours
         yield f"{prefix}.utilization", self.work / (self.num_devices * ours)
@@ -56,12 +56,14 @@ class Report:
         step_seconds: What a step takes if no device ever waits.
         fraction: Of the real bytes that travelled.
         real: Simulated over measured seconds per step of real runs on two processes.
+        seconds: What all of it took.
     """
 
     step_seconds: float
     fraction: float
     outcomes: list[Outcome] = field(default_factory=list)
     real: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
     def add(self, outcome: Outcome) -> None:
         """Add one model on a number of devices."""
@@ -112,8 +114,8 @@ class Report:
     @property
     def _table(self) -> str:
         rows = [
-            ("model", "devices", "over sequential", "paper's", "over gpipe", "utilization",
-             "simulated/emulated"),
+            ("model", "devices", "over sequential", "paper's", "over gpipe", "joined",
+             "utilization", "simulated/emulated"),
         ]  # fmt: skip
         for outcome in self.outcomes:
             figures = {name.rpartition(".")[2]: value for name, value in outcome.figures}
@@ -123,6 +125,7 @@ class Report:
                 _cell(figures.get("tspipe_over_sequential")),
                 _cell(outcome.row.paper.get(outcome.num_devices)),
                 _cell(figures.get("tspipe_over_gpipe")),
+                _cell(figures.get("tspipe_over_gpipe_joined")),
                 _cell(figures.get("utilization")),
                 _cell(figures.get("simulated_over_emulated")),
             ))  # fmt: skip
@@ -139,6 +142,7 @@ class Report:
             "emulated": True,
             "step_seconds": self.step_seconds,
             "fraction_of_bytes": self.fraction,
+            "measured_in_seconds": round(self.seconds),
             "figures": self.figures,
             "rows": [
                 {

@@ -11,8 +11,10 @@ from lightly.models.modules.heads import (
     BYOLProjectionHead,
     MoCoProjectionHead,
 )
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torchvision import models
+from typing_extensions import override
 
 from benchmarks.emulated.rows import ROWS
 from lightning_tspipe.networks.atoms import atomize
@@ -21,6 +23,7 @@ from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 
 IMAGE_SIZE = 224
+PATCH_SIZE = 16
 FLOPS_PER_SECOND = 60e12
 """What a V100 (the paper's) or a T4 would do is beside the point: a row's time is scaled, see
 ``main``; only the proportions of the atoms matter."""
@@ -82,20 +85,60 @@ def profile(name: str, batch_size: int) -> StepProfile:
     )
 
 
-def _vit(size: str, num_classes: int | None = None) -> nn.Module:
-    layers, heads, width, mlp = _VIT[size]
-    network = models.VisionTransformer(
-        image_size=IMAGE_SIZE,
-        patch_size=16,
-        num_layers=layers,
-        num_heads=heads,
-        hidden_dim=width,
-        mlp_dim=mlp,
-        num_classes=num_classes or 1,
-    )
-    if num_classes is None:
-        network.heads = nn.Identity()
-    return network  # type: ignore[no-any-return]
+class _Block(nn.Module):
+    """A transformer block as the paper's ViTs have it: one product for queries, keys and values."""
+
+    def __init__(self, num_heads: int, width: int, mlp: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, mlp), nn.Linear(mlp, width)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, tokens, width)."""
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        y: Tensor = x + self.fc2(functional.gelu(self.fc1(self.norm2(x))))
+        return y
+
+
+class _Tokens(nn.Module):
+    """Patches and a class token, with positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, PATCH_SIZE, PATCH_SIZE)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        num_tokens = (IMAGE_SIZE // PATCH_SIZE) ** 2 + 1
+        self.positions = nn.Parameter(torch.zeros(1, num_tokens, width))
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Images to shape (batch, tokens, width)."""
+        patches = self.patches(x).flatten(2).transpose(1, 2)
+        # The token of each sample, as something that is computed from it.
+        token = self.token + torch.zeros_like(patches[:, :1])
+        return torch.cat([token, patches], dim=1) + self.positions
+
+
+class _ClassToken(nn.Module):
+    """What the head gets."""
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (batch, tokens, width) to (batch, width)."""
+        return x[:, 0]
+
+
+def _vit(size: str, num_classes: int | None = None) -> nn.Sequential:
+    num_layers, num_heads, width, mlp = _VIT[size]
+    blocks = (_Block(num_heads, width, mlp) for _ in range(num_layers))
+    network = nn.Sequential(_Tokens(width), *blocks, nn.LayerNorm(width), _ClassToken())
+    return network if num_classes is None else network.append(nn.Linear(width, num_classes))
 
 
 def _resnet(depth: int) -> tuple[nn.Module, int]:

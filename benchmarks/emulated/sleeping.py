@@ -11,6 +11,7 @@ real ones would work, so that whole backwards and halves of them both run as the
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from typing_extensions import override
 from lightning_tspipe.simulation.cost import StageCost
 
 _FLOAT_BYTES = 4
+_POLL_SECONDS = 5e-4
 
 
 class Device:
@@ -42,6 +44,37 @@ class Device:
 
 
 DEVICE = Device()
+
+
+class Passes:
+    """Keeps the student's pass from beginning before the teacher's has ended.
+
+    So it is where a library pipelines one call after the other: ``teacher(x)`` returns when all of
+    its micro-batches are through. The last stage of the teacher writes a byte for each unit, the
+    first one of the student reads how many there are.
+
+    Args:
+        file: Both processes know it.
+        num_units: Units of a pass.
+    """
+
+    def __init__(self, file: Path, num_units: int) -> None:
+        self._file = file
+        self._num_units = num_units
+        self._num_begun = 0
+        file.touch()
+
+    def ended(self) -> None:
+        """A unit of the teacher is through."""
+        with self._file.open("ab") as file:
+            file.write(b".")
+
+    def begin(self) -> None:
+        """Wait until a unit of the student may begin."""
+        wanted = (self._num_begun // self._num_units + 1) * self._num_units
+        self._num_begun += 1
+        while self._file.stat().st_size < wanted:
+            time.sleep(_POLL_SECONDS)
 
 
 class _Half(Function):
@@ -85,11 +118,17 @@ class SleepingStage(nn.Module):
     Args:
         cost: What a unit costs, without what the executor adds.
         num_weights: Length of the stand-in for its parameters.
+
+    Attributes:
+        waits: Before each forward, if it is the student's first stage.
+        tells: After each forward, if it is the teacher's last stage.
     """
 
     def __init__(self, cost: StageCost, num_weights: int) -> None:
         super().__init__()
         self._cost = cost
+        self.waits: Passes | None = None
+        self.tells: Passes | None = None
         self.weight = nn.Parameter(torch.zeros(num_weights))
 
     @override
@@ -107,7 +146,12 @@ class SleepingStage(nn.Module):
         # A first stage has no gradient to pass on, and its whole backward is the weights'.
         weights = cost.weight_backward if x.requires_grad else cost.backward
         # Whoever only asks for shapes gets them at once.
-        forward = cost.forward if type(x) is Tensor else 0.0
+        is_real = type(x) is Tensor and x.device.type == "cpu"
+        if is_real and self.waits is not None:
+            self.waits.begin()
         x = _Half.apply(x, cost.input_backward)
         weight = _Half.apply(self.weight, weights)
-        return Linear.apply(x, weight, width, forward)  # type: ignore[no-any-return]
+        y = Linear.apply(x, weight, width, cost.forward if is_real else 0.0)
+        if is_real and self.tells is not None:
+            self.tells.ended()
+        return y  # type: ignore[no-any-return]

@@ -8,10 +8,11 @@ import torch
 from benchmarks.crews.crew import Crew, worker_context
 from benchmarks.crews.job import Job
 from benchmarks.emulated import sleeping
-from benchmarks.emulated.main import PROGRAM
 from benchmarks.emulated.outcome import Outcome, Report
+from benchmarks.emulated.plans import simulated_seconds
 from benchmarks.emulated.rows import Row
-from benchmarks.emulated.sleeping import SleepingStage
+from benchmarks.emulated.runs import PROGRAM
+from benchmarks.emulated.sleeping import Passes, SleepingStage
 from benchmarks.emulated.world import emulated, work_seconds
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
@@ -116,3 +117,30 @@ def test_two_emulated_devices_train(tmp_path: Path) -> None:
     with Crew(job, worker_context(PROGRAM)) as crew:
         crew.start()
         assert crew.turn(3) / 3 > 0.025  # two devices cannot be faster than the work they share
+
+
+def test_the_students_pass_begins_when_the_teachers_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher, student = (Passes(tmp_path / "passes", num_units=2) for _ in range(2))
+    events: list[str] = []
+
+    def wait(_seconds: float) -> None:
+        teacher.ended()
+        events.append("waited")
+
+    monkeypatch.setattr("benchmarks.emulated.sleeping.time.sleep", wait)
+    for _ in range(4):
+        student.begin()
+        events.append("student")
+    assert events == ["waited", "waited", "student", "student"] * 2
+
+
+def test_each_network_passes_on_its_own_in_the_simulation_of_gpipe() -> None:
+    # Two views in four micro-batches over four stages: 8 + 3 forwards of the teacher, as many of
+    # the student, and of its backwards, which take twice as long: of 11 / 8 of the work.
+    costs = emulated(profile(), seconds=4.0, fraction=0.0)
+    plan = costs.plan(4, schedule="gpipe", num_microbatches=4, num_stages=4)
+    assert simulated_seconds(plan, "gpipe") == pytest.approx(11 / 8)
+    # With the student right behind the teacher, one of three fills is saved.
+    assert simulated_seconds(plan, "gpipe_joined") == pytest.approx(11 / 8 - 3 / 8 / 4)
