@@ -150,9 +150,15 @@ class Outcome:
 
     @property
     def staleness(self) -> int:
-        """How many updates the teacher is late."""
+        """How many updates the teacher is late; with 1f1b, the student's first stage."""
+        if self.plan is not None and self.schedule == ASYNCHRONOUS:
+            return self.plan.pipeline.num_ranks - 1
         has_teacher = self.plan is not None and self.plan.pipeline.teacher is not None
         return int(runs_ahead(self.schedule) and has_teacher)
+
+
+def _updates(number: int) -> str:
+    return f"{number} update{'s' * (number > 1)}" if number else "none"
 
 
 def recommended(outcomes: list[Outcome]) -> Outcome | None:
@@ -189,7 +195,7 @@ def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> 
             format_seconds(plan.step_seconds / speed),
             f"{plan.samples_per_second * speed:.0f}",
             f"{plan.bubble_ratio:.0%}",
-            f"{outcome.staleness} update" if outcome.staleness else "none",
+            _updates(outcome.staleness),
             megabytes(max(plan.memory_bytes)),
         ))  # fmt: skip
     if all(one.plan is None or one.plan.num_replicas == 1 for one in outcomes):

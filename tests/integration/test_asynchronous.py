@@ -238,12 +238,13 @@ def test_a_run_goes_on_with_the_batches_in_flight(case: Case, stop: int, tmp_pat
     assert counts == [left - min(rank + 1, in_epoch) for rank in range(case.num_stages)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         Case("pipeoptim", 2, (4, 4), "adamw"),
-        pytest.param(Case("2bw", 3, (6, 6), "adamw", accumulate=3), marks=SLOW),
-        pytest.param(Case("pipedream", 3, (3, 3, 3), "adamw"), marks=SLOW),
+        Case("2bw", 3, (6, 6), "adamw", accumulate=3),
+        Case("pipedream", 3, (3, 3, 3), "adamw"),
     ],
     ids=str,
 )

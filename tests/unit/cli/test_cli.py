@@ -9,7 +9,7 @@ import torch
 
 from lightning_tspipe.cli.checking import DifferenceError, Record, compare
 from lightning_tspipe.cli.main import main
-from lightning_tspipe.cli.planning import Outcome, recommended
+from lightning_tspipe.cli.planning import Outcome, recommended, table
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -209,6 +209,15 @@ def test_of_equally_fast_schedules_the_one_without_staleness_is_recommended() ->
     late, exact = Outcome("tspipe", plan), Outcome("sequential", plan)
     assert recommended([late, exact]) is exact
     assert recommended([]) is None
+
+
+def test_under_1f1b_the_first_stage_is_the_most_late() -> None:
+    profile = step_profile()
+    outcome = Outcome("1f1b", profile.plan(3, schedule="1f1b", weights="pipedream"))
+    assert outcome.staleness == 2
+    assert "2 updates" in table([outcome], outcome)
+    versions = dict(outcome.plan.memory.of_rank(2))["versions"]
+    assert versions == 2 * outcome.plan.memory.gradients[2]
 
 
 @pytest.fixture
