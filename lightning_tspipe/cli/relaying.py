@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation
+from lightning_tspipe.callbacks.blockwise_relay import BlockwiseRelay
 from lightning_tspipe.cli import modules
 from lightning_tspipe.cli.quantities import format_seconds, parse_bandwidth, parse_seconds
 from lightning_tspipe.errors import ConfigurationError, PartitionError
-from lightning_tspipe.ir.shares import largest_share
 from lightning_tspipe.planning.relay import RelayProfile
 from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode, seconds_per_batch
 from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.runtime.relay.blocks import infer_shapes
-from lightning_tspipe.runtime.relay.profiler import measure_block
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.strategy.block_costs import BlockCosts
+from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.options import parse_bytes
 
 _STEPS = 10
@@ -97,18 +99,20 @@ class _Measure(Callback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         pairs, x = pl_module.block_pairs, pl_module.block_input(batch)
+        costs = BlockCosts(
+            pl_module,
+            BlockwiseRelay("ahd", profile_steps=_STEPS),
+            LocalTransport(LocalNetwork(1), 0),
+            x.device,
+            trainer.precision_plugin.forward_context,
+            None,
+        )
         shapes = infer_shapes(pairs, pl_module.block_loss, x, batch)
         widths = range(1, self._options.devices + 1)
-        sizes = sorted({largest_share(width, len(x)) for width in widths})
-        blocks = tuple(
-            measure_block(
-                pair, pl_module.block_loss, shapes, sizes, batch, x.device,
-                steps=_STEPS, moments=2, context=nullcontext,
-            )
-            for pair in pairs
-        )  # fmt: skip
-        latency, bandwidth = (
-            parse_seconds(self._options.latency), parse_bandwidth(self._options.link)
-        )  # fmt: skip
-        self.profile = RelayProfile(blocks, len(x), latency, bandwidth)
+        optimizers = list(map(plain_optimizer, trainer.optimizers))
+        self.profile = replace(
+            costs.profile(pairs, shapes, batch, len(x), optimizers, widths),
+            latency=parse_seconds(self._options.latency),
+            bandwidth=parse_bandwidth(self._options.link),
+        )
         trainer.should_stop = True

@@ -140,6 +140,9 @@ def test_heads_on_a_trunk_are_those_of_one_device_and_are_exported(tmp_path: Pat
 @pytest.mark.timeout(300)  # real networks, on two cores
 def test_blocks_are_compressed_and_then_trained_on_labels(tmp_path: Path) -> None:
     short = [*EXACT, "--trainer.limit_train_batches", "2"]
+    teacher = tmp_path / "teachers" / "vgg.pt"
+    in_forks(tmp_path, "block_teacher", "--fast", "--model.file", str(teacher))
+    short += ["--model.weights", str(teacher)]
     in_forks(tmp_path, "compression", "--fast", *short)
     over_two = column(tmp_path, "compression", "train_loss")
     (file,) = (tmp_path / "runs" / "compression").glob("version_0/checkpoints/*.ckpt")
