@@ -14,7 +14,7 @@ from lightning_tspipe.callbacks.blockwise_relay import BlockwiseRelay
 from lightning_tspipe.cli import modules
 from lightning_tspipe.cli.quantities import format_seconds, parse_bandwidth, parse_seconds
 from lightning_tspipe.errors import ConfigurationError, PartitionError
-from lightning_tspipe.planning.relay import RelayProfile
+from lightning_tspipe.planning.relay import RelayPlan, RelayProfile
 from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode, seconds_per_batch
 from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.runtime.relay.blocks import infer_shapes
@@ -84,7 +84,20 @@ def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> st
         )
         for block in profile.blocks
     ]
-    return "\n".join([*lines, "", *aligned(blocks), "", str(plans[best])])
+    return "\n".join(
+        [*lines, "", *aligned(blocks), "", str(plans[best]), _reason(best, plans[best], profile)]
+    )
+
+
+def _reason(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> str:
+    """Why a step takes as long as it does."""
+    longest = max(range(plan.num_stages), key=lambda stage: plan.stage_seconds[stage])
+    work = sum(block.seconds(profile.batch_size) + block.update for block in profile.blocks)
+    return (
+        f"mode={mode!r} is the fastest that relays. Its step takes as long as its longest stage, "
+        f"{longest}; all blocks' work, of whole batches and spread evenly, would take "
+        f"{format_seconds(work / plan.num_devices)}."
+    )
 
 
 class _Measure(Callback):
