@@ -1,0 +1,71 @@
+"""What blocks cost is measured once, told of, and kept for the next run."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from lightning_tspipe import BlockwiseRelay
+from lightning_tspipe.planning.relay import RelayProfile
+from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.strategy.block_costs import BlockCosts
+
+
+class Module(nn.Module):
+    def __init__(self, inside: int = 4) -> None:
+        super().__init__()
+        self.teacher = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).eval()
+        first = nn.Sequential(nn.Linear(3, inside), nn.BatchNorm1d(inside), nn.Linear(inside, 3))
+        self.student = nn.Sequential(first, nn.Linear(3, 2))
+
+    def block_loss(self, out: Tensor, target: Tensor, block: int, batch: Any) -> Tensor:
+        return mse_loss(out, target)
+
+
+def profile(cache: Path | None, module: Module) -> RelayProfile:
+    options = BlockwiseRelay("ahd", profile_steps=2, profile_cache=cache)
+    transport, device = LocalTransport(LocalNetwork(1), 0), torch.device("cpu")
+    costs = BlockCosts(module, options, transport, device, nullcontext, None)
+    pairs, x = pair_blocks(module), torch.zeros(7, 3)
+    shapes = infer_shapes(pairs, module.block_loss, x, (x,))
+    optimizer = torch.optim.Adam(module.student.parameters())
+    return costs.profile(pairs, shapes, (x,), 7, [optimizer], (1, 2))
+
+
+def test_costs_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    module = Module()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with caplog.at_level(logging.INFO):
+        found = profile(tmp_path, module)
+    assert "measured block 1 of 2 (student.0), with [4, 7] samples" in caplog.text
+    for name, value in module.state_dict().items():  # statistics of BatchNorm too
+        assert torch.equal(value, before[name])
+    assert all(p.grad is None for p in module.parameters())
+    assert {n for b in found.blocks for n in b.teacher} == {4, 7}
+    weights = sum(p.nbytes for p in module.student[1].parameters())
+    assert found.blocks[1].gradient_bytes == weights
+    # Both blocks' weights, gradients of two steps, and Adam's moments.
+    assert found.blocks[1].state_bytes == 2 * weights + (2 + 2) * weights
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert profile(tmp_path, Module()) == found  # no two measurements give the same
+    (file,) = tmp_path.glob("relay-*.json")
+    assert f"what blocks cost is known from {file}" in caplog.text
+    profile(tmp_path, Module(inside=5))
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_can_not_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with caplog.at_level(logging.INFO):
+        assert len(profile(tmp_path / "file", Module()).blocks) == 2
+    assert "the measured costs are not kept" in caplog.text
+    assert profile(None, Module()).batch_size == 7
