@@ -62,7 +62,12 @@ def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tupl
     Raises:
         ConfigurationError: One is missing or has no blocks, or they have different numbers.
     """
-    given = boundaries or {}
+    given = boundaries if boundaries is not None else {}
+    if not isinstance(given, Mapping) or not {"teacher", "student"}.issuperset(given):
+        raise ConfigurationError(
+            f"block_boundaries={given!r}: write {{'teacher': [...], 'student': [...]}}, for each "
+            "network the names of the submodules with which its blocks begin, but for the first"
+        )
     teachers, students = (
         _named_blocks(module, name, given.get(name)) for name in ("teacher", "student")
     )

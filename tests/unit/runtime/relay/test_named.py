@@ -94,6 +94,12 @@ def test_boundaries_that_there_are_not(boundaries: list[str], message: str) -> N
         blocks_between(Net(), "teacher", boundaries)
 
 
+@pytest.mark.parametrize("boundaries", [["layer1"], {"teachers": ["layer1"]}])
+def test_boundaries_of_no_network(boundaries: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"block_boundaries=.*write \{'teacher': \["):
+        pair_blocks(Module(Net(), Net()), boundaries)
+
+
 def test_a_boundary_within_a_residual_block() -> None:
     pairs = pair_blocks(
         Module(Net().eval(), nn.ModuleList([nn.Identity(), nn.Identity()])),
