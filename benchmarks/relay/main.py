@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for workload in options.real:
         _real(workload, options.quick, context, figures, rows)
         print(f"[{workload}] after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        print(_text(figures, rows), file=sys.stderr, flush=True)
     _emulated(options.quick, context, figures, rows)
     text = _text(figures, rows)
     print(text)
