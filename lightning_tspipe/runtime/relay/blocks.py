@@ -62,7 +62,7 @@ def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tupl
     Raises:
         ConfigurationError: One is missing or has no blocks, or they have different numbers.
     """
-    given = boundaries if boundaries is not None else {}
+    given: Any = boundaries if boundaries is not None else {}  # what a user has written
     if not isinstance(given, Mapping) or not {"teacher", "student"}.issuperset(given):
         raise ConfigurationError(
             f"block_boundaries={given!r}: write {{'teacher': [...], 'student': [...]}}, for each "
