@@ -62,14 +62,17 @@ def profile_step(
     )
 
 
-def profile_forwards(captured: Captured, device: torch.device) -> dict[NetworkName, NetworkProfile]:
-    """Measure the forwards of a step that is never trained, for the whole batch.
+def profile_forwards(
+    captured: Captured, device: torch.device, microbatch_counts: Sequence[int] = (1,)
+) -> dict[NetworkName, NetworkProfile]:
+    """Measure the forwards of a step that is never trained, by default for the whole batch.
 
     Args:
         captured: The step, captured without gradients.
         device: Where they would run; networks that are elsewhere come atom by atom.
+        microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
     """
-    return _measure(captured.plan, captured.networks, (1,), device)
+    return _measure(captured.plan, captured.networks, microbatch_counts, device)
 
 
 def seconds_of_forward(

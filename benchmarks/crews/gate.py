@@ -32,10 +32,12 @@ class Gate:
     Attributes:
         connection: To the coordinator, which sends a number of tokens, or 0 to ask for ``held``.
         held: What the process holds, as soon as it is known.
+        notes: What else a method counts, in bytes.
     """
 
     connection: Connection
     held: Bytes | None = None
+    notes: dict[str, int] = field(default_factory=dict)
     _tokens: int = 0
     _stamps: list[float] = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -63,7 +65,7 @@ class Gate:
                 return
             with self._changed:
                 if tokens == 0:
-                    self.connection.send(Weighs(self.held))
+                    self.connection.send(Weighs(self.held, dict(self.notes)))
                 self._tokens += tokens
                 self._changed.notify_all()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,15 @@ class Asks:
 
 @dataclass(frozen=True, slots=True)
 class Weighs:
-    """What this process holds for good, counted at one of its first optimizer steps."""
+    """What this process holds for good, counted at one of its first optimizer steps.
+
+    Attributes:
+        held: By purpose.
+        notes: What else a method counted, in bytes.
+    """
 
     held: Bytes | None
+    notes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

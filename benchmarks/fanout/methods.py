@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -20,14 +20,14 @@ from typing_extensions import override
 
 from benchmarks.crews.gate import Gate, GatedLoader
 from benchmarks.crews.job import Job
-from benchmarks.crews.messages import Bytes
 from benchmarks.emulated.sleeping import SleepingStage
 from lightning_tspipe import FanoutTraining, StudentFanout, TSPipeStrategy
+from lightning_tspipe.runtime.executor import AHEAD_CHANNEL
+from lightning_tspipe.runtime.host_memory import keep_freed_memory
 from lightning_tspipe.simulation.cost import StageCost
 
 IMAGE_SIZE = 32
 NUM_CLASSES = (10, 2, 4)
-NUM_BATCHES = 4
 COUNTED_STEP = 2
 """The step in which memory is counted: untimed, and by then all of it is allocated."""
 UNIT = 0.2
@@ -97,79 +97,129 @@ class Tasks(FanoutTraining, LightningModule):
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
 
-class Peak(Callback):
-    """What tensors the process holds at the peak of one step, all allocations counted."""
+class Fresh(GatedLoader):
+    """A loader whose batches are made anew, as those of a dataset are."""
 
-    def __init__(self, gate: Gate) -> None:
+    @override
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in super().__iter__():
+            yield tuple(tensor.clone() for tensor in batch)
+
+
+class Peak(Callback):
+    """What the process holds at the peak of one step, and the labels that it sends in it.
+
+    Args:
+        gate: Gets to know it.
+        source: What batches are copied from, which is not counted.
+    """
+
+    def __init__(self, gate: Gate, source: Sequence[Batch]) -> None:
         self._gate = gate
+        self._source = {_place(tensor) for batch in source for tensor in batch}
         self._profile: Any = None
         self._held = 0
+        self._before = _resident("VmRSS")
 
     @override
     def on_train_batch_start(self, *arguments: Any) -> None:
         if arguments[-1] == COUNTED_STEP:
-            self._held = _living_bytes()
+            self._held = _living_bytes(self._source)
+            self._count_labels(arguments[0])
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # a new high-water mark
             self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._profile.__enter__()
 
     @override
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         if self._profile is None:
             return
+        resident = _resident("VmHWM") - self._before
         self._profile.__exit__(None, None, None)
+        vars(getattr(trainer.strategy, "transport", self)).pop("send", None)
         events = self._profile.profiler.kineto_results.events()
         self._profile = None
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         peak = max(accumulate((size for _, size in changes), initial=0))
-        self._gate.held = Bytes(self._held + peak, 0, 0, 0)
+        self._gate.notes |= {"peak": self._held + peak, "resident": resident}
+
+    def _count_labels(self, trainer: Trainer) -> None:
+        """Add up what leaves this process as labels."""
+        notes = self._gate.notes
+        notes["labels"] = 0
+        transport: Any = getattr(trainer.strategy, "transport", None)
+        if transport is None:
+            return
+        send = transport.send
+
+        def counted(tensors: Sequence[Tensor], target: int, channel: int) -> None:
+            if channel == AHEAD_CHANNEL:
+                notes["labels"] += sum(tensor.nbytes for tensor in tensors)
+            send(tensors, target, channel)
+
+        vars(transport)["send"] = counted
 
 
-def _living_bytes() -> int:
-    """Of all storages, each counted once."""
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _living_bytes(without: Collection[int]) -> int:
+    """Of all storages, each counted once, and this process's part of what is shared."""
     gc.collect()
+    shared, ranges = _shared()
     # type() and not isinstance(): some objects pretend to be something else, at a price.
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     storages: dict[int, int] = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        _place(t): t.untyped_storage().nbytes()
         for t in tensors
-        # Messages are bytes in memory that ranks share: that is counted where it is used.
-        if t.device.type == "cpu" and t.dtype != torch.uint8 and not isinstance(t, FakeTensor)
+        if t.device.type == "cpu" and not isinstance(t, FakeTensor)
     }
-    return sum(storages.values()) + _shared_bytes()
+    return shared + sum(
+        size
+        for place, size in storages.items()
+        if place not in without and not any(start <= place < stop for start, stop in ranges)
+    )
 
 
-def _shared_bytes() -> int:
-    """This process's share of what is used of memory that it shares."""
+def _shared() -> tuple[int, list[tuple[int, int]]]:
+    """This process's share of what is used of memory that ranks share, and where it lies."""
     total, counts = 0, False
+    ranges: list[tuple[int, int]] = []
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        if line[0].isdigit() or line[0] in "abcdef":  # a mapping begins
+        first, *_ = line.split(maxsplit=1)
+        if not first.endswith(":"):  # a mapping begins
             counts = "memfd:lightning-tspipe" in line
-        elif counts and line.startswith("Pss:"):
+            start, stop = (int(end, 16) for end in first.split("-"))
+            ranges += [(start, stop)] if counts else []
+        elif counts and first == "Pss:":
             total += 1024 * int(line.split()[1])
-    return total
+    return total, ranges
+
+
+def _resident(name: str) -> int:
+    """Bytes of memory that the system says the process has."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def train(job: Job, connection: Connection) -> None:
     """Run one process of ``job``, for as long as the coordinator hands out tokens."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    keep_freed_memory()  # as the pipeline does, so that no method is slowed down by page faults
     gate = Gate(connection)
     gate.listen()
-    peak = Peak(gate)
-    options: dict[str, Any] = dict(job.options)
-    make = WORKLOADS[job.workload]
-    if job.method == "fanout":
-        module = Tasks(make(job.num_ranks))
-        strategy: Any = TSPipeStrategy(**options)
-    else:
-        trunk, heads = make(job.rank + 1)
-        has_features = job.method == "heads"
-        module = Tasks((trunk, heads[-1:]), job.rank, has_features=has_features)
-        strategy = "auto"
-        del trunk, heads  # what is not trained here would be counted
+    reads = job.method != "fanout" or job.rank == job.num_ranks - 1
+    batches = _batches(job) if reads else []
+    peak = Peak(gate, batches)
+    loader = Fresh(gate, batches)
+    if job.method == "trunk":
+        _run_trunk(WORKLOADS[job.workload](1)[0], loader)
+        return
     trainer = Trainer(
         accelerator="cpu",
-        strategy=strategy,
+        strategy=TSPipeStrategy(**dict(job.options)) if job.method == "fanout" else "auto",
         devices=job.num_ranks if job.method == "fanout" else 1,
         max_epochs=1,
         logger=False,
@@ -178,25 +228,36 @@ def train(job: Job, connection: Connection) -> None:
         enable_model_summary=False,
         callbacks=[peak],
     )
-    reads = job.method != "fanout" or job.rank == job.num_ranks - 1
-    trainer.fit(module, GatedLoader(gate, _batches(job) if reads else []))
+    trainer.fit(_module(job), loader)
+
+
+def _run_trunk(trunk: nn.Module, loader: Fresh) -> None:
+    """Forwards of the trunk and nothing else."""
+    trunk.eval()
+    with torch.no_grad():
+        for inputs, _ in loader:
+            trunk(inputs)
+
+
+def _module(job: Job) -> Tasks:
+    """All heads, or this process's own."""
+    make = WORKLOADS[job.workload]
+    if job.method == "fanout":
+        return Tasks(make(job.num_ranks))
+    trunk, heads = make(job.rank + 1)
+    return Tasks((trunk, heads[-1:]), job.rank, has_features=job.method == "heads")
 
 
 def _batches(job: Job) -> list[Batch]:
-    """Random batches; for heads alone their features."""
+    """A random batch; for heads alone its features."""
     generator = torch.Generator().manual_seed(0)
     size = job.batch_size
     if job.workload == "units":
-        return [(torch.zeros(size, 1), torch.empty(size, 0))] * NUM_BATCHES
+        return [(torch.zeros(size, 1), torch.empty(size, 0))]
     shape: tuple[int, ...] = (size, 3, IMAGE_SIZE, IMAGE_SIZE)
     if job.method == "heads":
         trunk, _ = WORKLOADS[job.workload](1)
         with torch.no_grad():
             shape = (size, *trunk.eval()(torch.zeros(1, 3, IMAGE_SIZE, IMAGE_SIZE)).shape[1:])
-    return [
-        (
-            torch.randn(shape, generator=generator),
-            torch.stack([torch.randint(n, (size,), generator=generator) for n in NUM_CLASSES], 1),
-        )
-        for _ in range(NUM_BATCHES)
-    ]
+    labels = [torch.randint(n, (size,), generator=generator) for n in NUM_CLASSES]
+    return [(torch.randn(shape, generator=generator), torch.stack(labels, 1))]

@@ -328,9 +328,13 @@ class ActivationCache:
 
     def num_kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> int:
         """How many of these samples are kept behind one of the segments."""
+        return sum(self.kept(ids, segments))
+
+    def kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> list[bool]:
+        """Which of these samples are kept behind one of the segments."""
         tokens = [np.uint64(segment.boundary.token) for segment in segments]
         rows = self._index.find(digests(as_ids(ids)))
-        return int(np.isin(self._index.tokens(rows), tokens).sum())
+        return [bool(known) for known in np.isin(self._index.tokens(rows), tokens)]
 
     # For datasets: what need not be loaded
 

@@ -16,8 +16,10 @@ from lightning_tspipe.caching.cache import Counts
 from lightning_tspipe.caching.inputs import Path
 from lightning_tspipe.callbacks.common import Callback, pipelined_of, submodules
 from lightning_tspipe.callbacks.frozen_front import FrozenFront
+from lightning_tspipe.callbacks.kept_features import KeptFeatures
 from lightning_tspipe.callbacks.shared_cache import CacheSettings, SharedCache, replaced
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.strategy.options import parse_bytes
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class AutoCache(Callback):
     if it is not, nothing is cached. ``cache_hit_rate`` is logged at the end of epochs.
 
     Args:
-        network: Dotted name of the network.
+        network: Dotted name of the network; None: the trunk ``teacher`` of heads
+            (``StudentFanout``), else ``student``.
         memory: Bytes of memory on each machine, or a text such as ``"4GiB"``; None: a quarter of
             what is left.
         disk: Bytes on disk, or a text.
@@ -62,7 +65,7 @@ class AutoCache(Callback):
 
     def __init__(  # noqa: PLR0913 - settings by keyword
         self,
-        network: str = "student",
+        network: str | None = None,
         *,
         memory: int | str | None = None,
         disk: int | str = 0,
@@ -77,31 +80,46 @@ class AutoCache(Callback):
             parse_bytes(memory), parse_bytes(disk) or 0, folder, _as_dtype(dtype), ids
         )
         self.shared = SharedCache(settings)
-        self._front: FrozenFront | None = None
+        self._front: FrozenFront | KeptFeatures | None = None
         self._undo: list[Callable[[], None]] = []
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        if pipelined_of(trainer) is not None:
+        has_heads = isinstance(getattr(pl_module, "student", None), StudentFanout)
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None and not (has_heads and self.network in {None, "teacher"}):
             raise ConfigurationError(
-                "AutoCache works on ordinary strategies; under a pipeline, FreezeAndRepack has its "
-                "own argument for it"
+                "AutoCache works on ordinary strategies, and under a pipeline on the trunk of "
+                "heads (StudentFanout); elsewhere FreezeAndRepack has its own argument for it"
             )
+        if pipelined is not None and trainer.num_nodes > 1:
+            raise ConfigurationError(
+                "AutoCache keeps features in one machine's memory, and heads of a pipeline over "
+                f"{trainer.num_nodes} machines could not read them. Leave it out"
+            )
+        self.network = self.network or ("teacher" if has_heads else "student")
         submodules(pl_module, self.network, "network")
         self.shared.follow(trainer)
+        if pipelined is not None:
+            trunk = pl_module.get_submodule(self.network)
+            self._front = KeptFeatures(self.shared, trunk, always=self.always)
+            pipelined.use_features(self._front)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if pipelined_of(trainer) is not None:
+            return
         self._release()
+        assert self.network is not None
         network = pl_module.get_submodule(self.network)
         self._front = FrozenFront(self.shared, trainer, network, self.network, always=self.always)
         step = pl_module.training_step
 
         @functools.wraps(step)
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            assert self._front is not None
+            assert isinstance(self._front, FrozenFront)
             with self._front.within(batch):
                 return step(batch, *args, **kwargs)
 
@@ -109,14 +127,18 @@ class AutoCache(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._front is not None:
+        if isinstance(self._front, FrozenFront):
             self._front.forget_weights()
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None:
+            pipelined.look_at_trunk()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.shared.cache is not None and self.is_on:
             rate = self.take_hit_rate(trainer)
-            pl_module.log("cache_hit_rate", rate, sync_dist=True, batch_size=1)
+            is_ordinary = pipelined_of(trainer) is None  # else all ranks know it
+            pl_module.log("cache_hit_rate", rate, sync_dist=is_ordinary, batch_size=1)
 
     def take_hit_rate(self, trainer: Trainer) -> float:
         """The share of this epoch's samples that were read; they are counted anew.
@@ -126,6 +148,8 @@ class AutoCache(Callback):
         cache = self.shared.cache
         if cache is None:
             return 0.0
+        if isinstance(self._front, KeptFeatures):
+            return self._front.take_rate(trainer)
         counts, cache.counts = cache.counts, Counts()
         if trainer.is_global_zero:
             log.info("epoch %d: %r", trainer.current_epoch, cache)
@@ -154,7 +178,7 @@ class AutoCache(Callback):
     def _release(self) -> None:
         while self._undo:
             self._undo.pop()()
-        if self._front is not None:
+        if isinstance(self._front, FrozenFront):
             self._front.close()
 
     @property

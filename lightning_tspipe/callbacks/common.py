@@ -57,6 +57,12 @@ class Pipelined(Protocol):
     def use_front(self, front: Any) -> None:
         """Have something asked what the frozen part returned for a sample before."""
 
+    def use_features(self, cache: Any) -> None:
+        """Have something asked what the trunk of heads returns for a sample."""
+
+    def look_at_trunk(self) -> None:
+        """Features of a trunk that has changed are not read; every rank calls it."""
+
     def freeze(
         self,
         names: Collection[str],

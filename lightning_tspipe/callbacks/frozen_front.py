@@ -91,11 +91,13 @@ class FrozenFront:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """The network's ``forward``; while it runs, the network has its own, to be traced."""
+        above = vars(self._network)["forward"]  # perhaps hung over this one, by heads for instance
         self._undo()
         try:
             return self._run(*args, **kwargs)
         finally:
             self._undo = replaced(self._network, "forward", self._call)
+            vars(self._network)["forward"] = above
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._shared.cache is None or not self._is_within:

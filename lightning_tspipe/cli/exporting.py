@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import pickle
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,9 +25,19 @@ _COMPILED = "_orig_mod."  # which torch.compile puts into names
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What ``tspipe export`` takes."""
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint: a file, or a folder of shards")
     parser.add_argument(
-        "--part", metavar="NAME", help="the submodule to export, such as student.backbone"
+        "checkpoint",
+        type=Path,
+        nargs="+",
+        help="a checkpoint: a file, or a folder of shards; of several, a part is read from the "
+        "first that has it",
+    )
+    parser.add_argument(
+        "--part",
+        metavar="NAME",
+        action="append",
+        help="the submodule to export, such as student.backbone; of several, each is under the "
+        "last of its names, such as backbone.conv1.weight",
     )
     parser.add_argument(
         "--output",
@@ -50,14 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Export a part of a checkpoint."""
-    weights = read_part(options.checkpoint, options.part or "", trust=options.trust)
+    parts = options.part or [""]
+    weights = _read(options.checkpoint, parts, trust=options.trust)
     missing: list[str] = []
     if options.like is not None:
-        ordered = not is_sharded(newest(options.checkpoint))
+        ordered = not any(is_sharded(newest(path)) for path in options.checkpoint)
         weights, missing = renamed(weights, _shapes_of(options.like), ordered=ordered)
     output = options.output
     if output is None:
-        output = newest(options.checkpoint).with_name(options.part or "module")
+        output = newest(options.checkpoint[0]).with_name("+".join(parts) or "module")
     suffixes = (output.suffix,) if output.suffix in {*_SUFFIXES, ".pth"} else _SUFFIXES
     number = sum(tensor.numel() for tensor in weights.values())
     for suffix in suffixes:
@@ -66,6 +78,23 @@ def run(options: argparse.Namespace) -> None:
         print(f"{path}: {len(weights)} tensors, {number:,} numbers")  # noqa: T201
     if missing:
         print(f"not in the checkpoint: {', '.join(missing)}")  # noqa: T201
+
+
+def _read(paths: Sequence[Path], parts: Sequence[str], *, trust: bool) -> dict[str, Tensor]:
+    """All parts, each from the first checkpoint that has it."""
+    weights: dict[str, Tensor] = {}
+    for part in parts:
+        found = _first(paths, part, trust=trust)
+        prefix = f"{part.rpartition('.')[2]}." if len(parts) > 1 else ""
+        weights |= {prefix + name: tensor for name, tensor in found.items()}
+    return weights
+
+
+def _first(paths: Sequence[Path], part: str, *, trust: bool) -> dict[str, Tensor]:
+    for path in paths[:-1]:
+        with suppress(ConfigurationError):
+            return read_part(path, part, trust=trust)
+    return read_part(paths[-1], part, trust=trust)
 
 
 def read_part(path: Path, part: str = "", *, trust: bool = False) -> dict[str, Tensor]:

@@ -109,8 +109,8 @@ def refuse_trained_trunk(trunk: nn.Module) -> None:
     Raises:
         ConfigurationError: Names its trainable parameters.
     """
-    names = [name for name, parameter in trunk.named_parameters() if parameter.requires_grad]
-    if names:
+    if any(parameter.requires_grad for parameter in trunk.parameters()):  # in each step: fast
+        names = [name for name, parameter in trunk.named_parameters() if parameter.requires_grad]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
         raise ConfigurationError(
             f"the trunk has parameters that require gradients: {shown}. A trunk is frozen: "

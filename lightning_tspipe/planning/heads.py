@@ -82,14 +82,20 @@ class Spread:
     busy: tuple[float, ...]
     num_bytes: tuple[int, ...]
 
-    def placement(self, depth: int) -> Placement:
-        """For the engine."""
+    def placement(self, depth: int, num_microbatches: int = 1) -> Placement:
+        """For the engine.
+
+        Args:
+            depth: How many batches the trunk may run ahead.
+            num_microbatches: Pieces in which a batch goes through the trunk.
+        """
         return Placement(
             num_ranks=len(self.busy),
             student_cuts=tuple(range(len(self.head_ranks) + 1)),
             student_ranks=self.head_ranks,
             teacher_cuts=self.cuts,
             teacher_ranks=self.ranks,
+            num_microbatches=num_microbatches,
             depth=depth,
         )
 

@@ -68,7 +68,7 @@ class Lookahead:
             return self._resumed
         if self._is_frozen:
             return None  # whoever goes on gets the same from the same weights
-        values = self._values() if self._is_loss_rank else []
+        values = self.values if self._is_loss_rank else []
         outputs = self._executor.outputs_ahead(index, units, values)
         names = {layer: name for name, layer in self._module.named_modules()}
         statistics = {
@@ -83,7 +83,7 @@ class Lookahead:
         Raises:
             CaptureError: The step uses other values of the teacher than that run's.
         """
-        if ahead is not None and ahead.outputs.keys() != set(self._values()):
+        if ahead is not None and ahead.outputs.keys() != set(self.values):
             raise CaptureError(
                 "the checkpoint was made within an epoch by a step that used its teacher in "
                 "another way. Resume with that step, or from a checkpoint of the end of an epoch"
@@ -130,7 +130,8 @@ class Lookahead:
             }
         )
 
-    def _values(self) -> list[tuple[int, ValueRef]]:
+    @property
+    def values(self) -> list[tuple[int, ValueRef]]:
         """The values of the teacher's calls that the step uses."""
         reached = {(i.call, i.position) for i in self._plan.interceptions}
         return [

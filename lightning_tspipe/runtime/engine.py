@@ -29,6 +29,7 @@ from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.runtime import flights
 from lightning_tspipe.runtime.ahead import Ahead
 from lightning_tspipe.runtime.header import StepHeader, send_fields
+from lightning_tspipe.runtime.heads import Kept
 from lightning_tspipe.runtime.rank import Rank
 from lightning_tspipe.runtime.step import AHEAD_CHANNEL, StepContext
 from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
@@ -60,6 +61,7 @@ class Engine(Rank):
         self._leaves: dict[tuple[int, ValueRef], Tensor] = {}
         self._rest_actions: Sequence[Action] = ()
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
+        self._features: dict[tuple[int, ValueRef], Tensor] = {}
         self._replay_started: float | None = None
         self.batch_size = 1
         self.teacher_ran_ahead = False
@@ -94,9 +96,11 @@ class Engine(Rank):
             On the loss rank what the step returns, elsewhere None.
         """
         recorder = self.executor.recorder
+        if self.pace is not None:
+            self.pace.begin_step()
         context, header = self._open_step(step, batch, ahead)
         self._step = context
-        self.batch_size = max(spec.shape[0] for spec in header.inputs)
+        self.batch_size = header.batch_size
         executor = self.executor
         executor.post_receives(context)
         if not self.is_data_rank:
@@ -205,8 +209,13 @@ class Engine(Rank):
             CaptureError: Its calls have other shapes than when they ran ahead.
         """
         started, number = time.perf_counter(), self._index
-        own = self._runner.inputs(step, batch, self._seed + number, effects=True)
         told = self._inputs.get(number)
+        if told is not None and self._replays_all:
+            own, kept = told, None
+        else:
+            own = self._runner.inputs(step, batch, self._seed + number, effects=True)
+            kept = self._kept_of(number, batch, own)
+            own = own if kept is None else kept.select(own)
         if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
             raise CaptureError(
                 "the calls of this batch have other shapes than when they ran ahead: the step must "
@@ -218,11 +227,14 @@ class Engine(Rank):
         ]  # fmt: skip
         word, most = self.stop.next_word(), self._programs.announced
         for n, following, its_step in new:
-            self._inputs[n] = own if n == number else self._runner.inputs(
-                its_step, following, self._seed + n, effects=False
-            )  # fmt: skip
+            if n == number:
+                self._inputs[n] = own
+            else:
+                made = self._runner.inputs(its_step, following, self._seed + n, effects=False)
+                kept = self._kept_of(n, following, made)
+                self._inputs[n] = made if kept is None else kept.select(made)
             said = word if n == number + most else ""
-            self.announcements.tell(n, self._described(n, following), said)
+            self.announcements.tell(n, self._described(n, following, kept), said)
             if self._programs.tells_early:
                 fields = self.captured.plan.batch_fields
                 ranks = self.pipeline.loss_ranks
@@ -232,11 +244,24 @@ class Engine(Rank):
         self.executor.recorder.ran(number, Action(Op.DATA, self.rank), started)
         return own
 
-    def _described(self, number: int, batch: Any) -> StepHeader:
+    def _described(self, number: int, batch: Any, kept: Kept | None = None) -> StepHeader:
         """On the data rank: what the others are told of a batch whose call inputs are made."""
         inputs, front = self._inputs[number], self._front
         samples = None if front is None else front.see(batch, inputs)
-        return StepHeader.of(batch, inputs, samples=samples)
+        return StepHeader.of(batch, inputs, samples=samples, kept=kept)
+
+    @property
+    def _replays_all(self) -> bool:
+        """Whether what a step does on this rank is what its replay does, and nothing else."""
+        is_here = self.heads is not None and self.computes_loss
+        return is_here and not self.captured.plan.has_effects
+
+    def _kept_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
+        """On the data rank: what is known of a batch's features, decided once."""
+        if number in self.announcements:
+            return self.announcements[number].kept
+        cache = None if self.heads is None else self.heads.cache
+        return None if cache is None else cache.see(batch, inputs)
 
     def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
         """Send the fields that the loss reads (data rank), or ask for them (loss rank)."""
@@ -255,6 +280,9 @@ class Engine(Rank):
                 "there and back. Make all calls before the first optimizer.step, or update one "
                 "network per batch, as in `if batch_idx % 2 == 0: opt_a.step()`"
             )
+        kept = self.announcements[self._index].kept
+        if kept is not None:
+            return self._feature(kept, call, ref)
         tensor = self.executor.output(self._step, call, ref)
         units = self._step.units[0].units[self.captured.plan.calls[call].network]
         spec = next(u.shapes.outputs[ref] for u in units if u.call == call and u.shapes is not None)
@@ -262,6 +290,18 @@ class Engine(Rank):
             tensor.requires_grad_()
             self._leaves[call, ref] = tensor
         return tensor
+
+    def _feature(self, kept: Kept, call: int, ref: ValueRef) -> Tensor:
+        """One of the features of a batch of which some were known."""
+        if not self._features:
+            assert self.heads is not None
+            assert self.heads.cache is not None
+            assert self._step is not None
+            values = self._lookahead.values
+            computed = [self.executor.output(self._step, *value) for value in values if kept.rows]
+            whole = self.heads.cache.whole(kept, computed, self.device)
+            self._features = dict(zip(values, whole, strict=True))
+        return self._features[call, ref]
 
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
         """The part of a step after the loss.
@@ -294,6 +334,7 @@ class Engine(Rank):
         self._lookahead.done(self._index, context.units)
         self.announcements.forget(self._index)
         self._inputs.pop(self._index, None)
+        self._features = {}
         self._index += 1
         self._step = None
 

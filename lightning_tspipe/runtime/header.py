@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.runtime.failures import waiting
+from lightning_tspipe.runtime.heads import Kept
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 
@@ -42,6 +43,7 @@ class StepHeader:
         inputs: Specs of the call inputs.
         samples: Which samples these are, and how far a cache knows them; None without one.
         stop: In an evaluation, what all ranks do after this batch, see ``stopping``; empty: go on.
+        kept: Where features are kept, those that are known.
     """
 
     structure: pytree.TreeSpec
@@ -49,6 +51,7 @@ class StepHeader:
     inputs: tuple[TensorSpec, ...]
     stop: str = ""
     samples: Samples | None = None
+    kept: Kept | None = None
 
     @classmethod
     def of(
@@ -58,6 +61,7 @@ class StepHeader:
         *,
         stop: str = "",
         samples: Samples | None = None,
+        kept: Kept | None = None,
     ) -> StepHeader:
         """Describe a batch and the call inputs that were made of it."""
         leaves, structure = pytree.tree_flatten(batch)
@@ -67,7 +71,15 @@ class StepHeader:
             tuple(map(TensorSpec.of, inputs)),
             stop,
             samples,
+            kept,
         )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest call."""
+        if self.kept is not None:
+            return len(self.kept.ids)
+        return max(spec.shape[0] for spec in self.inputs)
 
     def send(self, transport: Transport) -> None:
         """Tell all other ranks."""

@@ -27,3 +27,9 @@ def keep_freed_memory() -> bool:
     largest = 2**31 - 1
     settings = {_MMAP_THRESHOLD: 2**30, _TRIM_THRESHOLD: largest, _TOP_PAD: 2**26}
     return all(libc.mallopt(name, value) == 1 for name, value in settings.items())
+
+
+def give_back_memory() -> None:
+    """Hand back what is free, once: after measuring, which needs more than training does."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

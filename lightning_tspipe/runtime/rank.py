@@ -25,7 +25,7 @@ from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.frozen import Front, FrozenPart
 from lightning_tspipe.runtime.header import StepHeader
-from lightning_tspipe.runtime.heads import Heads
+from lightning_tspipe.runtime.heads import Heads, Pace
 from lightning_tspipe.runtime.materializing import Materializer
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured, Programs, layout
@@ -57,6 +57,7 @@ class Rank:
 
     Attributes:
         stop: Whether the ranks were asked to stop.
+        pace: With heads, how far ahead of others this rank may run.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - the parts of a rank
@@ -82,6 +83,7 @@ class Rank:
         self.compiler = compiler
         self.heads = heads
         self.materializer: Materializer | None = None
+        self.pace: Pace | None = None
         self.stop = Stop()
         self._seed = seed
         self._known_units: dict[tuple[tuple[TensorSpec, ...], int], StepUnits] = {}
@@ -206,6 +208,9 @@ class Rank:
             self.executor.weights = stage_weights(
                 weights, self.rank, self.transport.num_ranks, self.module, self._trained_names()
             )
+        if captured.heads is not None and not self.transport.is_tight:
+            slack = max(1, placement.depth + 1 - len(placement.teacher_ranks))
+            self.pace = Pace(self.transport, self.pipeline, slack)
         self._lookahead = Lookahead(
             self.module, plan, self.executor, is_loss_rank=self.is_loss_rank,
             is_frozen=captured.is_frozen,

@@ -28,6 +28,8 @@ CONTROL = 0
 """The channel of objects that ranks exchange in turn."""
 HEADERS, MORE = 13, 14
 """Channels of the objects that the data rank sends ahead of time."""
+PACE, LOGS = 11, 15
+"""Channels between ranks that train heads: how far they are, and what they log."""
 
 _FRAME = 4096
 _LENGTH_BYTES = 8
@@ -53,12 +55,14 @@ class Transport(ABC):
         num_ranks: Ranks in the pipeline.
         receives_early: Whether a receive may be posted before those whose messages come first.
         steps_under_way: Of how many steps messages may be under way at the end of another one.
+        is_tight: Whether the end of a step waits for all that was sent in the one before it.
     """
 
     rank: int
     num_ranks: int
     receives_early = True
     steps_under_way = 1
+    is_tight: bool = False
 
     @abstractmethod
     def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
@@ -213,6 +217,8 @@ class GlooTransport(Transport):
         device: Where received tensors should be.
         timeout: How long a receive waits for a message of a live peer.
     """
+
+    is_tight = True
 
     def __init__(self, ranks: Sequence[int], device: torch.device, timeout: timedelta) -> None:
         self.num_ranks = len(ranks)

@@ -1,18 +1,11 @@
-"""Heads on a frozen trunk in Lightning's hooks: who trains which, and how the ranks tell of it.
-
-Every rank runs the step for its own heads, logs for them and updates them; nobody waits for rank 0.
-At the ends of epochs the ranks exchange what they know::
-
-    rank 0  a/loss  b/loss ──┐                            ┌──► all metrics, on every rank
-    rank 1  c/loss         ──┴── metrics, stopped heads ──┴──► rank 0's loggers: c/loss of rank 1
-"""
+"""Heads on a frozen trunk: who trains which, found at the first batch."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -30,14 +23,12 @@ from lightning_tspipe.planning.heads import HeadCost, TrunkCost, spread
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.heads import Heads
+from lightning_tspipe.runtime.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
-from lightning_tspipe.runtime.weights import LOSS_RANK
 
 if TYPE_CHECKING:
     from lightning_tspipe.strategy.options import SetupOptions
-    from lightning_tspipe.strategy.strategy import PipelineHooks
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -45,6 +36,9 @@ BLOCK = "student"
 _NUM_TIMED = 3
 _UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _HOST_LINK = (1.5e-4, 4.0e9)
+_PIECES = (1, 2, 4, 8)
+_EQUAL = 1.03
+_ACTION_SECONDS = 1.5e-4
 
 
 def fanout_of(module: nn.Module) -> StudentFanout | None:
@@ -75,22 +69,34 @@ def fanout_networks(module: nn.Module, options: SetupOptions) -> Networks:
 
 def _refuse_options(module: Any, options: SetupOptions) -> None:
     refused = {
-        f"schedule={options.schedule!r}": options.schedule == "1f1b",
-        "plan": options.plan is not None,
-        f"num_microbatches={options.num_microbatches}": options.num_microbatches not in {"auto", 1},
-        "activation_checkpointing": options.activation_checkpointing not in {False, "auto"},
-        "automatic_optimization=False": not getattr(module, "automatic_optimization", True),
+        f"schedule={options.schedule!r}": (
+            options.schedule == "1f1b",
+            "heads wait for no other rank as it is. Use schedule='tspipe'",
+        ),
+        "plan": (
+            options.plan is not None,
+            "heads are measured when they are placed. Give partition= and num_microbatches=",
+        ),
+        "activation_checkpointing": (
+            options.activation_checkpointing not in {False, "auto"},
+            "a trunk has no backward. In a head, use torch.utils.checkpoint in its forward",
+        ),
+        "automatic_optimization=False": (
+            not getattr(module, "automatic_optimization", True),
+            "each rank has an optimizer for its own heads. Write head_optimizer(name, parameters)",
+        ),
     }
-    for name, is_set in refused.items():
+    for name, (is_set, remedy) in refused.items():
         if is_set:
-            raise ConfigurationError(
-                f"{name} has no meaning for heads on a trunk: each head reads the whole batch's "
-                "features at once. Leave it out"
-            )
+            raise ConfigurationError(f"{name} does not go with heads on a trunk: {remedy}")
 
 
 def heads_of(
-    module: nn.Module, networks: Networks, device: torch.device, replicas: Replicas
+    module: nn.Module,
+    networks: Networks,
+    device: torch.device,
+    replicas: Replicas,
+    cache: FeatureCache | None = None,
 ) -> Heads | None:
     """The heads of a module as stages; None if its student is something else.
 
@@ -104,7 +110,7 @@ def heads_of(
             f"num_stages with {replicas.number} replicas: heads on a trunk are divided among all "
             "devices. Leave num_stages out"
         )
-    return Heads(module, BLOCK, device)
+    return Heads(module, BLOCK, device, cache)
 
 
 def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does what
@@ -156,21 +162,27 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     num_ranks = engine.transport.num_ranks
     assert captured.heads is not None
     costs = [HeadCost(name, 1.0) for name in captured.heads.student.names]
-    if num_ranks > 1:
-        trunk = _trunk_cost(captured, engine.device)
+    cache, number = captured.heads.cache, 1
+    if num_ranks > 1 or cache is not None:
+        trunk, number = _trunk_cost(engine, captured, options)
         if optimizers is None:
             costs = [HeadCost(cost.name, sum(trunk.seconds) / 10) for cost in costs]
         else:
             costs = _measure(engine, captured.plan, step, batch, optimizers)
     else:
-        number = len(captured.networks["teacher"].atoms)
-        trunk = TrunkCost((0.0,) * number, (0,) * number, (0.0,) * number, ("",) * number)
+        atoms = len(captured.networks["teacher"].atoms)
+        trunk = TrunkCost((0.0,) * atoms, (0,) * atoms, (0.0,) * atoms, ("",) * atoms)
+    if options.num_microbatches != "auto":
+        number = options.num_microbatches
     limit = math.inf if memory_limit is None else memory_limit
     found = spread(trunk, costs, num_ranks, limit, _given_cuts(options, trunk, num_ranks))
     if num_ranks > 1:
-        log.info("heads on a trunk\n%s", found.describe(costs))
+        log.info("heads on a trunk, %d pieces per batch\n%s", number, found.describe(costs))
+    if cache is not None:
+        features = list(_stand_ins(captured.plan, engine.device).values())
+        cache.consider(sum(trunk.seconds) / len(found.ranks), features)
     depth = options.queue_depth
-    return found.placement(len(found.ranks) if depth == "auto" else depth)
+    return found.placement(len(found.ranks) if depth == "auto" else depth, number)
 
 
 def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tuple[int, ...] | None:
@@ -193,18 +205,44 @@ def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tupl
     return (0, *accumulate(counts))
 
 
-def _trunk_cost(captured: Captured, device: torch.device) -> TrunkCost:
-    profile = profile_forwards(captured, device)["teacher"]
+def _trunk_cost(engine: Engine, captured: Captured, options: SetupOptions) -> tuple[TrunkCost, int]:
+    """What the trunk costs in the number of pieces in which it is about fastest, and that number.
+
+    Of equally fast numbers it is the largest: what is between two layers of a piece is smaller.
+    """
     calls = [captured.plan.calls[i].input for i in captured.plan.calls_of("teacher")]
+    fewest = min(spec.shape[0] for spec in calls)
+    counts = [count for count in _pieces(engine, options) if count <= max(1, fewest)]
+    profile = profile_forwards(captured, engine.device, counts)["teacher"]
+    sizes = {count: max(1, math.ceil(max(s.shape[0] for s in calls) / count)) for count in counts}
+    totals = {
+        count: len(calls) * count * (sum(a.forward[size] for a in profile.atoms) + _ACTION_SECONDS)
+        for count, size in sizes.items()
+        if size in profile.sizes
+    }
+    number = max(n for n, total in totals.items() if total <= _EQUAL * min(totals.values()))
+    factor, size = len(calls) * number, sizes[number]
     samples = sum(spec.shape[0] for spec in calls)
     latency, bandwidth = _HOST_LINK
-    return TrunkCost(
-        tuple(len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms),
+    costs = TrunkCost(
+        tuple(factor * atom.forward[size] for atom in profile.atoms),
         tuple(atom.parameter_bytes for atom in profile.atoms),
-        tuple(latency + samples * a.output_bytes_per_sample / bandwidth for a in profile.atoms),
+        tuple(
+            number * latency + samples * atom.output_bytes_per_sample / bandwidth
+            for atom in profile.atoms
+        ),
         tuple(atom.name for atom in profile.atoms),
         frozenset(index for index, atom in enumerate(profile.atoms) if atom.joined),
     )
+    return costs, number
+
+
+def _pieces(engine: Engine, options: SetupOptions) -> Sequence[int]:
+    """Numbers of pieces that are worth measuring; one where the samples of a batch may matter."""
+    if options.num_microbatches != "auto":
+        return (options.num_microbatches,)
+    trunk = engine.module.get_submodule("teacher")
+    return (1,) if any(part.training for part in trunk.modules()) else _PIECES
 
 
 def _measure(
@@ -266,108 +304,3 @@ def _moments(head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> in
             if any(id(parameter) in own for parameter in group["params"]):
                 return 2 if "betas" in group else int(bool(group.get("momentum", 0)))
     return 0
-
-
-class HeadsHere:
-    """What the strategy does beside, where the student is a fan-out.
-
-    Args:
-        strategy: The strategy.
-    """
-
-    def __init__(self, strategy: PipelineHooks) -> None:
-        self._strategy = strategy
-        self._unsent: list[tuple[dict[str, float], int]] = []
-        self._restore: Callable[[], None] | None = None
-
-    @property
-    def student(self) -> StudentFanout | None:
-        """The heads, once they are placed over several ranks; None without any."""
-        engine = self._strategy.engine
-        if engine is None or engine.heads is None or engine.transport.num_ranks == 1:
-            return None
-        return engine.heads.student
-
-    def placed(self, engine: Engine) -> None:
-        """Every rank has its heads: those it trains from now on."""
-        heads = engine.heads
-        if heads is None:
-            return
-        own = engine.pipeline.stages_of(engine.rank)
-        heads.student.here = tuple(heads.student.names[stage] for stage in own)
-        if engine.transport.num_ranks > 1:
-            self._keep_logs()
-
-    def ended(self, engine: Engine) -> None:
-        """The training is over; whoever asks now means all heads."""
-        if engine.heads is not None:
-            engine.heads.student.here = engine.heads.student.names
-
-    def release(self) -> None:
-        """Logging is Lightning's again."""
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
-
-    def _keep_logs(self) -> None:
-        """What this rank logs is for rank 0's loggers, which get it when the ranks next meet."""
-        strategy = self._strategy
-        if strategy.is_loss_rank or self._restore is not None:
-            return
-        trainer = strategy._trainer  # noqa: SLF001 - a part of the strategy
-        connector: Any = trainer._logger_connector  # noqa: SLF001 - no public way
-        original = connector.log_metrics
-
-        def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
-            if trainer.loggers and metrics:
-                steps = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
-                values = {k: float(v) for k, v in metrics.items() if "/" in k}
-                self._unsent.append((values, steps if step is None else step))
-            original(metrics, step)
-
-        connector.log_metrics = log_metrics
-
-        def restore() -> None:
-            vars(connector).pop("log_metrics", None)
-
-        self._restore = restore
-
-    def exchange(self) -> None:
-        """All ranks get to know metrics and stopped heads; rank 0 logs. Every rank calls it."""
-        student = self.student
-        if student is None:
-            return
-        strategy = self._strategy
-        trainer = strategy._trainer  # noqa: SLF001
-        transport = strategy.transport
-        unsent, self._unsent = self._unsent, []
-        known = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-        gathered = transport.gather_object((known, dict(student.stopped), unsent), LOSS_RANK)
-        told = None
-        if gathered is not None:
-            metrics = {k: v for each, _, _ in reversed(gathered) for k, v in each.items()}
-            for (own, _, _), rank in zip(gathered, range(len(gathered)), strict=True):
-                metrics |= {k: v for k, v in own.items() if self._is_of(k, rank)}
-            stopped = {k: v for _, each, _ in gathered for k, v in each.items()}
-            told = metrics, stopped
-            records = [record for _, _, each in gathered for record in each]
-            for values, step in sorted(records, key=lambda record: record[1]):
-                trainer._logger_connector.log_metrics(values, step)  # noqa: SLF001
-        metrics, stopped = transport.broadcast_object(told, LOSS_RANK)
-        trainer._logger_connector._callback_metrics.update(metrics)  # noqa: SLF001
-        for name, reason in stopped.items():
-            if name not in student.stopped and strategy.is_loss_rank:
-                log.warning("head %s has stopped: %s", name, reason)
-            student.stop(name, reason)
-        if set(student.stopped) >= set(student.names):
-            trainer.should_stop = True
-
-    def _is_of(self, metric: str, rank: int) -> bool:
-        """Whether a metric is one of a head on a rank."""
-        engine, student = self._strategy.engine, self.student
-        assert engine is not None
-        assert student is not None
-        head, _, rest = metric.partition("/")
-        if not rest or head not in student.names:
-            return False
-        return engine.pipeline.student.ranks[student.names.index(head)] == rank

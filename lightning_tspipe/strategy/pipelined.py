@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_tspipe.ir.pipeline import Pipeline
     from lightning_tspipe.runtime.engine import Engine
     from lightning_tspipe.runtime.frozen import Front
+    from lightning_tspipe.runtime.heads import FeatureCache
     from lightning_tspipe.strategy.strategy import PipelineHooks
 
 _DONE = "no more batches"
@@ -105,6 +106,16 @@ class Pipelined:
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""
         self._strategy.repacking.use_front(front)
+
+    def use_features(self, cache: FeatureCache) -> None:
+        """Have something asked what the trunk of heads returns for a sample; before a fit."""
+        self._strategy.heads_here.cache = cache
+
+    def look_at_trunk(self) -> None:
+        """Features of a trunk that has changed are not read; every rank calls it."""
+        cache, engine = self._strategy.heads_here.cache, self._strategy.engine
+        if cache is not None and engine is not None and engine.heads is not None:
+            cache.place(engine)
 
     def freeze(
         self,

@@ -14,6 +14,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.frozen import with_frozen
+from lightning_tspipe.runtime.heads import FeatureCache
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
@@ -39,6 +40,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     replicas: Replicas,
     origin: Origin,
     freezing: Freezing,
+    features: FeatureCache | None = None,
 ) -> Engine:
     """Make this rank ready to train; all ranks of its pipeline have the same first batch.
 
@@ -50,7 +52,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
     engine = Engine(
         module, networks, transport, device, seed, context, replicas, options.compiler,
-        heads_of(module, networks, device, replicas),
+        heads_of(module, networks, device, replicas, features),
     )  # fmt: skip
     materializer = share_weights(module, networks, transport, replicas, origin)
     captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names, freezing.front)

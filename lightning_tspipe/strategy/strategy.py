@@ -34,7 +34,7 @@ from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.asynchronous import policy_for, refuse_training
 from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.ends import EndHooks
-from lightning_tspipe.strategy.fanout import HeadsHere
+from lightning_tspipe.strategy.heads_here import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.options import SetupOptions, load_plan
 from lightning_tspipe.strategy.pipelined import Pipelined

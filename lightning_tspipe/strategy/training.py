@@ -15,12 +15,13 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.evaluation import Evaluation
+from lightning_tspipe.runtime.host_memory import give_back_memory
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.asynchronous import begin_step, check_epochs
 from lightning_tspipe.strategy.data import DataHooks
-from lightning_tspipe.strategy.fanout import HeadsHere
+from lightning_tspipe.strategy.heads_here import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.optimizers import hyperparameters, parameters_of, plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
@@ -76,6 +77,7 @@ class TrainingHooks(DataHooks):
                     self.pipelined.step_done()
                 return result
             self._drain_at_an_end(engine)
+            self.heads_here.begin_step(engine)
             following = self._next_batches(batch_idx, engine.lookahead) if self.is_data_rank else []
             ahead = [
                 (later, self._training_step(rest, self._place_of(batch_idx + offset)))
@@ -158,12 +160,15 @@ class TrainingHooks(DataHooks):
                 self.replicas,
                 self._origin(),
                 self.repacking.freezing,
+                self.heads_here.cache,
             )
         if not self.options.drain_epochs:
             check_epochs(self._trainer, self.num_ranks)
         self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw
+        if self.root_device.type == "cpu":
+            give_back_memory()
         self._go_on(self._engine, step, batch, batch_idx)
         self._evaluations = {}
         self._watch = self._watch_teacher()

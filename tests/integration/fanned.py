@@ -59,6 +59,7 @@ class Outcome:
     stopped: dict[str, str]
     heads: tuple[str, ...]
     depth: int
+    logged_early: set[str]
 
 
 class Diverging(Tasks):
@@ -77,8 +78,13 @@ def train(job: Fanned, num_ranks: int) -> Outcome:
     module = Diverging(job.num_heads, on_nan="stop" if job.diverges else "raise")
     module.diverges = job.diverges
     here: list[tuple[tuple[str, ...], int]] = []
+    early: set[str] = set()
 
     class Watch(HeadCheckpoint):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.current_epoch == 0 and trainer.is_global_zero and trainer.logger:
+                early.update(name for row in trainer.logger.experiment.metrics for name in row)
+
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             super().on_train_epoch_end(trainer, pl_module)
             here.append((pl_module.student.here, trainer.strategy.engine.placement.depth))
@@ -106,7 +112,7 @@ def train(job: Fanned, num_ranks: int) -> Outcome:
         }
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     heads, depth = here[-1]
-    return Outcome(weights, metrics, dict(module.student.stopped), heads, depth)
+    return Outcome(weights, metrics, dict(module.student.stopped), heads, depth, early)
 
 
 class Plain(LightningModule):
@@ -142,6 +148,8 @@ def break_it(change: str) -> None:
         module.student = StudentFanout({"task0": nn.Linear(WIDTH + 1, 3)})
     elif change == "inf":
         module.diverges = "task1"
+    elif change == "by hand":
+        module.automatic_optimization = False
     else:
         module = Plain() if change == "plain" else Killed(2)
     trainer = Trainer(

@@ -42,7 +42,8 @@ def test_each_head_over_two_ranks_is_as_if_it_were_alone(tmp_path: Path) -> None
     assert found[0].depth == 2
     for rank in found:
         assert {f"task{i}/val_loss" for i in range(3)} <= rank.metrics.keys()
-    # Rank 0's logger has every step of every head.
+    # Rank 0's logger has every step of every head, and not only when an epoch ends.
+    assert {f"task{i}/loss_step" for i in range(3)} <= found[0].logged_early
     (log,) = tmp_path.rglob("metrics.csv")
     with log.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -134,6 +135,7 @@ def check_weights(found: list[Outcome], num_heads: int) -> None:
         ("wide", r"head 'task0' does not fit the trunk: the features have shape \(5, 6\)"),
         ("inf", "head 'task1': its loss is inf"),
         ("plain", "derive Plain from FanoutTraining"),
+        ("by hand", r"automatic_optimization=False does not go .* Write head_optimizer"),
         ("killed", "ended|closed|lost|Connection"),
     ],
 )
@@ -141,5 +143,27 @@ def test_what_is_wrong_is_said_on_every_rank_in_time(
     tmp_path: Path, change: str, message: str
 ) -> None:
     job = run_job(break_it, change, num_ranks=2, folder=tmp_path, seconds=60)
+    assert all(rank.exit_code for rank in job.ranks)
+    assert re.search(message, job.output), job.output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"schedule": "1f1b"}, r"schedule='1f1b' does not go with heads .*Use schedule='tspipe'"),
+        ({"activation_checkpointing": True}, r"use torch\.utils\.checkpoint in its forward"),
+        ({"num_stages": 1}, "Leave num_stages out"),
+        ({"partition": [3, 3]}, r"partition=\[3, 3\].* must add up to 10"),
+        ({"queue_depth": -1}, "queue_depth=-1: 'auto' or a number from 0 on"),
+        ({"memory_limit": 100}, r"head 'task0' alone needs .* and a rank may hold"),
+    ],
+)
+def test_options_that_do_not_go_with_heads_are_refused_with_a_remedy(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    job = run_job(
+        train, Fanned(options=options, validates=False), 2, num_ranks=2, folder=tmp_path, seconds=60
+    )
     assert all(rank.exit_code for rank in job.ranks)
     assert re.search(message, job.output), job.output[-3000:]

@@ -131,3 +131,16 @@ def test_files_whose_reading_runs_code(tmp_path: Path, capsys: pytest.CaptureFix
     assert export(path, "--part", "tied") == 2
     assert "--trust" in capsys.readouterr().err
     assert export(path, "--part", "tied", "--trust") == 0
+
+
+def test_a_head_with_its_trunk_from_two_checkpoints(tmp_path: Path) -> None:
+    best = {f"student.head.{key}": v + 1 for key, v in nn.Linear(512, 4).state_dict().items()}
+    torch.save({"state_dict": best}, head := tmp_path / "head.ckpt")
+    last, output = saved(tmp_path, "file"), tmp_path / "both.pt"
+    parts = ["--part", "student.net", "--part", "student.head"]
+    assert export(head, last, *parts, "--output", output) == 0
+    found = torch.load(output)
+    assert torch.equal(found["head.weight"], best["student.head.weight"])
+    assert torch.equal(found["net.conv1.weight"], resnet().conv1.weight)
+    assert len(found) == 2 + len(resnet().state_dict())
+    assert export(head, last, "--part", "student.other") == 2

@@ -1,0 +1,223 @@
+"""What a trunk returned for a sample, kept for the heads of a pipeline.
+
+The rank that reads the data decides, batch by batch, what is known. Every rank with heads reads
+that by itself, in memory which all of them share, and only one of them writes: what is known to the
+first is then known to the last::
+
+    data rank   which samples are kept? the others' inputs ──► trunk
+    rank 0      reads the kept ones, keeps what the trunk gave for the others
+    rank 1      reads the kept ones, takes the others from the trunk
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, ids_of, measure
+from lightning_tspipe.caching.absent import check_loaded
+from lightning_tspipe.caching.keys import as_ids
+from lightning_tspipe.callbacks.common import pipelined_of
+from lightning_tspipe.callbacks.fixed import refuse_other
+from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.heads import Kept
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+    from lightning_tspipe.runtime.engine import Engine
+
+log = logging.getLogger("lightning_tspipe")
+
+_SIZES = 8
+"""Batches that are known in part go through the trunk in at most so many sizes: each is planned."""
+
+
+class KeptFeatures:
+    """Knows the features of samples that went through the trunk before, while a fit lasts.
+
+    Args:
+        shared: The cache of this fit.
+        trunk: The trunk.
+        always: Keep without asking whether it is worth it.
+
+    Attributes:
+        worth: What was measured; None before, and where nothing was.
+        is_on: Whether features are kept; None before it is decided.
+        num_seen: Samples of the batches that the data rank looked at.
+        num_known: Of these, those whose features were known.
+
+    Raises:
+        ConfigurationError: The trunk is in train mode, where it may be random.
+    """
+
+    def __init__(self, shared: SharedCache, trunk: nn.Module, *, always: bool) -> None:
+        training = next((name for name, part in trunk.named_modules() if part.training), None)
+        if training is not None:
+            where = f"its part {training!r}" if training else "it"
+            raise ConfigurationError(
+                f"AutoCache keeps what the trunk returns, and {where} is in train mode, where "
+                "dropout and batch statistics return something else each time: self.teacher.eval()"
+            )
+        self.worth: Worth | None = None
+        self.is_on: bool | None = True if always else None
+        self.num_seen = self.num_known = 0
+        self._shared = shared
+        self._trunk = trunk
+        self._boundary = Boundary("")
+        self._writes = False
+        self._is_verified = False
+
+    def consider(self, seconds: float, features: Sequence[Tensor]) -> None:
+        """On the data rank: measure whether reading is faster than what the trunk takes.
+
+        Args:
+            seconds: Of a step that would be saved.
+            features: Stand-ins for those of a batch.
+        """
+        settings, values = self._shared.settings, [tensor.cpu() for tensor in features]
+        worth = measure(
+            lambda _: values, values, dtype=settings.dtype, disk=bool(settings.disk),
+            folder=settings.folder,
+        )  # fmt: skip
+        compute = seconds / len(values[0])
+        self.worth = replace(worth, compute=compute, load=self._shared.seconds_saved)
+
+    def take_rate(self, trainer: Trainer) -> float:
+        """The share of this epoch's samples that were known, on all ranks; counted anew."""
+        rate = self.num_known / self.num_seen if self.num_seen else 0.0
+        self.num_seen = self.num_known = 0
+        pipelined = pipelined_of(trainer)
+        assert pipelined is not None
+        told: float = trainer.strategy.broadcast(rate, pipelined.data_rank)
+        return told
+
+    def place(self, engine: Engine) -> None:
+        """All ranks have their parts of the trunk, or begin an epoch; every rank calls it.
+
+        What was kept by other weights is not read.
+        """
+        transport, cache = engine.transport, self._shared.cache
+        own = fingerprint(*(t for t in self._tensors() if not t.is_meta))
+        gathered = transport.gather_object((own, self.worth))
+        told = None
+        if gathered is not None:
+            digest = hashlib.blake2b("".join(part for part, _ in gathered).encode(), digest_size=16)
+            told = digest.hexdigest(), gathered[engine.placement.data_rank][1]
+        whole, self.worth = transport.broadcast_object(told, 0)
+        before, self._boundary = self._boundary, self._boundary_of(whole)
+        self._writes = engine.rank == min(engine.pipeline.loss_ranks)
+        if cache is None:
+            return
+        if before.name and before != self._boundary:
+            self._is_verified = False
+            if self._writes:
+                cache.let_skip([])
+        if self.is_on is None:
+            self._decide()
+
+    def _boundary_of(self, whole: str) -> Boundary:
+        return Boundary("trunk", whole, self._shared.settings.dtype)
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self._trunk.parameters(), *self._trunk.buffers()]
+
+    def _decide(self) -> None:
+        worth, settings, cache = self.worth, self._shared.settings, self._shared.cache
+        assert worth is not None
+        assert cache is not None
+        self.is_on = worth.by_memory or (worth.by_disk and bool(settings.disk))
+        cache.use(memory=worth.by_memory, disk=worth.by_disk)
+        if self._writes:
+            log.info("features are %s: %s", "kept" if self.is_on else "not kept", worth)
+
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
+        """On the data rank: which samples of a batch go through the trunk."""
+        cache = self._shared.cache
+        if cache is None or not self.is_on:
+            return None
+        ids = as_ids(ids_of(batch, self._shared.settings.ids))
+        _check_calls(inputs, len(ids))
+        known = cache.kept(ids, [self._segment(())])
+        self.num_seen += len(ids)
+        self.num_known += sum(known)
+        if not self._is_verified and any(known):
+            self._is_verified = True
+            return Kept(tuple(ids), tuple(range(len(ids))), compares=True)
+        missing = [row for row, is_known in enumerate(known) if not is_known]
+        size = -(-len(ids) // _SIZES)
+        check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
+        padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
+        return Kept(tuple(ids), (*missing, *missing[:1] * padding))
+
+    def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """On a rank with heads: the features of a batch, read or computed."""
+        cache = self._shared.cache
+        assert cache is not None
+        segment = self._segment(computed, kept.rows)
+        rows = torch.arange(len(kept.ids), device=device)
+        if kept.compares:
+            self._compare(kept, computed, device)
+            return list(computed)
+        if self._writes or not kept.rows:
+            return list(cache.outputs(kept.ids, rows, [segment]))
+        known = sorted(set(range(len(kept.ids))) - set(kept.rows))
+        if not known:
+            return segment.function(rows)  # type: ignore[no-any-return]
+        read = cache.outputs([kept.ids[row] for row in known], rows[known], [segment])
+        others = sorted(set(kept.rows))
+        order = torch.tensor([*known, *others], device=device).argsort()
+        made = segment.function(torch.tensor(others, device=device))
+        return [torch.cat(pair)[order] for pair in zip(read, made, strict=True)]
+
+    def _segment(self, computed: Sequence[Tensor], rows: Sequence[int] = ()) -> Segment:
+        """The trunk, whose outputs are here for some rows of the batch."""
+        place = {row: index for index, row in reversed(list(enumerate(rows)))}
+
+        def take(wanted: Tensor) -> list[Tensor]:
+            index = [place[row] for row in wanted.tolist()]
+            return [tensor[index] for tensor in computed]
+
+        return Segment(self._boundary, take)
+
+    def _compare(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> None:
+        """What was read must be what the inputs give now; then they need not be loaded.
+
+        Raises:
+            ConfigurationError: They differ.
+        """
+        cache = self._shared.cache
+        assert cache is not None
+        if not self._writes:
+            return
+        segment = self._segment(computed, kept.rows)
+        known = [row for row, it_is in enumerate(cache.kept(kept.ids, [segment])) if it_is]
+        rows = torch.arange(len(kept.ids), device=device)
+        read = cache.outputs(kept.ids, rows, [segment])
+        refuse_other(
+            "teacher",
+            [tensor[known] for tensor in read],
+            [tensor[known] for tensor in computed],
+            self._shared.settings.dtype,
+        )
+        cache.let_skip([segment])
+
+
+def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:
+    if len(inputs) != 1:
+        raise ConfigurationError(
+            f"training_step calls the trunk {len(inputs)} times, and AutoCache keeps one entry per "
+            "sample: several views are random augmentation as a rule. Train without AutoCache"
+        )
+    if len(inputs[0]) != num_samples:
+        raise ConfigurationError(
+            f"the trunk gets {len(inputs[0])} rows for {num_samples} samples, and AutoCache keeps "
+            "one entry per sample. Call the trunk with one row for each, or leave AutoCache out"
+        )

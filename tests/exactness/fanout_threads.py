@@ -1,0 +1,182 @@
+"""Heads on a trunk over ranks that are threads of this process, without Lightning's Trainer."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.heads import Heads
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from tests.exactness.fanout import Batch, Tasks, make_batches, make_optimizer
+from tests.exactness.pipelined import _no_collection, even_cuts
+
+_COLLECTING = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Fan:
+    """A training.
+
+    Attributes:
+        num_ranks: Devices.
+        num_heads: Heads; head h is on rank ``(h + first) % num_ranks``.
+        depth: How far the trunk runs ahead.
+        num_stages: Parts of the trunk; 0: one on each device.
+        pieces: In which a batch goes through the trunk.
+        sizes: Of the batches.
+        first: See ``num_heads``.
+        stops: The head that stops after the first epoch; -1: none.
+        slow: Seconds that a step of the heads on rank 0 takes longer.
+    """
+
+    num_ranks: int
+    num_heads: int
+    depth: int
+    num_stages: int = 0
+    pieces: int = 1
+    sizes: tuple[int, ...] = (5, 5, 4, 5, 2)
+    first: int = 0
+    stops: int = -1
+    slow: float = 0.0
+
+    @property
+    def head_ranks(self) -> tuple[int, ...]:
+        """The rank of each head."""
+        return tuple((head + self.first) % self.num_ranks for head in range(self.num_heads))
+
+
+@dataclass
+class Found:
+    """What came out.
+
+    Attributes:
+        weights: Of each head.
+        losses: The sum over a rank's heads, step by step.
+        sent: Bytes between each two ranks, by channel.
+        began: Ranks and steps, in the order in which they began.
+    """
+
+    weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    losses: dict[int, list[float]] = field(default_factory=dict)
+    sent: Counter[tuple[int, int, int]] = field(default_factory=Counter)
+    began: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Counting(LocalTransport):
+    """Adds up what is sent."""
+
+    def __init__(self, network: LocalNetwork, rank: int, found: Found) -> None:
+        super().__init__(network, rank)
+        self._found = found
+
+    @override
+    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+        self._found.sent[self.rank, target, channel] += sum(t.nbytes for t in tensors)
+        super().send(tensors, target, channel)
+
+
+class Silent(Tasks):
+    """Logs nothing."""
+
+    def log(self, *_: Any, **__: Any) -> None:
+        """No Trainer listens."""
+
+
+def train_on_threads(fan: Fan, num_epochs: int = 2) -> Found:
+    """Train all heads as one pipeline."""
+    network, found = LocalNetwork(fan.num_ranks, timeout=30), Found()
+    failures: list[BaseException] = []
+    modules = [Silent(fan.num_heads).double() for _ in range(fan.num_ranks)]
+
+    def work(rank: int) -> None:
+        try:
+            _train_rank(fan, num_epochs, modules[rank], Counting(network, rank, found), found)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            failures.append(error)
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(fan.num_ranks)
+    ]
+    with _no_collection():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    if failures:
+        raise failures[0]
+    assert not any(thread.is_alive() for thread in threads), "a rank did not end"
+    return found
+
+
+def _train_rank(
+    fan: Fan, num_epochs: int, module: Silent, transport: Counting, found: Found
+) -> None:
+    student, rank = module.student, transport.rank
+    heads = Heads(module, "student", torch.device("cpu"))
+    networks = Networks((), ("teacher",), ("student",))
+    engine = Engine(module, networks, transport, torch.device("cpu"), heads=heads)
+    batches = make_batches(fan.sizes)
+    captured = engine.capture(partial(_step, module, 0), batches[0])
+    with _COLLECTING:  # a collection that another one interrupts does nothing
+        gc.collect()
+    engine.place(captured, _placement(fan, len(captured.networks["teacher"].atoms)), "tspipe", None)
+    student.here = tuple(student.names[stage] for stage in engine.pipeline.stages_of(rank))
+    optimizers = [
+        make_optimizer(name, list(student.heads[name].parameters())) for name in student.here
+    ]
+    for epoch in range(num_epochs):
+        engine.drain()
+        if epoch == 1 and fan.stops >= 0:
+            student.stop(f"task{fan.stops}", "told to")
+        for index in range(len(batches)):
+            found.began.append((rank, epoch * len(batches) + index))
+            loss = _forward(engine, module, batches, index)
+            if loss is not None and rank == 0:
+                time.sleep(fan.slow)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            engine.backward(None if loss is None else loss.backward)
+            for optimizer in optimizers:
+                optimizer.step()
+            found.losses.setdefault(rank, []).append(0.0 if loss is None else float(loss.detach()))
+    for name in student.here:
+        found.weights[name] = dict(student.heads[name].state_dict())
+
+
+def _step(module: Silent, index: int, batch: Any) -> Any:
+    return module.training_step(batch, index)
+
+
+def _forward(engine: Engine, module: Silent, batches: list[Batch], index: int) -> Any:
+    batch, ahead = None, []
+    if engine.is_data_rank:
+        batch = batches[index]
+        later = range(index + 1, min(index + 1 + engine.lookahead, len(batches)))
+        ahead = [(batches[i], partial(_step, module, i)) for i in later]
+    return engine.forward(partial(_step, module, index), batch, ahead)
+
+
+def _placement(fan: Fan, num_atoms: int) -> Placement:
+    num_stages = fan.num_stages or fan.num_ranks
+    return Placement(
+        num_ranks=fan.num_ranks,
+        student_cuts=tuple(range(fan.num_heads + 1)),
+        student_ranks=fan.head_ranks,
+        teacher_cuts=even_cuts(num_atoms, num_stages),
+        teacher_ranks=default_ranks(num_stages, fan.num_ranks),
+        num_microbatches=fan.pieces,
+        depth=fan.depth,
+    )

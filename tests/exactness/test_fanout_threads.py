@@ -1,0 +1,86 @@
+"""Heads on a trunk, ranks as threads: any number of them equals each head alone."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from lightning_tspipe.runtime.executor import AHEAD_CHANNEL
+from tests.exactness.fanout import make_batches, train_alone
+from tests.exactness.fanout_threads import Fan, Found, train_on_threads
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+EVERY = [
+    Fan(num_ranks, num_heads, depth=(0, 1, 2, 3, 6)[number % 5], first=number % 3)
+    for number, (num_ranks, num_heads) in enumerate(product((1, 2, 3, 4), (1, 2, 3, 4, 5, 6)))
+]
+OTHERS = [
+    Fan(2, 3, 2, pieces=3),
+    Fan(3, 4, 3, pieces=2, num_stages=2),
+    Fan(4, 2, 4, num_stages=1),
+    Fan(4, 6, 2, sizes=(3,)),
+    Fan(3, 3, 5, sizes=(4, 4, 1), first=2),
+    Fan(3, 4, 3, stops=1),
+    Fan(2, 2, 0, stops=0, pieces=2),
+]
+QUICK = [EVERY[8], EVERY[17], EVERY[22], *OTHERS[:2], OTHERS[5]]
+
+
+def check(fan: Fan, found: Found) -> None:
+    batches = make_batches(fan.sizes)
+    totals = [[0.0] * (2 * len(batches)) for _ in range(fan.num_ranks)]
+    assert len(found.weights) == fan.num_heads
+    for index in range(fan.num_heads):
+        stops = index == fan.stops
+        weights, losses = train_alone(index, 1 if stops else 2, batches)
+        own = found.weights[f"task{index}"]
+        if fan.pieces > 1:  # features to the last digits, and a gradient that is only rounding
+            for each in (own, weights):
+                for name in ("0.bias", "1.running_mean") if index == 1 else ():
+                    del each[name]
+        torch.testing.assert_close(own, weights, **CLOSE)
+        total = totals[fan.head_ranks[index]]
+        for step, loss in enumerate(losses):
+            total[step] += loss
+    for rank, total in enumerate(totals):
+        assert found.losses[rank] == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("fan", QUICK, ids=str)
+def test_some_numbers_of_ranks_heads_and_batches_ahead(fan: Fan) -> None:
+    check(fan, train_on_threads(fan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fan", [fan for fan in EVERY + OTHERS if fan not in QUICK], ids=str)
+def test_every_number_of_ranks_heads_and_batches_ahead(fan: Fan) -> None:
+    check(fan, train_on_threads(fan))
+
+
+@pytest.mark.parametrize("fan", [Fan(2, 4, 2), Fan(3, 6, 3), Fan(3, 2, 1, first=1)], ids=str)
+def test_labels_travel_once_to_each_rank_with_heads(fan: Fan) -> None:
+    found = train_on_threads(fan)
+    data_rank = fan.num_ranks - 1
+    labels = sum(labels.nbytes for _, labels in make_batches(fan.sizes))
+    sent = {
+        (source, target): num_bytes
+        for (source, target, channel), num_bytes in found.sent.items()
+        if channel == AHEAD_CHANNEL
+    }
+    others = set(fan.head_ranks) - {data_rank}
+    assert sent == {(data_rank, rank): 2 * labels for rank in others}  # in two epochs
+
+
+@pytest.mark.parametrize(("depth", "slack"), [(2, 1), (4, 3)])
+def test_a_rank_waits_for_those_that_read_what_it_makes(depth: int, slack: int) -> None:
+    fan = Fan(2, 2, depth, sizes=(4,) * 12, slow=0.01)
+    found = train_on_threads(fan, num_epochs=1)
+    begun = {0: -1, 1: -1}
+    furthest = 0
+    for rank, step in found.began:
+        begun[rank] = step
+        furthest = max(furthest, begun[1] - begun[0])
+    # It announces that it begins, and then waits.
+    assert furthest == slack + 1
