@@ -83,7 +83,7 @@ def train(job: Fanned, num_ranks: int) -> Outcome:
     class Watch(HeadCheckpoint):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.current_epoch == 0 and trainer.is_global_zero and trainer.logger:
-                early.update(name for row in trainer.logger.experiment.metrics for name in row)
+                early.update(trainer.logger.experiment.metrics_keys)
 
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             super().on_train_epoch_end(trainer, pl_module)
