@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_tspipe.runtime.executor import AHEAD_CHANNEL
+from lightning_tspipe.runtime.step import AHEAD_CHANNEL
 from tests.exactness.fanout import make_batches, train_alone
 from tests.exactness.fanout_threads import Fan, Found, train_on_threads
 
