@@ -21,7 +21,7 @@ OTHERS = [
     Fan(3, 4, 3, pieces=2, num_stages=2),
     Fan(4, 2, 4, num_stages=1),
     Fan(4, 6, 2, sizes=(3,)),
-    Fan(3, 3, 5, sizes=(4, 4, 1), first=2),
+    Fan(3, 3, 5, sizes=(4, 4, 2), first=2),
     Fan(3, 4, 3, stops=1),
     Fan(2, 2, 0, stops=0, pieces=2),
 ]
