@@ -32,7 +32,7 @@ PROGRAM = "benchmarks.relay.training"
 PACKAGES = ("torch", "torchvision", "lightning")
 METHODS = ("dpu", "dp", "ls")
 BATCH_SIZES = {"compression": 32, "nas": 16}
-EPOCH = 6
+EPOCH = 16
 """Batches, as the loaders have it."""
 EMULATED_SECONDS = 0.3
 """What an emulated step takes that never waits."""
@@ -83,7 +83,7 @@ def _real(
     rows: list[dict[str, Any]],
 ) -> None:
     """Two processes, one thread each; interleaved rounds of whole epochs."""
-    batch_size, rounds = (4, 1) if quick else (BATCH_SIZES[workload], 3)
+    batch_size, rounds = (4, 1) if quick else (BATCH_SIZES[workload], 2)
     num_steps = 2 if quick else EPOCH
     with TemporaryDirectory(prefix="relay-") as name, ExitStack() as stack:
         folder = Path(name)
@@ -171,13 +171,13 @@ def _emulated(
         priced = pool.apply(_priced)
     papers = priced["papers"]
     figures["ahd_over_optimum"] = max(found["chosen_over_best"] for found in papers)
-    even = _run_emulated(priced["even"], "ahd", context, 3 if quick else 6)
+    even = _run_emulated(priced["even"], "ahd", context, 3 if quick else EPOCH)
     figures["emulated.even.utilization"] = priced["even"]["work"] / (4 * even)
     for found in papers[:1] if quick else papers:
         name = f"emulated.{found['name']}"
         seconds = {
             loader: {
-                method: _run_emulated(run, method, context, 2 if method == "dp" else 6)
+                method: _run_emulated(run, method, context, 2 if method == "dp" else EPOCH)
                 for method in ("ahd", "dp")
             }
             for loader, run in found["runs"].items()
