@@ -57,7 +57,7 @@ class Length:
     depths: tuple[int, ...]
 
 
-FULL = Length(3, {32: 12, 128: 5, 256: 3, 1024: 2}, (0, 1, 2, 4))
+FULL = Length(3, {32: 30, 128: 12, 256: 8, 1024: 2}, (0, 1, 2, 4))
 QUICK = Length(2, {32: 4}, (0, 2))
 QUEUED_SIZE = 128
 
@@ -150,7 +150,7 @@ def _queues(length: Length, context: ForkServerContext) -> list[Row]:
         seconds: dict[int, list[float]] = {depth: [] for depth in crews}
         for _ in range(length.num_rounds):
             for depth, crew in crews.items():
-                seconds[depth].append(crew.turn(4) / 4)
+                seconds[depth].append(crew.turn(8) / 8)
         for depth, crew in crews.items():
             peak = sum(each.notes["peak"] for each in crew.weigh())
             row = {"workload": "stage", "batch_size": QUEUED_SIZE, "queue_depth": depth}
