@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -99,7 +99,7 @@ class Split:
     run_ahead: int = 2
     barrier: bool = False
     is_listed: bool = True
-    change: Callable[[Blocks], None] = lambda module: None
+    change: Callable[[Blocks], None] = field(default=lambda module: None, repr=False)
 
     def build(self) -> Blocks:
         torch.manual_seed(0)
