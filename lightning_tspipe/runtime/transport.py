@@ -24,6 +24,8 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
 
+NUM_CHANNELS = 18
+"""All that there are: of steps (``step``), of relays (``relay``), and these."""
 CONTROL = 0
 """The channel of objects that ranks exchange in turn."""
 HEADERS, MORE = 13, 14
@@ -165,7 +167,7 @@ class LocalNetwork:
             )
             for source in range(num_ranks)
             for target in range(num_ranks)
-            for channel in range(16)
+            for channel in range(NUM_CHANNELS)
         }
 
     def mailbox(self, source: int, target: int, channel: int) -> _Mailbox:

@@ -90,6 +90,10 @@ class Blocks(BlockwiseDistillation, LightningModule):
         for block in self.student.children():
             x = block(x)
         self.log("val", x.square().mean(), batch_size=len(x))
+        target = batch[0]  # the teacher's part: nothing of it may meet what is relayed
+        for block in self.teacher.children():
+            target = block(target)
+        self.log("val_distance", F.mse_loss(x, target), batch_size=len(x))
 
     def configure_optimizers(self) -> Any:
         if self.automatic_optimization:

@@ -35,7 +35,8 @@ from lightning_tspipe.runtime.relay.group import StageGroup
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 
-INPUT_CHANNEL, RELAY_CHANNEL, FIELD_CHANNEL = 5, 6, 9
+INPUT_CHANNEL, RELAY_CHANNEL, FIELD_CHANNEL = 16, 17, 9
+"""What is asked for early has channels that no evaluation uses, which comes in between."""
 
 
 @dataclass(frozen=True)
