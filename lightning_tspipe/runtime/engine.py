@@ -373,13 +373,15 @@ class Engine(Rank):
         sizes = [list(spec.shape) for spec in header.inputs]
         return found if found is not None and found["sizes"] == sizes else None
 
-    def settle(self) -> None:
-        """Between two steps: forwards of the student that ran ahead are forgotten, and done again.
+    def settle(self, *, keeps_flights: bool = False) -> None:
+        """Between two steps, before anything is saved; every rank calls it.
 
-        So that what is saved, and what goes on, is a pipeline that is about to be filled. Every
-        rank calls it.
+        Args:
+            keeps_flights: Whether forwards of the student that ran ahead are saved too. Otherwise
+                they are forgotten, and done again: what is saved, and what goes on, is a pipeline
+                that is about to be filled.
         """
-        if self.weights is not None and self._lookahead.units:
+        if not keeps_flights and self.weights is not None and self._lookahead.units:
             self._lookahead.drop()
             self.weights.drain()
 

@@ -43,8 +43,7 @@ def collect(
         place: The epoch, and the number of the next batch in it, to collect batches in flight;
             else their forwards are done again, in the run that goes on here too.
     """
-    if place is None:
-        engine.settle()
+    engine.settle(keeps_flights=place is not None)
     own: dict[str, Any] = {"random": RandomStates.now().to_dict(), "flights": engine.flights()}
     ahead = None if own["flights"] else engine.ahead()
     if ahead is not None:

@@ -197,9 +197,9 @@ class RelayEngine(Engine):
                 walk.sum_gradients()
 
     @override
-    def settle(self) -> None:
+    def settle(self, *, keeps_flights: bool = False) -> None:
         """Between two steps: of a shared stage, the first rank gets what all have added up."""
-        super().settle()
+        super().settle(keeps_flights=keeps_flights)
         if self._adds_up:
             for walk in self.passes:
                 walk.gather_gradients()
