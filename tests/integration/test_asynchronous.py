@@ -301,6 +301,28 @@ class StrangeLit(Lit):
         return Strange(self.student.parameters(), lr=0.1)
 
 
+class ClosureLit(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.student.parameters())
+
+
+class Words(nn.Module):
+    """Counts how bright an image's places are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(8, 6, mode="sum", sparse=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.table(images.flatten(1).abs().long().clamp(max=7))
+
+
+class SparseLit(Lit):
+    def __init__(self, num_stages: int) -> None:
+        super().__init__(num_stages)
+        self.student = nn.Sequential(nn.Sequential(Words()), nn.Sequential(nn.Linear(6, 3)))
+
+
 def fit_badly(make_module: Any, options: dict[str, Any], trainer: dict[str, Any]) -> None:
     strict()
     _, epochs = make(Case("pipeoptim", 2, (6,)))
@@ -320,6 +342,8 @@ def fit_badly(make_module: Any, options: dict[str, Any], trainer: dict[str, Any]
         pytest.param(Meddler, {}, {}, "was changed between two updates", id="changed"),
         pytest.param(NotANumber, {}, {}, "is not finite", id="nan", marks=SLOW),
         pytest.param(StrangeLit, {}, {}, "predict_update(parameter", id="unknown", marks=SLOW),
+        pytest.param(ClosureLit, {}, {}, "LBFGS runs the step several", id="closures", marks=SLOW),
+        pytest.param(SparseLit, {}, {}, "'student.0.0.table' makes", id="sparse", marks=SLOW),
         pytest.param(
             Lit,
             {"weights": "spectrain"},

@@ -97,21 +97,32 @@ def test_weights_that_share_memory_have_tokens_of_their_own() -> None:
     values = [flat[:6].view(2, 3), flat[6:].view(2, 2)]
     saved = Saved()
     recorder = Recorder(values, saved)
-    other = [torch.zeros(2, 3), torch.tensor([[1.0, 2.0], [3.0, 4.0]])]
+    # The other version lies elsewhere in its memory, as another flat copy would.
+    shared = torch.tensor([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0])
+    other = [torch.zeros(2, 3), shared[3:].view(2, 2)]
     token = recorder.pack(values[1].t())
     assert isinstance(token, Token)
     assert token.of(other).tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    last = recorder.pack(values[1][1:, 1:])
+    assert isinstance(last, Token)
+    assert last.of(other).tolist() == [[4.0]]
     assert isinstance(recorder.pack(torch.ones(2)), Held)
+    assert isinstance(recorder.pack(values[0][2:]), Held)  # nothing of it, at the place of the next
 
 
 def test_a_forward_that_saves_something_else_is_refused() -> None:
-    saved = Saved()
-    held = Recorder([], saved).pack(torch.ones(2, 3))
+    saved, tensor = Saved(), torch.ones(2, 3)
+    recorder = Recorder([], saved)
+    held = [recorder.pack(tensor), recorder.pack(tensor)]
     written = saved.written()
+    tensor.zero_()
     assert torch.equal(written[0], torch.ones(2, 3))
+    assert written[0] is written[1]
     with pytest.raises(ConfigurationError, match="saved other tensors"):
         Player(written, Saved()).pack(torch.ones(3))
     with pytest.raises(ConfigurationError, match="saved other tensors"):
+        Player([[0, [2, 3], [3, 1], 0]], Saved()).pack(torch.ones(3))  # a token
+    with pytest.raises(ConfigurationError, match="saved other tensors"):
         Player(written, Saved()).check_done()
     del held
-    assert saved.written() == [None]
+    assert saved.written() == [None, None]
