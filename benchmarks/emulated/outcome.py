@@ -53,13 +53,13 @@ class Report:
     """Collects outcomes.
 
     Attributes:
-        step_seconds: What a step takes if no device ever waits.
+        seconds_per_device: What a step takes if no device ever waits, for each device.
         fraction: Of the real bytes that travelled.
         real: Simulated over measured seconds per step of real runs on two processes.
         seconds: What all of it took.
     """
 
-    step_seconds: float
+    seconds_per_device: float
     fraction: float
     outcomes: list[Outcome] = field(default_factory=list)
     real: dict[str, float] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Report:
         content = {
             "environment": environment_of(PACKAGES),
             "emulated": True,
-            "step_seconds": self.step_seconds,
+            "seconds_per_device": self.seconds_per_device,
             "fraction_of_bytes": self.fraction,
             "measured_in_seconds": round(self.seconds),
             "figures": self.figures,

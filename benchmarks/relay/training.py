@@ -17,7 +17,7 @@ from benchmarks.relay.sleeping import Sleeping
 from benchmarks.relay.workloads import batches, module
 from lightning_tspipe import BlockwiseRelay
 
-BATCHES_PER_EPOCH = 16
+BATCHES_PER_EPOCH = 24
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from lightning_tspipe.planning.partition import partition as cut_evenly
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.reason import TIE, as_plan
 from lightning_tspipe.planning.search import (
     MAX_STARTS,
     CutSpace,
@@ -65,9 +66,6 @@ _FOLDED_EFFORT = 4
 
 _FOLDING = ("tspipe", "gpipe")
 """Schedules that gain by even ranks."""
-
-_TIE = 1.01
-"""Times this close are equal, no profile is exacter: then fewer micro-batches, stages, halves."""
 
 
 def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
@@ -209,7 +207,7 @@ class _Planner:
             found = self._refine_best(found)
         fastest = min(map(_seconds, found))
         finalists = sorted(
-            found, key=lambda one: (max(one.seconds, fastest * _TIE), _simplicity(one))
+            found, key=lambda one: (max(one.seconds, fastest * TIE), _simplicity(one))
         )
         exact = [
             replace(scored, seconds=self._evaluator.exact(scored.layout))
@@ -217,8 +215,15 @@ class _Planner:
             if scored.seconds <= fastest * _NEAR
         ]
         fastest = min(scored.seconds for scored in exact)
-        equal = [scored for scored in exact if scored.seconds <= fastest * _TIE]
-        return self._describe(min(equal, key=_simplicity), len(equal))
+        equal = [scored for scored in exact if scored.seconds <= fastest * TIE]
+        best = min(equal, key=_simplicity)
+        return as_plan(
+            best.layout,
+            best.seconds,
+            self._wishes,
+            num_simulated=self._evaluator.num_simulated,
+            num_equal=len(equal),
+        )
 
     def _num_exact(self, best: _Scored) -> int:
         num_actions = self._evaluator.num_actions(best.layout)
@@ -360,57 +365,6 @@ class _Planner:
 
     def _moves(self, scored: _Scored) -> list[Layout]:
         return sorted(scored.space.neighbours(scored.layout), key=excess_and_bound)
-
-    def _describe(self, best: _Scored, num_equal: int) -> Plan:
-        layout, seconds = best.layout, best.seconds
-        busy, workload = layout.busy, self._workload
-        samples = max(workload.batch_sizes) * workload.num_replicas
-        speeds = workload.ranks.speeds
-        return Plan(
-            schedule=self._wishes.schedule,
-            pipeline=layout.pipeline,
-            student_cuts=layout.cuts.student,
-            teacher_cuts=layout.teacher_cuts,
-            num_microbatches=layout.num_microbatches,
-            split=layout.split,
-            costs=layout.costs,
-            step_seconds=seconds,
-            samples_per_second=samples / seconds if seconds else 0.0,
-            bubble_ratio=max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0,
-            memory_bytes=layout.memory_bytes,
-            state_bytes=layout.state_bytes,
-            reason=self._reason(layout, seconds, num_equal),
-            num_replicas=workload.num_replicas,
-            speeds=() if len(set(speeds)) == 1 else speeds,
-            memory=layout.memory_use,
-            recomputed=tuple(sorted(workload.student.recomputed)),
-        )
-
-    def _reason(self, layout: Layout, seconds: float, num_equal: int) -> str:
-        share = max(layout.busy) / seconds if seconds else 1.0
-        text = (
-            f"fastest of {self._evaluator.num_simulated} simulations: the busiest rank works "
-            f"{share:.0%} of the step"
-        )
-        if num_equal > 1:
-            text += f"; the simplest of {num_equal} that are equally fast, within {_TIE - 1:.0%}"
-        if layout.cuts.num_stages > self._workload.num_ranks and self._wishes.cuts is None:
-            text += "; stages are folded over the ranks, which makes them fit or evener"
-        if layout.reduction:
-            longest = max(layout.reduction) * 1e3
-            text += f"; summing gradients over the replicas takes up to {longest:.1f} ms"
-        return text + self._extrapolated(layout)
-
-    def _extrapolated(self, layout: Layout) -> str:
-        """Says so where a unit's time was not measured, nor lies between two that were."""
-        smallest, largest = self._workload.measured_sizes
-        size = min(self._workload.batch_sizes) // layout.num_microbatches
-        if smallest <= size <= largest:
-            return ""
-        return (
-            f"; units of {size} samples are priced along the line through those that were "
-            f"measured, of {smallest} to {largest}"
-        )
 
 
 def _seconds(scored: _Scored) -> float:

@@ -76,11 +76,11 @@ def test_a_filler_waits_for_what_is_urgent(make_pipeline: Any, patience: float, 
 
 
 @st.composite
-def pipelines(draw: st.DrawFn) -> Pipeline:
-    num_ranks = draw(st.integers(1, 4))
+def pipelines(draw: st.DrawFn, max_ranks: int = 4, max_microbatches: int = 3) -> Pipeline:
+    num_ranks = draw(st.integers(1, max_ranks))
     num_stages = draw(st.integers(num_ranks, num_ranks + 2))
     ranks = tuple((num_stages - 1 - stage) % num_ranks for stage in range(num_stages))
-    num_calls, num_microbatches = draw(st.integers(1, 2)), draw(st.integers(1, 3))
+    num_calls, num_microbatches = draw(st.integers(1, 2)), draw(st.integers(1, max_microbatches))
     taps = draw(st.frozensets(st.integers(0, num_stages - 1), max_size=2))
     student = NetworkLayout(ranks, num_calls, num_microbatches, taps | {num_stages - 1})
     teacher = None
@@ -121,7 +121,18 @@ def costs_of(draw: st.DrawFn, pipeline: Pipeline) -> CostTable:
 def test_every_schedule_is_valid_and_none_is_slower_than_the_fixed_ones(
     data: st.DataObject,
 ) -> None:
-    pipeline = data.draw(pipelines())
+    check_schedules(data, data.draw(pipelines()))
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_nor_is_one_of_many_ranks_and_units(data: st.DataObject) -> None:
+    check_schedules(data, data.draw(pipelines(max_ranks=9, max_microbatches=10)))
+
+
+def check_schedules(data: st.DataObject, pipeline: Pipeline) -> None:
+    """Build each kind of step with drawn costs; compare with the fixed orders and the bound."""
     costs = data.draw(costs_of(pipeline))
     split = data.draw(st.frozensets(st.integers(0, pipeline.student.num_stages - 1)))
     built = {}
