@@ -35,7 +35,7 @@ METHODS = ("dpu", "dp", "ls")
 BATCH_SIZES = {"compression": 32, "nas": 16}
 EPOCH = 24
 """Batches, as the loaders have it."""
-EMULATED_SECONDS = 0.3
+EMULATED_SECONDS = 0.6
 """What an emulated step takes that never waits."""
 
 
@@ -84,7 +84,7 @@ def _real(
     rows: list[dict[str, Any]],
 ) -> None:
     """Two processes, one thread each; interleaved rounds of whole epochs."""
-    batch_size, rounds = (4, 1) if quick else (BATCH_SIZES[workload], 2)
+    batch_size, rounds = (4, 1) if quick else (BATCH_SIZES[workload], 3)
     num_steps = 2 if quick else EPOCH
     with TemporaryDirectory(prefix="relay-") as name:
         folder = Path(name)
