@@ -22,8 +22,8 @@ from benchmarks.crews.gate import Gate, GatedLoader
 from benchmarks.crews.job import Job
 from benchmarks.emulated.sleeping import SleepingStage
 from lightning_tspipe import FanoutTraining, StudentFanout, TSPipeStrategy
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
-from lightning_tspipe.runtime.step import AHEAD_CHANNEL
 from lightning_tspipe.simulation.cost import StageCost
 
 IMAGE_SIZE = 32
@@ -152,8 +152,8 @@ class Peak(Callback):
             return
         send = transport.send
 
-        def counted(tensors: Sequence[Tensor], target: int, channel: int) -> None:
-            if channel == AHEAD_CHANNEL:
+        def counted(tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+            if channel == Channel.EARLY_FIELDS:
                 notes["labels"] += sum(tensor.nbytes for tensor in tensors)
             send(tensors, target, channel)
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.header import StepHeader
-from lightning_tspipe.runtime.transport import HEADERS, Receipt, Transport
+from lightning_tspipe.runtime.transport import Receipt, Transport
 
 
 class Announcements:
@@ -67,7 +68,7 @@ class Announcements:
         for rank in range(self._transport.num_ranks):
             if rank != self._data_rank:
                 said = (self._round, number, header, word)
-                self._transport.send_object(said, rank, HEADERS)
+                self._transport.send_object(said, rank, Channel.HEADERS)
         self._take(number, header, word)
 
     def await_batches(self, number: int, last: int) -> int:
@@ -83,7 +84,7 @@ class Announcements:
         with waiting("the start of a step"):
             while last not in self._headers and not number < self._end <= last:
                 told, number_told, header, word = self._transport.receive_object(
-                    self._data_rank, HEADERS
+                    self._data_rank, Channel.HEADERS
                 )
                 receipt = None if header is None else self._ask(header)
                 if told == self._round:

@@ -20,10 +20,11 @@ from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.programs import layout
-from lightning_tspipe.runtime.step import BATCH_CHANNEL, StepContext
+from lightning_tspipe.runtime.step import StepContext
 from lightning_tspipe.runtime.units import StepUnits
 from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.schedules.gpipe import gpipe
@@ -116,7 +117,7 @@ class Evaluation:
         if engine.is_data_rank:
             executor.send_inputs(context, 0)
         fields = header.exchange_fields(
-            plan.batch_fields, batch, engine.transport, engine.placement.data_rank, BATCH_CHANNEL,
+            plan.batch_fields, batch, engine.transport, engine.placement.data_rank, Channel.FIELDS,
             self._pipeline.loss_ranks,
         )  # fmt: skip
         executor.run(context, self._executed)

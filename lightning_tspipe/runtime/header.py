@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.heads import Kept
 from lightning_tspipe.runtime.transport import Receipt, Transport
@@ -101,7 +102,7 @@ class StepHeader:
         batch: Any,
         transport: Transport,
         data_rank: int,
-        channel: int,
+        channel: Channel,
         loss_ranks: Sequence[int] = (LOSS_RANK,),
     ) -> Receipt | None:
         """Send the fields that the step reads (data rank), or ask for them (loss ranks)."""
@@ -113,7 +114,7 @@ class StepHeader:
         return None
 
     def ask_for_fields(
-        self, fields: Sequence[int], transport: Transport, data_rank: int, channel: int
+        self, fields: Sequence[int], transport: Transport, data_rank: int, channel: Channel
     ) -> Receipt | None:
         """On the loss rank: the fields of this batch, once they are here; None without any."""
         if not fields:
@@ -138,7 +139,7 @@ def send_fields(
     batch: Any,
     fields: Sequence[int],
     transport: Transport,
-    channel: int,
+    channel: Channel,
     loss_ranks: Sequence[int] = (LOSS_RANK,),
 ) -> None:
     """Send leaves of a batch to the loss ranks, unless one is this."""

@@ -25,8 +25,9 @@ from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.failures import waiting
-from lightning_tspipe.runtime.transport import PACE, Receipt, Transport
+from lightning_tspipe.runtime.transport import Receipt, Transport
 
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.engine import Engine
@@ -173,9 +174,11 @@ class Pace:
     def begin_step(self) -> None:
         """Wait until the step may begin; every rank calls it."""
         for rank in self._before:
-            self._transport.send([torch.zeros(1, dtype=torch.uint8)], rank, PACE)
+            self._transport.send([torch.zeros(1, dtype=torch.uint8)], rank, Channel.PACE)
         token = TensorSpec((1,), torch.uint8)
-        self._asked.append([self._transport.receive([token], r, PACE) for r in self._behind])
+        self._asked.append(
+            [self._transport.receive([token], r, Channel.PACE) for r in self._behind]
+        )
         if len(self._asked) > self._slack:
             with waiting("the ranks that read what this one makes"):
                 for receipt in self._asked.popleft():

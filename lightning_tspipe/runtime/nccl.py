@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.transport import GlooTransport, Receipt
 
 
@@ -35,7 +36,7 @@ class NcclTransport(GlooTransport):
         ranks: Sequence[int],
         device: torch.device,
         timeout: timedelta,
-        aside: frozenset[int] = frozenset(),
+        aside: frozenset[Channel] = frozenset(),
     ) -> None:
         super().__init__(ranks, device, timeout)
         self._aside = aside
@@ -52,11 +53,11 @@ class NcclTransport(GlooTransport):
         }
         self._ranks = tuple(ranks)
 
-    def _beside(self, channel: int) -> int:
+    def _beside(self, channel: Channel) -> int:
         return channel if channel in self._aside else 0
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
         group = self._edges[self.rank, target, self._beside(channel)]
         for tensor in tensors:
             payload = tensor.detach().contiguous()
@@ -64,7 +65,7 @@ class NcclTransport(GlooTransport):
             self._sent.append((work, payload))
 
     @override
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
         group = self._edges[source, self.rank, self._beside(channel)]
         buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
         works = [dist.irecv(buffer, src=self._ranks[source], group=group) for buffer in buffers]

@@ -21,6 +21,7 @@ from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.ahead import Lookahead
 from lightning_tspipe.runtime.announcements import Announcements
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.execution import Execution
 from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.frozen import Front, FrozenPart
@@ -32,7 +33,6 @@ from lightning_tspipe.runtime.programs import Captured, Programs, layout
 from lightning_tspipe.runtime.reduction import GradientReduction
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.stage_weights import StageWeights, stage_weights
-from lightning_tspipe.runtime.step import AHEAD_CHANNEL
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.transport import Receipt, Transport
 from lightning_tspipe.runtime.units import StepUnits
@@ -280,7 +280,7 @@ class Rank:
         if not self.computes_loss or not self._programs.tells_early:
             return None
         fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
-        return header.ask_for_fields(fields, self.transport, data_rank, AHEAD_CHANNEL)
+        return header.ask_for_fields(fields, self.transport, data_rank, Channel.EARLY_FIELDS)
 
     def _units(self, header: StepHeader) -> StepUnits:
         known = 0 if header.samples is None else header.samples.known

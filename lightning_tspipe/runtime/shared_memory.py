@@ -16,22 +16,17 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
-import secrets
 import select
 import socket
-import struct
 import sys
 import time
 import weakref
-from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,26 +34,14 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport import CONTROL, Receipt, Transport
+from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.peer import EMPTY, Kind, Peer
+from lightning_tspipe.runtime.sockets import connect
+from lightning_tspipe.runtime.transport import Receipt, Transport
 
-_HEAD = struct.Struct("<BBHq")
-"""Kind of packet, channel, number of buffers, messages consumed so far."""
-_NEW, _MESSAGE, _FREE, _OBJECT, _LONG_OBJECT = range(5)
-_PACKET = 1 << 16
 _MAX_INLINE = 1 << 15
 _SPIN_SECONDS = 3e-4
 _SMALLEST = 1 << 12
-_LARGE = 1 << 20
-_EMPTY = -1
-"""Stands for the buffer of a tensor without elements."""
-_STEPS_AHEAD = 4
-_SLACK = 16
-"""A peer may leave so many steps' messages untaken, and so many more, before a sender waits for it.
-
-What a teacher computed ahead is taken in the next step only, and there may be an evaluation before.
-"""
-_MOST_LENT = 192
-"""Each buffer is an open file: from so many on, receivers, who may keep an epoch's, get copies."""
 
 
 def is_available() -> bool:
@@ -84,8 +67,8 @@ class SharedMemoryTransport(Transport):
         # Not where ranks share cores: another one could use the time.
         enough_cores = (num_processes or len(ranks)) <= len(os.sched_getaffinity(0))
         self._spin_seconds = _SPIN_SECONDS if enough_cores else 0.0
-        sockets = _connect(ranks, self.rank, timeout)
-        self._peers = {rank: _Peer(end) for rank, end in sockets.items()}
+        sockets = connect(ranks, self.rank, timeout)
+        self._peers = {rank: Peer(end) for rank, end in sockets.items()}
         self._poll = select.poll()
         self._by_file = {}
         for peer in self._peers.values():
@@ -99,22 +82,22 @@ class SharedMemoryTransport(Transport):
         return sum(len(peer.buffers) for peer in self._peers.values())
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
         peer = self._peers[target]
         places = [self._fill(peer, target, tensor.detach()) for tensor in tensors]
-        self._push(target, _MESSAGE, channel, places)
+        self._push(target, Kind.MESSAGE, channel, places)
         peer.num_sent += 1
 
-    def _fill(self, peer: _Peer, target: int, tensor: Tensor) -> int:
+    def _fill(self, peer: Peer, target: int, tensor: Tensor) -> int:
         """Copy a tensor into a buffer of the peer; the number of the buffer."""
         if tensor.numel() == 0:
-            return _EMPTY
+            return EMPTY
         place = self._buffer(peer, target, tensor.nbytes)
         memory = peer.buffers[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         memory.copy_(tensor)
         return place
 
-    def _buffer(self, peer: _Peer, target: int, num_bytes: int) -> int:
+    def _buffer(self, peer: Peer, target: int, num_bytes: int) -> int:
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         if not peer.pool[size]:
             self._read_available()  # perhaps one was handed back
@@ -126,19 +109,19 @@ class SharedMemoryTransport(Transport):
             os.ftruncate(file, size)
             peer.maps.append(mmap.mmap(file, size))
             peer.buffers.append(torch.frombuffer(peer.maps[place], dtype=torch.uint8))
-            self._push(target, _NEW, 0, [place, size], files=[file])
+            self._push(target, Kind.NEW, Channel.CONTROL, [place, size], files=[file])
         finally:
             os.close(file)
         return place
 
     @override
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
         peer = self._peers[source]
         number = peer.num_asked[channel]
         peer.num_asked[channel] += 1
         return _SharedReceipt(self, tuple(specs), source, channel, number)
 
-    def take(self, specs: Sequence[TensorSpec], source: int, channel: int, number: int) -> Any:
+    def take(self, specs: Sequence[TensorSpec], source: int, channel: Channel, number: int) -> Any:
         """The tensors of a message, as soon as it is here."""
         peer = self._peers[source]
         arrived = peer.arrived[channel]
@@ -156,21 +139,21 @@ class SharedMemoryTransport(Transport):
             self._wait(rank, partial(peer.has_taken_all_but, limit), "send to")
 
     @override
-    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
+    def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         peer = self._peers[target]
         if len(payload) <= _MAX_INLINE:
-            self._push(target, _OBJECT, channel, [], payload)
+            self._push(target, Kind.OBJECT, channel, [], payload)
         else:
             place = self._fill(
                 peer, target, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
             )
             peer.objects_sent.add(place)
-            self._push(target, _LONG_OBJECT, channel, [place, len(payload)])
+            self._push(target, Kind.LONG_OBJECT, channel, [place, len(payload)])
         peer.num_sent += 1
 
     @override
-    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
+    def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
         peer = self._peers[source]
         objects = peer.objects[channel]
         self._wait(source, lambda: bool(objects), "receive from")
@@ -193,20 +176,15 @@ class SharedMemoryTransport(Transport):
     def _push(  # noqa: PLR0913, PLR0917 - the parts of a packet
         self,
         target: int,
-        kind: int,
-        channel: int,
+        kind: Kind,
+        channel: Channel,
         places: Sequence[int],
         payload: bytes = b"",
         files: Sequence[int] = (),
     ) -> None:
         """Send one packet; while the way is full, read what others send."""
         peer = self._peers[target]
-        num_places = len(places)
-        packet = (
-            _HEAD.pack(kind, channel, num_places, peer.num_consumed)
-            + struct.pack(f"<{num_places}q", *places)
-            + payload
-        )
+        packet = peer.pack(kind, channel, places, payload)
         deadline = time.monotonic() + self._timeout
         while True:
             try:
@@ -239,7 +217,7 @@ class SharedMemoryTransport(Transport):
         if peer.is_open and (places or peer.num_told < peer.num_consumed):
             try:
                 for start in range(0, max(1, len(places)), 256):
-                    self._push(target, _FREE, 0, places[start : start + 256])
+                    self._push(target, Kind.FREE, Channel.CONTROL, places[start : start + 256])
             except TransportError:  # it has ended, and needs no memory
                 peer.is_open = False
 
@@ -282,103 +260,12 @@ class SharedMemoryTransport(Transport):
         )
 
 
-class _Peer:
-    """One other rank: the socket, and both directions' memory and counts."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self.is_open = True
-        # To the peer: buffers by number, free ones by size, messages sent and taken
-        self.buffers: list[Tensor] = []
-        self.maps: list[mmap.mmap] = []
-        self.objects_sent: set[int] = set()
-        self.pool: dict[int, list[int]] = defaultdict(list)
-        self.num_sent = 0
-        self.num_taken = 0
-        self.num_sent_before = 0
-        self.most_sent = 0
-        # From the peer
-        self.mapped: dict[int, mmap.mmap] = {}
-        self.arrived: dict[int, dict[int, list[int]]] = defaultdict(dict)
-        self.num_arrived: dict[int, int] = defaultdict(int)
-        self.num_asked: dict[int, int] = defaultdict(int)
-        self.objects: dict[int, deque[bytes | tuple[int, int]]] = defaultdict(deque)
-        self.returned: deque[int] = deque()
-        self.num_consumed = 0
-        self.num_told = 0
-
-    def end_step(self) -> int:
-        """How many messages the peer may leave untaken from now on."""
-        self.most_sent = max(self.most_sent, self.num_sent - self.num_sent_before)
-        self.num_sent_before = self.num_sent
-        return _STEPS_AHEAD * self.most_sent + _SLACK
-
-    def has_taken_all_but(self, number: int) -> bool:
-        """Whether no more messages than that are under way."""
-        return self.num_sent - self.num_taken <= number
-
-    def lend(self, place: int, spec: TensorSpec) -> Tensor:
-        """A tensor in a buffer; when its memory has no user any more, the buffer is returned."""
-        if place == _EMPTY:
-            return torch.empty(spec.shape, dtype=spec.dtype)
-        memory = np.frombuffer(self.mapped[place], np.uint8, spec.num_bytes)
-        weakref.finalize(memory, self.returned.append, place).atexit = False
-        tensor = torch.from_numpy(memory).view(spec.dtype).view(spec.shape)
-        return tensor.clone() if len(self.mapped) > _MOST_LENT else tensor
-
-    def read(self) -> bool:
-        """Take in all packets that are here; False at the end of the connection."""
-        while True:
-            try:
-                packet, files, _, _ = socket.recv_fds(self.socket, _PACKET, 1)
-            except BlockingIOError:
-                return True
-            except OSError:
-                return False
-            if not packet:
-                return False
-            self._take_in(packet, files)
-
-    def _take_back(self, place: int) -> None:
-        """The peer needs a buffer no more; a large one of an object, such as weights, is emptied.
-
-        Objects are sent once in a while, and their memory would stay for good.
-        """
-        size = self.buffers[place].numel()
-        if place in self.objects_sent:
-            self.objects_sent.discard(place)
-            if size >= _LARGE:
-                with suppress(OSError):  # a kernel that can't keeps it
-                    self.maps[place].madvise(mmap.MADV_REMOVE)
-        self.pool[size].append(place)
-
-    def _take_in(self, packet: bytes, files: Sequence[int]) -> None:
-        kind, channel, count, num_taken = _HEAD.unpack_from(packet)
-        self.num_taken = max(self.num_taken, num_taken)
-        places = list(struct.unpack_from(f"<{count}q", packet, _HEAD.size))
-        if kind == _MESSAGE:
-            self.arrived[channel][self.num_arrived[channel]] = places
-            self.num_arrived[channel] += 1
-        elif kind == _FREE:
-            for place in places:
-                self._take_back(place)
-        elif kind == _NEW:
-            place, size = places
-            self.mapped[place] = mmap.mmap(files[0], size)
-            os.close(files[0])
-        elif kind == _LONG_OBJECT:
-            place, length = places
-            self.objects[channel].append((place, length))
-        else:
-            self.objects[channel].append(packet[_HEAD.size :])
-
-
 @dataclass(slots=True)
 class _SharedReceipt(Receipt):
     transport: SharedMemoryTransport
     specs: tuple[TensorSpec, ...]
     source: int
-    channel: int
+    channel: Channel
     number: int
 
     @override
@@ -387,45 +274,6 @@ class _SharedReceipt(Receipt):
             self.specs, self.source, self.channel, self.number
         )
         return tensors
-
-
-def _connect(ranks: Sequence[int], rank: int, timeout: timedelta) -> dict[int, socket.socket]:
-    """One socket to each other rank. The later rank calls, the earlier one listens."""
-    group: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
-    token = [secrets.token_hex(16)]
-    dist.broadcast_object_list(token, ranks[0], group=group)
-    # A name in the abstract namespace: no file that could be left behind.
-    names = [f"\0lightning-tspipe-{token[0]}-{place}" for place in range(len(ranks))]
-    seconds = timeout.total_seconds()
-    found: dict[int, socket.socket] = {}
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.settimeout(seconds)
-        listener.bind(names[rank])
-        listener.listen(len(ranks))
-        dist.barrier(group=group)
-        for place in range(rank):
-            caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            caller.settimeout(seconds)
-            caller.connect(names[place])
-            caller.send(rank.to_bytes(4, "little"))
-            found[place] = caller
-        while len(found) < len(ranks) - 1:
-            end, _ = listener.accept()
-            if _user_of(end) != os.getuid():  # abstract names are open to every user
-                end.close()
-                continue
-            end.settimeout(seconds)
-            found[int.from_bytes(end.recv(4), "little")] = end
-    for end in found.values():
-        end.setblocking(False)
-    return found
-
-
-def _user_of(end: socket.socket) -> int:
-    """The user at the other end."""
-    credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    user: int = struct.unpack("3i", credentials)[1]
-    return user
 
 
 def _closing(transport: SharedMemoryTransport) -> Callable[[], None]:

@@ -15,11 +15,6 @@ from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.units import StepUnits
 
-_CHANNELS = {"input": 1, "activation": 2, "output": 3, "gradient": 4}
-_TEACHER_CHANNELS = 4
-BATCH_CHANNEL, AHEAD_CHANNEL = 9, 10
-"""Fields of a batch for the loss: in an evaluation, and in training, where they may be early."""
-
 Key = tuple[int, Action]
 
 
@@ -95,9 +90,3 @@ def offset_of(message: Message) -> int:
 def receipt_key(batch: int, message: Message) -> tuple[int, Action, Action]:
     """Under which key a message is waited for."""
     return batch, base_of(message.producer), base_of(message.consumer)
-
-
-def channel_of(message: Message) -> int:
-    """The channel on which a message travels."""
-    teacher = Op.TEACHER in {message.producer.op, message.consumer.op}
-    return _CHANNELS[message.payload] + (_TEACHER_CHANNELS if teacher else 0)

@@ -1,6 +1,6 @@
 """How ranks talk: the only place with point-to-point communication.
 
-Messages of one *channel* (a small integer) between two ranks arrive in the order in which they are
+Messages of one *channel* (``channels``) between two ranks arrive in the order in which they are
 sent. Sends return at once; receives are posted early and waited for late.
 """
 
@@ -23,15 +23,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-
-NUM_CHANNELS = 18
-"""All that there are: of steps (``step``), of relays (``relay``), and these."""
-CONTROL = 0
-"""The channel of objects that ranks exchange in turn."""
-HEADERS, MORE = 13, 14
-"""Channels of the objects that the data rank sends ahead of time."""
-PACE, LOGS = 11, 15
-"""Channels between ranks that train heads: how far they are, and what they log."""
+from lightning_tspipe.runtime.channels import Channel
 
 _FRAME = 4096
 _LENGTH_BYTES = 8
@@ -67,11 +59,11 @@ class Transport(ABC):
     is_tight: bool = False
 
     @abstractmethod
-    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
         """Send tensors; returns at once. They must not change until the step after next."""
 
     @abstractmethod
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
         """Ask for the next message of a channel; its shapes must be known."""
 
     @abstractmethod
@@ -79,11 +71,11 @@ class Transport(ABC):
         """Wait until what was sent ``steps_under_way`` calls ago, or before, has left."""
 
     @abstractmethod
-    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
+    def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
         """Send any picklable value; returns at once."""
 
     @abstractmethod
-    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
+    def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
         """Wait for the next object of a rank."""
 
     def close(self) -> None:  # noqa: B027 - most need nothing
@@ -167,10 +159,10 @@ class LocalNetwork:
             )
             for source in range(num_ranks)
             for target in range(num_ranks)
-            for channel in range(NUM_CHANNELS)
+            for channel in Channel
         }
 
-    def mailbox(self, source: int, target: int, channel: int) -> _Mailbox:
+    def mailbox(self, source: int, target: int, channel: Channel) -> _Mailbox:
         """The queue of one channel."""
         return self._mailboxes[source, target, channel]
 
@@ -184,7 +176,7 @@ class LocalTransport(Transport):
         self._network = network
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
         self._network.mailbox(self.rank, target, channel).put([t.detach() for t in tensors])
 
     @override
@@ -192,7 +184,7 @@ class LocalTransport(Transport):
         self,
         specs: Sequence[TensorSpec],
         source: int,
-        channel: int,
+        channel: Channel,
     ) -> Receipt:
         mailbox = self._network.mailbox(source, self.rank, channel)
         return _LocalReceipt(mailbox, mailbox.ask())
@@ -202,11 +194,11 @@ class LocalTransport(Transport):
         """Nothing is under way."""
 
     @override
-    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
+    def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
         self._network.mailbox(self.rank, target, channel).put(pickle.dumps(value))
 
     @override
-    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
+    def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
         mailbox = self._network.mailbox(source, self.rank, channel)
         return pickle.loads(mailbox.take(mailbox.ask()))  # noqa: S301 - own data
 
@@ -232,7 +224,7 @@ class GlooTransport(Transport):
         self._sent_before: deque[list[tuple[Any, Tensor]]] = deque()
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
         for tensor in tensors:
             host = self._to_host(tensor.detach())
             try:
@@ -253,7 +245,7 @@ class GlooTransport(Transport):
         return host
 
     @override
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
         buffers, works = [], []
         for spec in specs:
             buffer = self._buffer(spec)
@@ -315,7 +307,7 @@ class GlooTransport(Transport):
         return copied
 
     @override
-    def send_object(self, value: Any, target: int, channel: int = CONTROL) -> None:
+    def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
         buffer = io.BytesIO()
         pickle.dump(value, buffer, protocol=pickle.HIGHEST_PROTOCOL)
         payload = buffer.getvalue()
@@ -328,7 +320,7 @@ class GlooTransport(Transport):
             self._sent.append((work, part))
 
     @override
-    def receive_object(self, source: int, channel: int = CONTROL) -> Any:
+    def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
         frame = self._receive_bytes(_FRAME, source, channel)
         length = int.from_bytes(frame[:_LENGTH_BYTES], "little")
         payload = frame[_LENGTH_BYTES : _LENGTH_BYTES + length]
@@ -337,7 +329,7 @@ class GlooTransport(Transport):
             payload += self._receive_bytes(rest, source, channel)
         return pickle.loads(payload)  # noqa: S301 - a rank of this job wrote it
 
-    def _receive_bytes(self, length: int, source: int, channel: int) -> bytes:
+    def _receive_bytes(self, length: int, source: int, channel: Channel) -> bytes:
         buffer = torch.empty(length, dtype=torch.uint8)
         try:
             work = dist.irecv(buffer, group=self._group, group_src=source, tag=channel)

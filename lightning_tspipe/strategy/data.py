@@ -14,6 +14,7 @@ from lightning.fabric.utilities.data import sized_len
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.loading import (
@@ -22,7 +23,6 @@ from lightning_tspipe.runtime.loading import (
     RemoteLoader,
     UnsizedRemoteLoader,
 )
-from lightning_tspipe.runtime.transport import MORE
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.fanout import fanout_of
@@ -101,7 +101,7 @@ class DataHooks(ProcessHooks):
 
     def _announce(self, loader: int, iteration: int, more: bool) -> None:
         for rank in range(self.num_ranks - 1):
-            self.transport.send_object((loader, iteration, more), rank, MORE)
+            self.transport.send_object((loader, iteration, more), rank, Channel.MORE)
 
     def _hear(self, loader: int) -> tuple[int, bool]:
         """The next word of the data rank about one of its loaders."""
@@ -109,7 +109,7 @@ class DataHooks(ProcessHooks):
         words = self._words.setdefault(loader, deque())
         with waiting("whether there is another batch"):
             while not words:
-                other, *word = self.transport.receive_object(self.num_ranks - 1, MORE)
+                other, *word = self.transport.receive_object(self.num_ranks - 1, Channel.MORE)
                 self._words.setdefault(other, deque()).append((word[0], word[1]))
         self.pipelined.recorder.paused("load", started)
         return words.popleft()

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.heads import StudentFanout
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.heads import FeatureCache
-from lightning_tspipe.runtime.transport import LOGS
 from lightning_tspipe.runtime.weights import LOSS_RANK
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class HeadsHere:
         self._is_due = self._num_steps % self._every == 0
         if self._is_due and not engine.is_loss_rank and engine.computes_loss:
             unsent, self._unsent = self._unsent, []
-            engine.transport.send_object(unsent, LOSS_RANK, LOGS)
+            engine.transport.send_object(unsent, LOSS_RANK, Channel.LOGS)
 
     def _received(self) -> list[Record]:
         """On rank 0: what the other ranks with heads sent in the step before."""
@@ -98,7 +98,7 @@ class HeadsHere:
         with waiting("what other ranks have logged"):
             for rank in engine.pipeline.loss_ranks:
                 if rank != LOSS_RANK:
-                    records += engine.transport.receive_object(rank, LOGS)
+                    records += engine.transport.receive_object(rank, Channel.LOGS)
         return records
 
     def _log(self, records: list[Record]) -> None:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
+from lightning_tspipe.runtime.channels import BESIDE_PROGRAMS
 from lightning_tspipe.runtime.nccl import NcclTransport
 from lightning_tspipe.runtime.rendezvous import local_store, stay_on_this_machine
 from lightning_tspipe.runtime.replicas import (
@@ -25,7 +26,6 @@ from lightning_tspipe.runtime.replicas import (
     make_groups,
     reduce_among,
 )
-from lightning_tspipe.runtime.step import AHEAD_CHANNEL, BATCH_CHANNEL
 from lightning_tspipe.runtime.transport import (
     GlooTransport,
     LocalNetwork,
@@ -259,9 +259,7 @@ class ProcessHooks(_Base):
         if self.num_ranks == 1:
             return LocalTransport(LocalNetwork(1), 0)
         if device.type == "cuda" and self.ranks_per_device == 1:
-            return NcclTransport(
-                ranks, device, self._timeout, frozenset({BATCH_CHANNEL, AHEAD_CHANNEL})
-            )
+            return NcclTransport(ranks, device, self._timeout, BESIDE_PROGRAMS)
         first = self.replica * self.num_ranks
         last = first + self.num_ranks - 1
         on_one_node = first // self.num_processes == last // self.num_processes

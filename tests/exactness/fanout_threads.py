@@ -17,11 +17,13 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.heads import Heads
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
 from tests.exactness.fanout import Batch, Tasks, make_batches, make_optimizer
-from tests.exactness.pipelined import _no_collection, even_cuts
+from tests.exactness.pipelined import even_cuts
+from tests.threads import run_on_threads
 
 _COLLECTING = threading.Lock()
 
@@ -83,7 +85,7 @@ class Counting(LocalTransport):
         self._found = found
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
         self._found.sent[self.rank, target, channel] += sum(t.nbytes for t in tensors)
         super().send(tensors, target, channel)
 
@@ -98,26 +100,12 @@ class Silent(Tasks):
 def train_on_threads(fan: Fan, num_epochs: int = 2) -> Found:
     """Train all heads as one pipeline."""
     network, found = LocalNetwork(fan.num_ranks, timeout=30), Found()
-    failures: list[BaseException] = []
     modules = [Silent(fan.num_heads).double() for _ in range(fan.num_ranks)]
 
     def work(rank: int) -> None:
-        try:
-            _train_rank(fan, num_epochs, modules[rank], Counting(network, rank, found), found)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            failures.append(error)
+        _train_rank(fan, num_epochs, modules[rank], Counting(network, rank, found), found)
 
-    threads = [
-        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(fan.num_ranks)
-    ]
-    with _no_collection():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-    if failures:
-        raise failures[0]
-    assert not any(thread.is_alive() for thread in threads), "a rank did not end"
+    run_on_threads(work, fan.num_ranks)
     return found
 
 

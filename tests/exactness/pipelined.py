@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,49 +24,18 @@ from lightning_tspipe.runtime.transport import (
 )
 from tests.exactness.modules import Trained
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
+from tests.threads import run_on_threads
 
 
 def run_pipelined(setting: Setting) -> Record:
     """Train on ``setting.num_ranks`` threads, as one pipeline."""
     network = LocalNetwork(setting.num_ranks, timeout=30)
-    records: dict[int, Record] = {}
-    failures: list[BaseException] = []
-
-    def work(rank: int) -> None:
-        try:
-            records[rank] = train_rank(setting, modules[rank], LocalTransport(network, rank))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            failures.append(error)
-
     modules = [setting.build() for _ in range(setting.num_ranks)]
-    threads = [
-        threading.Thread(target=work, args=(rank,), daemon=True)
-        for rank in range(setting.num_ranks)
-    ]
-    with _no_collection():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=100)
-    if failures:
-        raise failures[0]
-    assert not any(thread.is_alive() for thread in threads), "a rank did not end"
-    return merge([records[rank] for rank in range(setting.num_ranks)])
 
+    def work(rank: int) -> Record:
+        return train_rank(setting, modules[rank], LocalTransport(network, rank))
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection while ranks are threads.
-
-    ``torch.get_rng_state`` makes its result under the generator's mutex. A collection that starts
-    there may run ``__del__``, which lets another thread have the interpreter, which waits for that
-    mutex: a deadlock that no signal ends. Processes have a generator each.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    return merge(run_on_threads(work, setting.num_ranks, seconds=100))
 
 
 def train_on_gloo(settings: list[Setting]) -> list[Record]:

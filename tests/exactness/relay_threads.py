@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from lightning_tspipe.planning.relay_modes import Mode, passes
 from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.relay.engine import NETWORKS, RelayEngine, RelayOptions
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
-from tests.exactness.pipelined import _no_collection
+from tests.threads import run_on_threads
 
 WIDTHS = (3, 5, 4, 6, 4, 5, 3, 4, 5)
 
@@ -136,32 +135,16 @@ def run_split(split: Split) -> Result:
     """Train on as many threads as there are ranks."""
     num_ranks = sum(split.widths)
     network = LocalNetwork(num_ranks, timeout=30)
-    found: dict[int, Any] = {}
-    failures: list[BaseException] = []
+    modules = [split.build() for _ in range(num_ranks)]
 
-    def work(rank: int, module: Blocks) -> None:
-        try:
-            found[rank] = _train_rank(split, module, LocalTransport(network, rank))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            failures.append(error)
+    def work(rank: int) -> Any:
+        return _train_rank(split, modules[rank], LocalTransport(network, rank))
 
-    with _no_collection():
-        modules = [split.build() for _ in range(num_ranks)]
-        threads = [
-            threading.Thread(target=work, args=(rank, module), daemon=True)
-            for rank, module in enumerate(modules)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-    if failures:
-        raise failures[0]
-    assert not any(thread.is_alive() for thread in threads), "a rank did not end"
-    engines: Sequence[RelayEngine] = [found[rank][0] for rank in range(num_ranks)]
+    found = run_on_threads(work, num_ranks)
+    engines: Sequence[RelayEngine] = [engine for engine, _, _ in found]
     return Result(
         found[0][1],
-        [found[rank][2] for rank in range(num_ranks)],
+        [held for _, _, held in found],
         sum((engine.blocks.forwards for engine in engines), Counter()),
         sum(engine.bytes_loaded for engine in engines),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,7 +21,7 @@ from lightning_tspipe.runtime.stage_weights import Read
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
 from lightning_tspipe.runtime.weight_policies import policy_of
 from tests.exactness.asynchronous import Emulated, Recurrent, emulate
-from tests.exactness.pipelined import _no_collection
+from tests.threads import run_on_threads
 
 POLICIES = ("pipedream", "2bw", "pipeoptim", "spectrain")
 NUM_CLASSES = 3
@@ -157,28 +156,12 @@ class Rank:
 
 def run_pipelined(case: Case) -> list[Rank]:
     network = LocalNetwork(case.num_stages, timeout=20)
-    ranks: dict[int, Rank] = {}
-    failures: list[BaseException] = []
     made = [make(case) for _ in range(case.num_stages)]
 
-    def work(rank: int) -> None:
-        try:
-            ranks[rank] = train(case, *made[rank], LocalTransport(network, rank))
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            failures.append(error)
+    def work(rank: int) -> Rank:
+        return train(case, *made[rank], LocalTransport(network, rank))
 
-    threads = [
-        threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(case.num_stages)
-    ]
-    with _no_collection():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-    if failures:
-        raise failures[0]
-    assert not any(thread.is_alive() for thread in threads)
-    return [ranks[rank] for rank in range(case.num_stages)]
+    return run_on_threads(work, case.num_stages)
 
 
 def train(case: Case, module: Module, epochs: list[list[Any]], transport: LocalTransport) -> Rank:

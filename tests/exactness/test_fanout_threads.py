@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_tspipe.runtime.step import AHEAD_CHANNEL
+from lightning_tspipe.runtime.channels import Channel
 from tests.exactness.fanout import make_batches, train_alone
 from tests.exactness.fanout_threads import Fan, Found, train_on_threads
 
@@ -67,7 +67,7 @@ def test_labels_travel_once_to_each_rank_with_heads(fan: Fan) -> None:
     sent = {
         (source, target): num_bytes
         for (source, target, channel), num_bytes in found.sent.items()
-        if channel == AHEAD_CHANNEL
+        if channel == Channel.EARLY_FIELDS
     }
     others = set(fan.head_ranks) - {data_rank}
     assert sent == {(data_rank, rank): 2 * labels for rank in others}  # in two epochs

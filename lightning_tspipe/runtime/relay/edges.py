@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.transport import Receipt, Transport
 
 
@@ -28,7 +29,7 @@ class Inbox:
         early: Whether to ask before the shape is known.
     """
 
-    def __init__(self, transport: Transport, source: int, channel: int, *, early: bool) -> None:
+    def __init__(self, transport: Transport, source: int, channel: Channel, *, early: bool) -> None:
         self._transport = transport
         self._source = source
         self._channel = channel
@@ -77,7 +78,7 @@ class Inbox:
 class Outbox:
     """The sending end of an :class:`Inbox`; its arguments are that one's."""
 
-    def __init__(self, transport: Transport, target: int, channel: int, *, early: bool) -> None:
+    def __init__(self, transport: Transport, target: int, channel: Channel, *, early: bool) -> None:
         self._transport = transport
         self._target = target
         self._channel = channel

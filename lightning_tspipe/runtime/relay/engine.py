@@ -28,6 +28,7 @@ from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay_modes import Pass
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.header import StepHeader
@@ -37,7 +38,6 @@ from lightning_tspipe.runtime.relay.early import EarlyBackwards
 from lightning_tspipe.runtime.relay.walk import BlockOutcome, Blocks, RelayedPass
 
 NETWORKS = Networks(("student",), ("teacher",))
-_TOKEN_CHANNEL = 12
 _TOKEN = TensorSpec((1,), torch.uint8)
 
 
@@ -208,7 +208,7 @@ class RelayEngine(Engine):
         """The step is over on this rank."""
         started = time.perf_counter()
         for source in self._sources:
-            self.transport.send([torch.zeros(1, dtype=torch.uint8)], source, _TOKEN_CHANNEL)
+            self.transport.send([torch.zeros(1, dtype=torch.uint8)], source, Channel.RELAY_TOKENS)
         for target in self._owed:
             self._owed[target] += 1
         with waiting(f"the end of batch {self._index}"):
@@ -226,7 +226,7 @@ class RelayEngine(Engine):
         for target, owed in self._owed.items():
             for _ in range(owed - most):
                 with waiting(f"rank {target}, which is {owed} batches behind"):
-                    self.transport.receive([_TOKEN], target, _TOKEN_CHANNEL).wait()
+                    self.transport.receive([_TOKEN], target, Channel.RELAY_TOKENS).wait()
                 self._owed[target] -= 1
         self.executor.recorder.paused("send", started)
 

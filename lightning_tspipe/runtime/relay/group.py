@@ -12,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.transport import Transport
-
-GRADIENT_CHANNEL = 10
-STATISTICS_CHANNEL = 11
 
 
 class StageGroup:
@@ -45,7 +43,9 @@ class StageGroup:
         """This rank's share."""
         return self._ranks.index(self._transport.rank)
 
-    def exchange(self, tensor: Tensor, channel: int = STATISTICS_CHANNEL) -> list[Tensor]:
+    def exchange(
+        self, tensor: Tensor, channel: Channel = Channel.SHARED_STATISTICS
+    ) -> list[Tensor]:
         """Everybody's tensor, of one shape, in the order of the shares.
 
         Raises:
@@ -79,7 +79,7 @@ class StageGroup:
             flat = torch.cat(
                 [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in same]
             )
-            parts = self.exchange(flat, GRADIENT_CHANNEL)
+            parts = self.exchange(flat, Channel.SHARED_GRADIENTS)
             total = parts[0].clone()
             for part in parts[1:]:
                 total += part

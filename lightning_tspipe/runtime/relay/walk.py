@@ -25,6 +25,7 @@ from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.shares import overlap, share
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.relay_modes import Pass
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.relay.batchnorm import shared_statistics
@@ -34,9 +35,6 @@ from lightning_tspipe.runtime.relay.edges import Inbox, Outbox
 from lightning_tspipe.runtime.relay.group import StageGroup
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
-
-INPUT_CHANNEL, RELAY_CHANNEL, FIELD_CHANNEL = 16, 17, 9
-"""What is asked for early has channels that no evaluation uses, which comes in between."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +245,7 @@ class RelayedPass:
         elif wanted:
             own = share(self.group.unit, self.group.width, samples)
             specs = [TensorSpec.of(_cut(leaves[i], own, samples)) for i in wanted]
-            receipt = self._transport.receive(specs, data_rank, FIELD_CHANNEL)
+            receipt = self._transport.receive(specs, data_rank, Channel.FIELDS)
 
         def of_share(own: tuple[int, int]) -> Any:
             parts = [_cut(leaf, own, samples) for leaf in leaves]
@@ -267,7 +265,7 @@ class RelayedPass:
                 if rank != self._transport.rank and wanted:
                     part = share(unit, len(work.ranks), samples)
                     tensors = [_cut(leaves[i], part, samples) for i in wanted]
-                    self._transport.send(tensors, rank, FIELD_CHANNEL)
+                    self._transport.send(tensors, rank, Channel.FIELDS)
 
     def _fields_of(self, trained: Sequence[int]) -> list[int]:
         return sorted({field for block in trained for field in self._blocks.shapes.fields[block]})
@@ -351,8 +349,8 @@ class RelayedPass:
         return [p for b in self.trained for p in b.student.parameters()]
 
 
-def _channel(message: Message) -> int:
-    return INPUT_CHANNEL if message.payload == "input" else RELAY_CHANNEL
+def _channel(message: Message) -> Channel:
+    return Channel.RELAY_INPUT if message.payload == "input" else Channel.RELAY_ACTIVATION
 
 
 def _cut(leaf: Any, part: tuple[int, int], samples: int) -> Any:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
 from lightning_tspipe.runtime.weights import Shards
+from tests.threads import run_on_threads
 
 CPU = torch.device("cpu")
 CUTS = {"student": (0, 1, 3)}
@@ -49,17 +49,9 @@ def make_all() -> list[tuple[Module, Shards]]:
 
 def on_ranks(work: Callable[[int, LocalTransport], Any]) -> list[Any]:
     network = LocalNetwork(2, timeout=10)
-    results: list[Any] = [None, None]
-
-    def run(rank: int) -> None:
-        results[rank] = work(rank, LocalTransport(network, rank))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-    return results
+    return run_on_threads(
+        lambda rank: work(rank, LocalTransport(network, rank)), num_ranks=2, seconds=30
+    )
 
 
 def test_each_rank_keeps_its_stage_and_the_skeleton_of_the_rest() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from lightning_tspipe.ir.shares import share
 from lightning_tspipe.runtime.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.relay.group import StageGroup
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from tests.threads import run_on_threads
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
@@ -28,10 +28,9 @@ def test_equals_one_device(size: int, momentum: float | None, affine: bool) -> N
     expected = whole(leaf)
     (expected * weights).sum().backward()
     copies = [copy.deepcopy(layer) for _ in range(3)]
-    found: dict[int, tuple[Tensor, Tensor]] = {}
     network = LocalNetwork(3, timeout=20)
 
-    def work(unit: int) -> None:
+    def work(unit: int) -> tuple[Tensor, Tensor]:
         group = StageGroup(LocalTransport(network, unit), (0, 1, 2))
         start, stop = share(unit, 3, size)
         own = x[start:stop].clone().requires_grad_()
@@ -40,13 +39,9 @@ def test_equals_one_device(size: int, momentum: float | None, affine: bool) -> N
         (out * weights[start:stop]).sum().backward()
         group.sum_gradients(list(copies[unit].parameters()))
         assert own.grad is not None
-        found[unit] = out.detach(), own.grad
+        return out.detach(), own.grad
 
-    threads = [threading.Thread(target=work, args=(unit,)) for unit in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
+    found = run_on_threads(work, 3, seconds=20)
     together = [torch.cat([found[unit][i] for unit in range(3)]) for i in range(2)]
     torch.testing.assert_close(together[0], expected.detach(), **CLOSE)
     torch.testing.assert_close(together[1], leaf.grad, **CLOSE)

@@ -10,6 +10,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.relay.edges import Inbox, Outbox
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Receipt
 
@@ -24,12 +25,12 @@ class Noting(LocalTransport):
         self._notes = notes
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: int) -> None:
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
         self._notes.append(f"send {len(tensors[0])}")
         super().send(tensors, target, channel)
 
     @override
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: int) -> Receipt:
+    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
         self._notes.append(f"ask {specs[0].shape[0]}")
         return super().receive(specs, source, channel)
 

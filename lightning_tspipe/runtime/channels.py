@@ -1,0 +1,77 @@
+"""The channels between two ranks: one for each kind of message, so that none takes another's.
+
+Whatever may be asked for before, or taken after, something else between the same two ranks has a
+channel of its own. An evaluation comes between two steps and uses those of a step: what is under
+way across the end of a step must not travel on them.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+
+from lightning_tspipe.ir.lowering import Message
+
+
+@unique
+class Channel(IntEnum):
+    """All channels that there are; the numbers are tags on the wire."""
+
+    CONTROL = 0
+    """Objects that ranks exchange in turn."""
+
+    # Of the programs of steps and evaluations, for each network
+    STUDENT_INPUT = 1
+    STUDENT_ACTIVATION = 2
+    STUDENT_OUTPUT = 3
+    STUDENT_GRADIENT = 4
+    TEACHER_INPUT = 5
+    TEACHER_ACTIVATION = 6
+    TEACHER_OUTPUT = 7
+
+    # Beside them
+    FIELDS = 8
+    """Fields of a batch for the loss, in an evaluation or the step of a relay."""
+    EARLY_FIELDS = 9
+    """The same in training, where they may travel steps before their batch."""
+    HEADERS = 10
+    """Objects: what the data rank says of batches to come."""
+    MORE = 11
+    """Objects: whether there is another batch, of a loader without a length."""
+
+    # Between ranks that train heads
+    PACE = 12
+    """How far they are."""
+    LOGS = 13
+    """Objects: what they log."""
+
+    # Of a relay
+    RELAY_INPUT = 14
+    RELAY_ACTIVATION = 15
+    RELAY_TOKENS = 16
+    """How far the ranks behind are."""
+    SHARED_GRADIENTS = 17
+    SHARED_STATISTICS = 18
+    """Between the ranks of one stage."""
+
+
+BESIDE_PROGRAMS = frozenset({Channel.FIELDS, Channel.EARLY_FIELDS, Channel.SHARED_GRADIENTS})
+"""Tensors whose place among the messages of a program is not fixed."""
+
+
+_STUDENT = {
+    "input": Channel.STUDENT_INPUT,
+    "activation": Channel.STUDENT_ACTIVATION,
+    "output": Channel.STUDENT_OUTPUT,
+    "gradient": Channel.STUDENT_GRADIENT,
+}
+_TEACHER = {
+    "input": Channel.TEACHER_INPUT,
+    "activation": Channel.TEACHER_ACTIVATION,
+    "output": Channel.TEACHER_OUTPUT,
+}
+
+
+def channel_of(message: Message) -> Channel:
+    """The channel on which a message of a program travels."""
+    *_, payload, is_teacher = message.channel
+    return (_TEACHER if is_teacher else _STUDENT)[payload]

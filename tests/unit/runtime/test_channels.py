@@ -1,0 +1,41 @@
+"""Every kind of message has a channel of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_tspipe.ir.lowering import Message, lower
+from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.runtime.channels import channel_of
+from lightning_tspipe.schedules.fanout import fanout
+from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
+from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.simulation.cost import CostTable
+
+
+def network(*ranks: int, pieces: int = 2) -> NetworkLayout:
+    return NetworkLayout(ranks, 2, pieces, frozenset({len(ranks) - 1}))
+
+
+def messages(kind: str) -> tuple[Message, ...]:
+    if kind == "fanout":
+        heads = NetworkLayout((0, 1), 1, 1, frozenset({0, 1}))
+        pipeline = Pipeline(3, heads, network(2, 1, 0), 2, coupling=Coupling.FANOUT)
+        return lower(fanout(pipeline, before=2, following=2, depth=2)).messages
+    if kind == "1f1b":
+        pipeline = Pipeline(3, network(2, 1, 0, pieces=1), None, 2)
+        return lower(one_f_one_b(pipeline, fresh=True, ahead=2)).messages
+    pipeline = Pipeline(3, network(2, 1, 0), network(2, 0), 2)
+    costs = CostTable.uniform(pipeline)
+    return lower(
+        build_schedule("tspipe", pipeline, costs, teacher_now=True, teacher_next=True)
+    ).messages
+
+
+@pytest.mark.parametrize("kind", ["fanout", "1f1b", "tspipe"])
+def test_what_is_in_order_by_itself_has_a_channel_by_itself(kind: str) -> None:
+    sent = [message for message in messages(kind) if message.payload != "batch"]
+    orders = {message.channel[2:]: channel_of(message) for message in sent}
+    assert len(set(orders.values())) == len(orders) > 1
+    for message in sent:
+        assert channel_of(message) == orders[message.channel[2:]]
