@@ -25,6 +25,7 @@ class StudentFanout(nn.Module):
         heads: The heads, by name.
         here: The heads that this process trains; in a pipeline, some of them.
         stopped: Heads that are not trained any more, and why.
+        rehearses: Whether a step is run for what it does, and its values mean nothing.
 
     Raises:
         ConfigurationError: No head at all, one twice, or a name that can't be one.
@@ -52,7 +53,7 @@ class StudentFanout(nn.Module):
         self.here = tuple(heads)
         self.stopped: dict[str, str] = {}
         self._active: str | None = None
-        self._rehearses = False
+        self.rehearses = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -107,12 +108,12 @@ class StudentFanout(nn.Module):
             names: The heads.
             rehearses: Whether the values mean nothing.
         """
-        before = self.here, self.stopped, self._rehearses
-        self.here, self.stopped, self._rehearses = tuple(names), {}, rehearses
+        before = self.here, self.stopped, self.rehearses
+        self.here, self.stopped, self.rehearses = tuple(names), {}, rehearses
         try:
             yield
         finally:
-            self.here, self.stopped, self._rehearses = before
+            self.here, self.stopped, self.rehearses = before
 
     def stop(self, name: str, reason: str) -> None:
         """Train a head no further."""
@@ -124,7 +125,7 @@ class StudentFanout(nn.Module):
         Raises:
             ConfigurationError: The loss is not finite, and that is to end the run.
         """
-        if self._rehearses or loss.is_meta or bool(torch.isfinite(loss.detach()).all()):
+        if self.rehearses or loss.is_meta or bool(torch.isfinite(loss.detach()).all()):
             return True
         reason = f"its loss is {float(loss.detach())}"
         if self.on_nan == "raise":

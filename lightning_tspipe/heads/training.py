@@ -27,6 +27,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads.optimizers import HeadOptimizers
 from lightning_tspipe.heads.student import StudentFanout
 
+_PARTS = "_parts_of_trunk"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -109,13 +110,25 @@ def refuse_trained_trunk(trunk: nn.Module) -> None:
     Raises:
         ConfigurationError: Names its trainable parameters.
     """
-    if any(parameter.requires_grad for parameter in trunk.parameters()):  # in each step: fast
+    if any(parameter.requires_grad for parameter in trunk.parameters()):
         names = [name for name, parameter in trunk.named_parameters() if parameter.requires_grad]
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
         raise ConfigurationError(
             f"the trunk has parameters that require gradients: {shown}. A trunk is frozen: "
             "self.teacher.requires_grad_(False); what is trained belongs into a head"
         )
+
+
+def _look_at_trunk(module: FanoutTraining) -> None:
+    """Refuse a trunk that would be trained, in each step: so its parts are listed once only."""
+    trunk = module.teacher
+    known, parts = vars(module).get(_PARTS, (None, ()))
+    if known is not trunk:
+        parts = tuple(trunk.modules())
+        vars(module)[_PARTS] = trunk, parts
+    tables = (part._parameters.values() for part in parts)  # noqa: SLF001 - parameters() is slow
+    if any(p is not None and p.requires_grad for table in tables for p in table):
+        refuse_trained_trunk(trunk)
 
 
 def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any]:
@@ -126,8 +139,8 @@ def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any
         student = self.student
         if student.active is not None:  # by a subclass's step
             return function(self, *args, **kwargs)
-        if trains:
-            refuse_trained_trunk(self.teacher)
+        if trains and not student.rehearses:
+            _look_at_trunk(self)
         results = {}
         with _one_trunk(self.teacher) as turn, _same_random_numbers() as begin:
             for name in student.trained if trains else student.here:

@@ -1,10 +1,11 @@
 """Where the heads of a fan-out go, and the trunk's cuts beside them.
 
-A rank is busy with its part of the trunk and with the steps of its heads, and all ranks take as
-long as the busiest. Few heads on few ranks are tried in all ways; many are dealt out largest first,
-and moved as long as that helps. For each way the trunk is cut exactly (``partition``)::
+A rank is busy with its part of the trunk and with the steps of its heads, the one that reads the
+data with that too, and all ranks take as long as the busiest. Few heads on few ranks are tried in
+all ways; many are dealt out largest first, and moved as long as that helps. For each way the trunk
+is cut exactly (``partition``)::
 
-    rank 1 | trunk ████████ head c ███          |
+    rank 1 | data █ trunk ██████ head c ███     |
     rank 0 | trunk ███      head a ████ head b █|
 """
 
@@ -114,12 +115,13 @@ class Spread:
         return "\n".join(aligned(rows))
 
 
-def spread(
+def spread(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     trunk: TrunkCost,
     heads: Sequence[HeadCost],
     num_ranks: int,
     memory_limit: float = math.inf,
     cuts: tuple[int, ...] | None = None,
+    beside: Sequence[float] = (),
 ) -> Spread:
     """Find the way in which the busiest rank is the least busy; among equals, the leanest.
 
@@ -129,21 +131,23 @@ def spread(
         num_ranks: Devices.
         memory_limit: Bytes that each may hold.
         cuts: The trunk's, if they are given: first atom of each stage, and the number of atoms.
+        beside: Seconds that each rank is busy with something else; nobody is, if not given.
 
     Raises:
         PartitionError: Nothing fits; names the largest head, or the atom of the trunk.
     """
     _check_sizes(heads, memory_limit)
+    task = _Task(
+        trunk, tuple(heads), num_ranks, memory_limit, cuts, tuple(beside) or (0.0,) * num_ranks
+    )
     best: Spread | None = None
     failure: PartitionError | None = None
-    numbers = range(1, min(num_ranks, trunk.num_pieces) + 1) if cuts is None else (len(cuts) - 1,)
-    ways = sorted(_ways(heads, num_ranks), key=lambda way: _evenness(way, trunk, heads, num_ranks))
-    for way in ways[:_MOST_CUTS]:
-        if best is not None and _evenness(way, trunk, heads, num_ranks)[0] >= max(best.busy):
+    for way in sorted(task.ways(), key=task.evenness)[:_MOST_CUTS]:
+        if best is not None and task.evenness(way)[0] >= max(best.busy):
             break
-        for num_stages in numbers:
+        for num_stages in task.numbers_of_stages:
             try:
-                found = _cut(trunk, heads, way, num_stages, num_ranks, memory_limit, cuts)
+                found = task.cut(way, num_stages)
             except PartitionError as error:
                 failure = error
                 continue
@@ -167,68 +171,80 @@ def _score(found: Spread) -> tuple[float, int]:
     return max(found.busy), max(found.num_bytes)
 
 
-def _evenness(
-    way: tuple[int, ...], trunk: TrunkCost, heads: Sequence[HeadCost], num_ranks: int
-) -> tuple[float, float]:
-    """No cut of the trunk makes the busiest rank less busy than that; and the fullest rank."""
-    seconds, sizes = _loads(way, heads, num_ranks)
-    total = sum(seconds) + sum(trunk.seconds)
-    return max(*seconds, total / num_ranks), max(sizes)
+@dataclass(frozen=True)
+class _Task:
+    """What is to be dealt out, as ``spread`` gets it; a *way* is the rank of each head."""
 
+    trunk: TrunkCost
+    heads: tuple[HeadCost, ...]
+    num_ranks: int
+    memory_limit: float
+    given: tuple[int, ...] | None
+    beside: tuple[float, ...]
 
-def _loads(
-    way: tuple[int, ...], heads: Sequence[HeadCost], num_ranks: int
-) -> tuple[list[float], list[int]]:
-    seconds, sizes = [0.0] * num_ranks, [0] * num_ranks
-    for head, rank in zip(heads, way, strict=True):
-        seconds[rank] += head.seconds
-        sizes[rank] += head.num_bytes
-    return seconds, sizes
+    @property
+    def numbers_of_stages(self) -> Sequence[int]:
+        """Into how many parts the trunk may be cut."""
+        if self.given is not None:
+            return (len(self.given) - 1,)
+        return range(1, min(self.num_ranks, self.trunk.num_pieces) + 1)
 
+    def ways(self) -> Iterator[tuple[int, ...]]:
+        """All ways to deal out few heads; a good one of many, and its neighbours."""
+        if self.num_ranks ** len(self.heads) <= _MOST_WAYS:
+            yield from product(range(self.num_ranks), repeat=len(self.heads))
+            return
+        dealt = [0] * len(self.heads)
+        busy = list(self.beside)
+        for index in sorted(range(len(dealt)), key=lambda i: -self.heads[i].seconds):
+            rank = busy.index(min(busy))
+            dealt[index] = rank
+            busy[rank] += self.heads[index].seconds
+        yield tuple(dealt)
+        for index in range(len(dealt)):
+            for rank in range(self.num_ranks):
+                if rank != dealt[index]:
+                    yield (*dealt[:index], rank, *dealt[index + 1 :])
 
-def _ways(heads: Sequence[HeadCost], num_ranks: int) -> Iterator[tuple[int, ...]]:
-    """All ways to deal out few heads; a good one of many, and its neighbours."""
-    if num_ranks ** len(heads) <= _MOST_WAYS:
-        yield from product(range(num_ranks), repeat=len(heads))
-        return
-    dealt = [0] * len(heads)
-    busy = [0.0] * num_ranks
-    for index in sorted(range(len(heads)), key=lambda i: -heads[i].seconds):
-        rank = busy.index(min(busy))
-        dealt[index] = rank
-        busy[rank] += heads[index].seconds
-    yield tuple(dealt)
-    for index in range(len(heads)):
-        for rank in range(num_ranks):
-            if rank != dealt[index]:
-                yield (*dealt[:index], rank, *dealt[index + 1 :])
+    def loads(self, way: tuple[int, ...]) -> tuple[list[float], list[int]]:
+        """Seconds and bytes of each rank, without the trunk."""
+        seconds, sizes = list(self.beside), [0] * self.num_ranks
+        for head, rank in zip(self.heads, way, strict=True):
+            seconds[rank] += head.seconds
+            sizes[rank] += head.num_bytes
+        return seconds, sizes
 
+    def evenness(self, way: tuple[int, ...]) -> tuple[float, float]:
+        """No cut of the trunk makes the busiest rank less busy than that; and the fullest rank."""
+        seconds, sizes = self.loads(way)
+        total = sum(seconds) + sum(self.trunk.seconds)
+        return max(*seconds, total / self.num_ranks), max(sizes)
 
-def _cut(  # noqa: PLR0913, PLR0917 - one way, in full
-    trunk: TrunkCost,
-    heads: Sequence[HeadCost],
-    way: tuple[int, ...],
-    num_stages: int,
-    num_ranks: int,
-    memory_limit: float,
-    given: tuple[int, ...] | None,
-) -> Spread:
-    seconds, sizes = _loads(way, heads, num_ranks)
-    if max(sizes) > memory_limit:
-        raise PartitionError(f"{megabytes(max(sizes))} of heads on one rank")
-    ranks = default_ranks(num_stages, num_ranks)
-    limited = math.isfinite(memory_limit)
-    cuts = given or partition(
-        trunk.seconds,
-        num_stages,
-        memory=trunk.num_bytes,
-        memory_limits=[int(memory_limit) - sizes[rank] for rank in ranks] if limited else None,
-        transfers=trunk.transfers,
-        loads=[seconds[rank] for rank in ranks],
-        joined=trunk.joined,
-        names=trunk.names,
-    )
-    for stage, rank in enumerate(ranks):
-        seconds[rank] += sum(trunk.seconds[cuts[stage] : cuts[stage + 1]])
-        sizes[rank] += sum(trunk.num_bytes[cuts[stage] : cuts[stage + 1]])
-    return Spread(cuts, ranks, way, tuple(seconds), tuple(sizes))
+    def cut(self, way: tuple[int, ...], num_stages: int) -> Spread:
+        """One way, with the trunk cut for it.
+
+        Raises:
+            PartitionError: It does not fit the memory.
+        """
+        trunk = self.trunk
+        seconds, sizes = self.loads(way)
+        if max(sizes) > self.memory_limit:
+            raise PartitionError(f"{megabytes(max(sizes))} of heads on one rank")
+        ranks = default_ranks(num_stages, self.num_ranks)
+        limits: list[int] | None = None
+        if math.isfinite(self.memory_limit):
+            limits = [int(self.memory_limit) - sizes[rank] for rank in ranks]
+        cuts = self.given or partition(
+            trunk.seconds,
+            num_stages,
+            memory=trunk.num_bytes,
+            memory_limits=limits,
+            transfers=trunk.transfers,
+            loads=[seconds[rank] for rank in ranks],
+            joined=trunk.joined,
+            names=trunk.names,
+        )
+        for stage, rank in enumerate(ranks):
+            seconds[rank] += sum(trunk.seconds[cuts[stage] : cuts[stage + 1]])
+            sizes[rank] += sum(trunk.num_bytes[cuts[stage] : cuts[stage + 1]])
+        return Spread(cuts, ranks, way, tuple(seconds), tuple(sizes))

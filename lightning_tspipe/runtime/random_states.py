@@ -31,7 +31,7 @@ class RandomStates:
     def now(cls) -> RandomStates:
         """The present states."""
         numpy = sys.modules.get("numpy")
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        in_use = torch.cuda.is_initialized()  # asking whether there is a GPU takes much longer
         return cls(
             torch.get_rng_state(),
             random.getstate(),

@@ -121,6 +121,7 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer] | None,
     memory_limit: int | None,
+    reading: float = 0.0,
 ) -> Placement:
     """Measure trunk and heads on one rank, and agree on who gets what.
 
@@ -132,6 +133,7 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
         batch: Its batch, on all ranks.
         optimizers: Of the heads; None where nothing is trained.
         memory_limit: Bytes that a rank may hold.
+        reading: Seconds that the data rank takes to read a batch.
 
     Raises:
         PartitionError: Nothing fits the memory.
@@ -141,7 +143,9 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
     decided: Placement | PartitionError | None = None
     if transport.rank == planner:
         try:
-            decided = _decide(engine, captured, options, step, batch, optimizers, memory_limit)
+            decided = _decide(
+                engine, captured, options, step, batch, optimizers, memory_limit, reading
+            )
         except PartitionError as error:
             decided = error
     decided = transport.broadcast_object(decided, planner)
@@ -158,6 +162,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer] | None,
     memory_limit: int | None,
+    reading: float,
 ) -> Placement:
     num_ranks = engine.transport.num_ranks
     assert captured.heads is not None
@@ -175,7 +180,11 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     if options.num_microbatches != "auto":
         number = options.num_microbatches
     limit = math.inf if memory_limit is None else memory_limit
-    found = spread(trunk, costs, num_ranks, limit, _given_cuts(options, trunk, num_ranks))
+    beside = [0.0] * num_ranks
+    if num_ranks > 1:
+        beside[-1] = reading + _prologue_seconds(engine, captured.plan, step, batch)
+    cuts = _given_cuts(options, trunk, num_ranks)
+    found = spread(trunk, costs, num_ranks, limit, cuts, beside)
     if num_ranks > 1:
         log.info("heads on a trunk, %d pieces per batch\n%s", number, found.describe(costs))
     if cache is not None:
@@ -280,6 +289,20 @@ def _measure(
             update = held * _UPDATE_SECONDS_PER_BYTE
             costs.append(HeadCost(name, min(seconds[1:]) + update, held))
     return costs
+
+
+def _prologue_seconds(engine: Engine, plan: StepPlan, step: Step, batch: Any) -> float:
+    """What the data rank takes to make the trunk's input of a batch; nothing of it is left."""
+    assert engine.heads is not None
+    runner = StepRunner(
+        engine.module, engine.names, plan, is_loss_rank=True, beginning=engine.heads.beginning
+    )
+    seconds = []
+    for _ in range(1 + _NUM_TIMED):
+        started = time.perf_counter()
+        runner.inputs(step, batch, 0, effects=False)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds)
 
 
 def _stand_ins(plan: StepPlan, device: torch.device) -> dict[tuple[int, ValueRef], Tensor]:

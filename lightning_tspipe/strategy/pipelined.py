@@ -39,6 +39,7 @@ class Pipelined:
         teacher_ran_ahead: Whether the teacher of the current batch ran in the step before; None
             without a teacher.
         seconds_reading: How long this rank has read training batches, in all.
+        shortest_reading: How long it has read the batch that took the least; 0 before the first.
         student_stages: For each stage of the student, the names of its parameters.
         recorder: Notes what this rank does while a window is recorded.
         predicts_teacher: Whether what runs ahead reads the teacher as it is expected one update
@@ -57,7 +58,7 @@ class Pipelined:
         self.bubble_ratio: float | None = None
         self.batch_size = 1
         self.teacher_ran_ahead: bool | None = None
-        self.seconds_reading = 0.0
+        self.seconds_reading = self.shortest_reading = 0.0
         self.predicts_teacher = False
         self.student_stages: tuple[tuple[str, ...], ...] = ()
 
@@ -172,7 +173,9 @@ class Pipelined:
 
     def read(self, started: float) -> None:
         """This rank has read a training batch, from ``started`` until now."""
-        self.seconds_reading += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self.shortest_reading = min(self.shortest_reading or seconds, seconds)
+        self.seconds_reading += seconds
         self.recorder.paused("load", started)
 
     def stepped(self, engine: Engine) -> None:

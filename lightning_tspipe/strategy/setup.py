@@ -41,8 +41,11 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     origin: Origin,
     freezing: Freezing,
     features: FeatureCache | None = None,
+    reading: float = 0.0,
 ) -> Engine:
     """Make this rank ready to train; all ranks of its pipeline have the same first batch.
+
+    What is not said elsewhere: ``reading`` is how many seconds the data rank takes to read a batch.
 
     Raises:
         CaptureError: The step can't be captured.
@@ -60,7 +63,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     costs = None
     if engine.heads is not None:
         limit = memory_limit(options.memory_limit, device)
-        placement = place_heads(engine, captured, options, step, batch, optimizers, limit)
+        placement = place_heads(engine, captured, options, step, batch, optimizers, limit, reading)
     else:
         placement, costs = agree(
             captured, options, transport, device, optimizers, replicas, origin, freezing, num_frozen

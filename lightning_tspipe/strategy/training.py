@@ -161,6 +161,7 @@ class TrainingHooks(DataHooks):
                 self._origin(),
                 self.repacking.freezing,
                 self.heads_here.cache,
+                self.pipelined.shortest_reading,
             )
         if not self.options.drain_epochs:
             check_epochs(self._trainer, self.num_ranks)

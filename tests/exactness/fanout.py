@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,6 +108,14 @@ class Tasks(FanoutTraining, LightningModule):
         return make_optimizer(name, parameters)
 
 
+@torch.no_grad()
+def _loss_now(name: str, trunk: nn.Module, head: nn.Module, batch: Batch) -> float:
+    head.eval()
+    loss = loss_of(name, head(trunk(batch[0])), batch[1])
+    head.train()
+    return float(loss)
+
+
 def train_alone(  # noqa: PLR0913 - a whole training
     index: int,
     num_epochs: int = 2,
@@ -114,7 +123,7 @@ def train_alone(  # noqa: PLR0913 - a whole training
     *,
     accumulate: int = 1,
     clip: float | None = None,
-    stops_after: Callable[[int], bool] = lambda _: False,
+    stops: Callable[[Callable[[Batch], float]], bool] = lambda _: False,
 ) -> tuple[dict[str, Tensor], list[float]]:
     """One head and its trunk, a plain loop.
 
@@ -124,7 +133,7 @@ def train_alone(  # noqa: PLR0913 - a whole training
         batches: The same in each epoch.
         accumulate: Batches per update.
         clip: Norm of its gradients.
-        stops_after: Whether its training ends after an epoch.
+        stops: Whether its training ends after an epoch, given what tells the loss of a batch.
 
     Returns:
         Its state, and its loss in each step.
@@ -134,7 +143,7 @@ def train_alone(  # noqa: PLR0913 - a whole training
     head = make_heads(index + 1)[name].double()
     optimizer = make_optimizer(name, list(head.parameters()))
     losses = []
-    for epoch in range(num_epochs):
+    for _ in range(num_epochs):
         all_batches = batches or make_batches()
         for number, (x, labels) in enumerate(all_batches):
             loss = loss_of(name, head(trunk(x)), labels)
@@ -146,6 +155,6 @@ def train_alone(  # noqa: PLR0913 - a whole training
                 nn.utils.clip_grad_norm_(head.parameters(), clip)
             optimizer.step()
             optimizer.zero_grad()
-        if stops_after(epoch):
+        if stops(partial(_loss_now, name, trunk, head)):
             break
     return dict(head.state_dict()), losses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.exactness.fanout import WIDTH, Loader, Tasks, make_batches, train_alo
 pytestmark = pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+VALIDATION = (4, 2)
 
 
 def fit(module: Any, folder: Path, ckpt_path: Path | None = None, **kwargs: Any) -> Trainer:
@@ -27,7 +30,7 @@ def fit(module: Any, folder: Path, ckpt_path: Path | None = None, **kwargs: Any)
         "enable_model_summary": False, "precision": "64-true", "num_sanity_val_steps": 0,
     }  # fmt: skip
     trainer = Trainer(default_root_dir=folder, **arguments | kwargs)
-    trainer.fit(module, Loader(), Loader(make_batches((4, 2))), ckpt_path=ckpt_path)
+    trainer.fit(module, Loader(), Loader(make_batches(VALIDATION)), ckpt_path=ckpt_path)
     return trainer
 
 
@@ -66,15 +69,45 @@ def test_the_trunk_runs_once_for_all_heads(tmp_path: Path) -> None:
     assert module.calls == 2 * len(make_batches())
 
 
-def test_heads_stop_early_and_the_best_are_kept(tmp_path: Path) -> None:
-    module = Tasks(2)
-    stopping = HeadEarlyStopping(patience=1, min_delta=0.2)  # much to ask for
-    trainer = fit(module, tmp_path, max_epochs=8, callbacks=[stopping, HeadCheckpoint()])
-    assert set(module.student.stopped) == {"task0", "task1"}
-    assert trainer.current_epoch < 8
-    for name, head in module.student.heads.items():
-        saved = read_part(tmp_path / "heads" / f"{name}.ckpt", f"student.heads.{name}")
-        assert saved.keys() == head.state_dict().keys()
+@dataclass
+class _Watched:
+    """A head alone: its validation's losses, and when it is to stop."""
+
+    patience: int
+    min_delta: float
+    losses: list[float] = field(default_factory=list)
+    best: int = 0
+
+    def stops(self, loss_of: Callable[[Any], float]) -> bool:
+        parts = make_batches(VALIDATION)
+        total = sum(len(labels) * loss_of((x, labels)) for x, labels in parts)
+        self.losses.append(total / sum(VALIDATION))
+        if self.losses[self.best] - self.losses[-1] > self.min_delta:
+            self.best = len(self.losses) - 1
+        return len(self.losses) - 1 - self.best >= self.patience
+
+
+@pytest.mark.parametrize(("patience", "min_delta"), [(1, 0.02), (2, 0.1)])
+def test_heads_stop_early_where_they_would_alone(
+    tmp_path: Path, patience: int, min_delta: float
+) -> None:
+    module = Tasks(4)
+    stopping = HeadEarlyStopping(patience=patience, min_delta=min_delta)
+    trainer = fit(module, tmp_path, max_epochs=12, callbacks=[stopping, HeadCheckpoint()])
+    num_epochs, bests = [], []
+    for index, (name, head) in enumerate(module.student.heads.items()):
+        alone = _Watched(patience, min_delta)
+        weights, _ = train_alone(index, 12, stops=alone.stops)
+        torch.testing.assert_close(dict(head.state_dict()), weights, **CLOSE)
+        num_epochs.append(len(alone.losses))
+        assert (name in module.student.stopped) == (len(alone.losses) < 12)
+        # The best of all is kept, by however little it is better.
+        best = alone.losses.index(min(alone.losses))
+        bests.append(best)
+        kept = read_part(tmp_path / "heads" / f"{name}.ckpt", f"student.heads.{name}")
+        torch.testing.assert_close(dict(kept), train_alone(index, best + 1)[0], **CLOSE)
+    assert trainer.current_epoch == max(num_epochs)
+    assert len(set(num_epochs)) > 1
 
 
 class _Diverging(Tasks):

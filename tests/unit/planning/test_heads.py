@@ -38,6 +38,13 @@ def test_a_head_that_is_larger_than_all_else_is_alone() -> None:
     assert len(found.ranks) == 1
 
 
+def test_who_reads_the_data_gets_less_of_the_trunk() -> None:
+    found = spread(trunk(*[1.0] * 6), heads(2, 2), 2, beside=(0.0, 2.0))
+    assert found.busy == (6.0, 6.0)
+    assert found.cuts in {(0, 2, 6), (0, 4, 6)}  # with a head, or with none
+    assert sum(spread(trunk(2.0), heads(1, 1), 2, beside=(0.0, 5.0)).head_ranks) == 0
+
+
 def test_memory_decides_where_time_would_not() -> None:
     with pytest.raises(PartitionError, match="head 'head0' alone needs"):
         spread(trunk(1, 1), heads(1, 1, size=100), 2, memory_limit=50)
