@@ -27,6 +27,8 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads.optimizers import HeadOptimizers
 from lightning_tspipe.heads.student import StudentFanout
 
+STOPPED = "stopped_heads"
+"""Where a checkpoint has them, with the reasons."""
 _PARTS = "_parts_of_trunk"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -61,6 +63,19 @@ class FanoutTraining:
         """As Lightning's, under the name of the active head: ``animal/loss``."""
         active = self.student.active
         super().log(name if active is None else f"{active}/{name}", *args, **kwargs)  # type: ignore[misc]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A checkpoint says which heads have stopped."""
+        super().on_save_checkpoint(checkpoint)  # type: ignore[misc]
+        checkpoint[STOPPED] = dict(self.student.stopped)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """They are trained no further by a run that goes on from it."""
+        super().on_load_checkpoint(checkpoint)  # type: ignore[misc]
+        trainer = getattr(self, "_trainer", None)
+        if trainer is not None and trainer.state.fn == "fit":
+            for name, reason in checkpoint.get(STOPPED, {}).items():
+                self.student.stop(name, reason)
 
     def head_optimizer(
         self,

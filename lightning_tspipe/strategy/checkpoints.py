@@ -39,6 +39,7 @@ class CheckpointHooks(ShardedHooks):
                 # Of shards no rank has the teacher that a callback would go on from.
                 declared = None if self.saves_shards else self._declared_delay
                 _add(checkpoint, self.replicas.gather(found), declared)
+            self.heads_here.note_stopped(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.heads import StudentFanout
+from lightning_tspipe.heads.training import STOPPED
 from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
@@ -171,6 +172,15 @@ class HeadsHere:
             student.stop(name, reason)
         if set(student.stopped) >= set(student.names):
             trainer.should_stop = True
+
+    def note_stopped(self, checkpoint: dict[str, Any]) -> None:
+        """Say in a checkpoint which heads have stopped, on any rank; every rank calls it."""
+        student = self.student
+        if student is None:
+            return
+        gathered = self._strategy.transport.gather_object(student.stopped, LOSS_RANK)
+        if gathered is not None:
+            checkpoint[STOPPED] = {name: why for each in gathered for name, why in each.items()}
 
     def _is_of(self, metric: str, rank: int) -> bool:
         """Whether a metric is one of a head on a rank."""

@@ -116,11 +116,16 @@ class _Diverging(Tasks):
         return loss / 0 if self.head == "task1" and self.global_step >= 3 else loss
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory")
 def test_a_loss_that_is_not_finite_is_named_or_stops_its_head(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="head 'task1': its loss is inf"):
         fit(_Diverging(3), tmp_path)
     module = _Diverging(3, on_nan="stop")
-    fit(module, tmp_path)
+    fit(module, tmp_path, max_epochs=1, enable_checkpointing=True)
+    (path,) = tmp_path.rglob("*.ckpt")
+    stopped, module = module.student.heads["task1"].state_dict(), Tasks(3)
+    fit(module, tmp_path, ckpt_path=path)  # where it would not diverge any more
+    torch.testing.assert_close(module.student.heads["task1"].state_dict(), stopped)
     assert module.student.stopped == {"task1": "its loss is inf"}
     for index in (0, 2):
         weights, _ = train_alone(index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,21 @@ def test_heads_that_stop_leave_the_others_as_they_are(tmp_path: Path) -> None:
     for key, value in weights.items():
         if "running" not in key and "tracked" not in key:  # which count the batch that diverged
             torch.testing.assert_close(found[0].weights["task1"][key], value, **CLOSE)
-    # Early stopping: all stop at some time, and the run with them.
+    # A run that goes on from there does not train it either.
+    saved = made(tmp_path / "saved")
+    early = {"max_epochs": 1, "enable_checkpointing": True}
+    run(train, replace(job, trainer=early), 2, num_ranks=2, folder=saved)
+    (path,) = (path for path in saved.rglob("*.ckpt") if path.parent.name != "heads")
+    on = Fanned(3, validates=False, checkpoint=str(path))
+    resumed = run(train, on, 2, num_ranks=2, folder=made(tmp_path / "on"))
+    for rank in resumed:
+        assert rank.stopped == {"task1": "its loss is inf"}
+    for name, weights in found[0].weights.items():
+        torch.testing.assert_close(resumed[0].weights[name], weights, **CLOSE)
+
+
+@pytest.mark.slow
+def test_all_heads_stop_at_some_time_and_the_run_with_them(tmp_path: Path) -> None:
     job = Fanned(3, patience=1, trainer={"max_epochs": 8})
     piped = run(train, job, 2, num_ranks=2, folder=made(tmp_path / "piped"))
     alone = run(train, job, 1, num_ranks=1, folder=made(tmp_path / "alone"))
