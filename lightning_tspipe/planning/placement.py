@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_tspipe.planning.pieces import WHOLE, Pieces
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -24,6 +26,7 @@ class Placement:
             them; () where each stage is on one rank.
         teacher_holders: The same for the teacher.
         depth: Of heads: how far their trunk runs ahead.
+        pieces: Of heads: what of their trunk a batch goes through in pieces, within one stage.
     """
 
     num_ranks: int
@@ -37,6 +40,7 @@ class Placement:
     depth: int = 1
     student_holders: tuple[tuple[int, ...], ...] = ()
     teacher_holders: tuple[tuple[int, ...], ...] = ()
+    pieces: Pieces = WHOLE
 
     @property
     def holders(self) -> dict[Literal["student", "teacher"], tuple[tuple[int, ...], ...]]:

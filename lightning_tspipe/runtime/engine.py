@@ -247,9 +247,11 @@ class Engine(Resumable):
 
     @property
     def _replays_all(self) -> bool:
-        """Whether what a step does on this rank is what its replay does, and nothing else."""
-        is_here = self.heads is not None and self.computes_loss
-        return is_here and not self.captured.plan.has_effects
+        """Whether what a step does on this rank is what its replay does, and nothing else.
+
+        Where there are heads, a rank that trains none has nothing to do in a step.
+        """
+        return self.heads is not None and not self.captured.plan.has_effects
 
     def _kept_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
         """On the data rank: what is known of a batch's features, decided once."""

@@ -1,4 +1,4 @@
-"""How a rank runs the atoms of its stages: as they are, compiled, or once more in the backward.
+"""How a rank runs its atoms: as they are, compiled, in pieces, or once more in the backward.
 
 Of atoms that run again only the input is kept (Chen et al., *Training Deep Nets with Sublinear
 Memory Cost*, 2016); neighbours run again together::
@@ -10,7 +10,7 @@ Memory Cost*, 2016); neighbours run again together::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -22,8 +22,35 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.chain import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.planning.pieces import Pieces
 
 Ran = tuple[Tensors, list[tuple[int, int, Tensor]]]
+Run = Callable[[Tensors, int, int], Ran]
+"""Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
+
+
+class InPieces:
+    """Runs the first atoms on pieces of a batch, and the others on the whole.
+
+    Args:
+        run: Runs any.
+        pieces: Which, and into how many. Behind the last of them tensors have a row per sample,
+            and before it nothing is emitted.
+    """
+
+    def __init__(self, run: Run, pieces: Pieces) -> None:
+        self._run = run
+        self._pieces = pieces
+
+    def run(self, received: Tensors, start: int, stop: int) -> Ran:
+        """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
+        last = min(stop, self._pieces.num_atoms)
+        if start > 0 or last < self._pieces.num_atoms:  # not all of them: in an evaluation
+            return self._run(received, start, stop)
+        parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
+        done = [self._run(part, start, last)[0] for part in parts]
+        values = tuple(torch.cat(column) for column in zip(*done, strict=True))
+        return self._run(values, last, stop) if last < stop else (values, [])
 
 
 class Execution:

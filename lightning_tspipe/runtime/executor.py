@@ -15,7 +15,7 @@ from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.runtime.exchange import Exchange
-from lightning_tspipe.runtime.execution import Execution
+from lightning_tspipe.runtime.execution import Execution, InPieces
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.stage_weights import StageWeights
 from lightning_tspipe.runtime.statistics import CallStatistics
@@ -56,7 +56,7 @@ class Executor(Exchange):
         statistics: dict[NetworkName, DeferredStatistics],
         forward_context: Callable[[], AbstractContextManager[None]],
         device: torch.device,
-        executions: Mapping[NetworkName, Execution] | None = None,
+        executions: Mapping[NetworkName, Execution | InPieces] | None = None,
     ) -> None:
         super().__init__(transport, device)
         self._executions = executions or {}

@@ -22,7 +22,7 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.ahead import Lookahead
 from lightning_tspipe.runtime.announcements import Announcements
 from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.execution import Execution
+from lightning_tspipe.runtime.execution import Execution, InPieces
 from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.frozen import Front, FrozenPart
 from lightning_tspipe.runtime.header import StepHeader
@@ -253,10 +253,10 @@ class Rank:
         self,
         networks: dict[NetworkName, ChainNetwork],
         statistics: dict[NetworkName, DeferredStatistics],
-    ) -> dict[NetworkName, Execution]:
+    ) -> dict[NetworkName, Execution | InPieces]:
         """How the networks' atoms run, where not simply as they are."""
         again = {"student": self.placement.recomputed}
-        return {
+        found: dict[NetworkName, Execution | InPieces] = {
             name: Execution(
                 network.compiled_chain(self.compiler),
                 {block: self.module.get_submodule(block) for block in network.block_names},
@@ -266,6 +266,10 @@ class Rank:
             for name, network in networks.items()
             if self.compiler is not None or again.get(name)
         }
+        if self.placement.pieces.num_atoms:
+            whole = found.get("teacher") or networks["teacher"].chain
+            found["teacher"] = InPieces(whole.run, self.placement.pieces)
+        return found
 
     @property
     def lookahead(self) -> int:

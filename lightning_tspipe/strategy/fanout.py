@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.heads import FanoutTraining, StudentFanout
 from lightning_tspipe.heads.training import refuse_trained_trunk
 from lightning_tspipe.planning.heads import HeadCost, TrunkCost, spread
+from lightning_tspipe.planning.pieces import WHOLE, Pieces, choose_pieces
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Engine
@@ -37,8 +39,6 @@ _NUM_TIMED = 3
 _UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _HOST_LINK = (1.5e-4, 4.0e9)
 _PIECES = (1, 2, 4, 8)
-_EQUAL = 1.06
-_ACTION_SECONDS = 1.5e-4
 
 
 def fanout_of(module: nn.Module) -> StudentFanout | None:
@@ -167,9 +167,9 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     num_ranks = engine.transport.num_ranks
     assert captured.heads is not None
     costs = [HeadCost(name, 1.0) for name in captured.heads.student.names]
-    cache, number = captured.heads.cache, 1
+    cache, pieces = captured.heads.cache, WHOLE
     if num_ranks > 1 or cache is not None:
-        trunk, number = _trunk_cost(engine, captured, options)
+        trunk, pieces = _trunk_cost(engine, captured, options)
         if optimizers is None:
             costs = [HeadCost(cost.name, sum(trunk.seconds) / 10) for cost in costs]
         else:
@@ -177,8 +177,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     else:
         atoms = len(captured.networks["teacher"].atoms)
         trunk = TrunkCost((0.0,) * atoms, (0,) * atoms, (0.0,) * atoms, ("",) * atoms)
-    if options.num_microbatches != "auto":
-        number = options.num_microbatches
+    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
     limit = math.inf if memory_limit is None else memory_limit
     beside = [0.0] * num_ranks
     if num_ranks > 1:
@@ -186,12 +185,16 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     cuts = _given_cuts(options, trunk, num_ranks)
     found = spread(trunk, costs, num_ranks, limit, cuts, beside)
     if num_ranks > 1:
-        log.info("heads on a trunk, %d pieces per batch\n%s", number, found.describe(costs))
+        inside = found.within_a_stage(pieces)
+        log.info(
+            "heads on a trunk, %d pieces per batch, and %d of its first %d atoms\n%s",
+            number, inside.number, inside.num_atoms, found.describe(costs),
+        )  # fmt: skip
     if cache is not None:
         features = list(_stand_ins(captured.plan, engine.device).values())
         cache.consider(sum(trunk.seconds) / len(found.ranks), features)
     depth = options.queue_depth
-    return found.placement(len(found.ranks) if depth == "auto" else depth, number)
+    return found.placement(len(found.ranks) if depth == "auto" else depth, number, pieces)
 
 
 def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tuple[int, ...] | None:
@@ -214,44 +217,56 @@ def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tupl
     return (0, *accumulate(counts))
 
 
-def _trunk_cost(engine: Engine, captured: Captured, options: SetupOptions) -> tuple[TrunkCost, int]:
-    """What the trunk costs in the number of pieces in which it is about fastest, and that number.
-
-    Of equally fast numbers it is the largest: what is between two layers of a piece is smaller.
-    """
+def _trunk_cost(
+    engine: Engine, captured: Captured, options: SetupOptions
+) -> tuple[TrunkCost, Pieces]:
+    """What the trunk costs, and what of it goes through in pieces of a batch."""
     calls = [captured.plan.calls[i].input for i in captured.plan.calls_of("teacher")]
-    fewest = min(spec.shape[0] for spec in calls)
-    counts = [count for count in _pieces(engine, options) if count <= max(1, fewest)]
+    given = 1 if options.num_microbatches == "auto" else options.num_microbatches
+    batch_size = max(spec.shape[0] for spec in calls)
+    counts = _PIECES if _may_be_cut(engine, options) else (given,)
+    counts = [count for count in counts if count == given or count <= batch_size]
     profile = profile_forwards(captured, engine.device, counts)["teacher"]
-    sizes = {count: max(1, math.ceil(max(s.shape[0] for s in calls) / count)) for count in counts}
-    totals = {
-        count: len(calls) * count * (sum(a.forward[size] for a in profile.atoms) + _ACTION_SECONDS)
-        for count, size in sizes.items()
-        if size in profile.sizes
-    }
-    number = max(n for n, total in totals.items() if total <= _EQUAL * min(totals.values()))
-    factor, size = len(calls) * number, sizes[number]
-    samples = sum(spec.shape[0] for spec in calls)
+    size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
+    if len(counts) > 1:
+        whole = next(spec for spec in calls if spec.shape[0] == batch_size)
+        ends = _ends(captured, engine, batch_size)
+        pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
+    factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
     latency, bandwidth = _HOST_LINK
     costs = TrunkCost(
-        tuple(factor * atom.forward[size] for atom in profile.atoms),
+        tuple(factor * seconds for seconds in pieces.seconds(profile, size)),
         tuple(atom.parameter_bytes for atom in profile.atoms),
         tuple(
-            number * latency + samples * atom.output_bytes_per_sample / bandwidth
+            given * latency + samples * atom.output_bytes_per_sample / bandwidth
             for atom in profile.atoms
         ),
         tuple(atom.name for atom in profile.atoms),
         frozenset(index for index, atom in enumerate(profile.atoms) if atom.joined),
     )
-    return costs, number
+    return costs, pieces
 
 
-def _pieces(engine: Engine, options: SetupOptions) -> Sequence[int]:
-    """Numbers of pieces that are worth measuring; one where the samples of a batch may matter."""
-    if options.num_microbatches != "auto":
-        return (options.num_microbatches,)
+def _may_be_cut(engine: Engine, options: SetupOptions) -> bool:
+    """Whether samples go through the trunk each by itself, and nobody said how many do together."""
     trunk = engine.module.get_submodule("teacher")
-    return (1,) if any(part.training for part in trunk.modules()) else _PIECES
+    return options.num_microbatches == "auto" and not any(p.training for p in trunk.modules())
+
+
+def _ends(captured: Captured, engine: Engine, batch_size: int) -> list[int]:
+    """How many of the trunk's atoms may run in pieces: what they pass on has a row per sample."""
+    network, plan = captured.networks["teacher"], captured.plan
+    call = plan.calls[plan.calls_of("teacher")[0]]
+    known = []
+    for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
+        spec = replace(call.input, shape=(size, *call.input.shape[1:]))
+        shapes = network.shapes(spec, call.num_links, engine.context, grad=False)
+        known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
+    return [
+        end
+        for end in range(1, len(network.atoms))
+        if all(rows[end] for rows in known) and not network.outputs_between(0, end)
+    ]
 
 
 def _measure(

@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.planning.pieces import Pieces
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
@@ -38,6 +39,8 @@ class Fan:
         depth: How far the trunk runs ahead.
         num_stages: Parts of the trunk; 0: one on each device.
         pieces: In which a batch goes through the trunk.
+        inside: Of the trunk's first atoms, how many a batch goes through in pieces, and in how
+            many, within a rank.
         sizes: Of the batches.
         first: See ``num_heads``.
         stops: The head that stops after the first epoch; -1: none.
@@ -53,6 +56,7 @@ class Fan:
     first: int = 0
     stops: int = -1
     slow: float = 0.0
+    inside: tuple[int, int] = (0, 1)
 
     @property
     def head_ranks(self) -> tuple[int, ...]:
@@ -167,4 +171,5 @@ def _placement(fan: Fan, num_atoms: int) -> Placement:
         teacher_ranks=default_ranks(num_stages, fan.num_ranks),
         num_microbatches=fan.pieces,
         depth=fan.depth,
+        pieces=Pieces(*fan.inside),
     )

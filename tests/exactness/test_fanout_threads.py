@@ -24,8 +24,10 @@ OTHERS = [
     Fan(3, 3, 5, sizes=(4, 4, 2), first=2),
     Fan(3, 4, 3, stops=1),
     Fan(2, 2, 0, stops=0, pieces=2),
+    Fan(2, 3, 2, inside=(3, 2)),
+    Fan(3, 2, 3, num_stages=2, inside=(1, 4)),
 ]
-QUICK = [EVERY[8], EVERY[17], EVERY[22], *OTHERS[:2], OTHERS[5]]
+QUICK = [EVERY[8], EVERY[17], EVERY[22], *OTHERS[:2], OTHERS[5], OTHERS[7]]
 
 
 def check(fan: Fan, found: Found) -> None:
@@ -36,7 +38,8 @@ def check(fan: Fan, found: Found) -> None:
         stops = index == fan.stops
         weights, losses = train_alone(index, 1 if stops else 2, batches)
         own = found.weights[f"task{index}"]
-        if fan.pieces > 1:  # features to the last digits, and a gradient that is only rounding
+        # In pieces: features to the last digits, and a gradient that is only rounding.
+        if fan.pieces > 1 or fan.inside[0]:
             for each in (own, weights):
                 for name in ("0.bias", "1.running_mean") if index == 1 else ():
                     del each[name]

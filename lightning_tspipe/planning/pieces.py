@@ -1,0 +1,95 @@
+"""Of a trunk that is never trained: the first atoms, which a batch goes through in pieces.
+
+Much lies between the first layers of a network, little between the last: pictures are large, and
+features are small. Pieces of a batch need less memory, and where that is much, they also stay in
+the caches; but most layers take longer for several pieces than for the whole::
+
+    pieces   |a0─a1─a2|a0─a1─a2|
+    whole                      |a3──a4──a5|
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from lightning_tspipe.planning.profile import NetworkProfile, seconds_at
+
+_ABOUT = 1.01
+_COPIED_PER_SECOND = 4.0e9
+_SECONDS_PER_PIECE = 5e-5
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What goes through in pieces.
+
+    Attributes:
+        num_atoms: So many atoms, from the first on.
+        number: Pieces of a batch.
+    """
+
+    num_atoms: int = 0
+    number: int = 1
+
+    def seconds(self, profile: NetworkProfile, batch_size: int) -> tuple[float, ...]:
+        """Of each atom, for a whole batch."""
+        size = math.ceil(batch_size / self.number)
+        return tuple(
+            self.number * seconds_at(atom.forward, size)
+            if place < self.num_atoms
+            else seconds_at(atom.forward, batch_size)
+            for place, atom in enumerate(profile.atoms)
+        )
+
+
+WHOLE = Pieces()
+"""Nothing does."""
+
+
+def choose_pieces(
+    profile: NetworkProfile, batch_size: int, input_bytes: int, ends: Collection[int]
+) -> Pieces:
+    """Of the ways that are about as fast as the fastest, the one that needs the least memory.
+
+    Args:
+        profile: The trunk, measured at the sizes that pieces may have, and for a whole batch.
+        batch_size: Samples.
+        input_bytes: Of a sample of what the first atom gets.
+        ends: Numbers of atoms that may go through in pieces.
+    """
+    bytes_between = [input_bytes, *(atom.output_bytes_per_sample for atom in profile.atoms)]
+    ways = [(_seconds(way, profile, batch_size, bytes_between), way)
+            for way in _ways(profile, batch_size, ends)]  # fmt: skip
+    fastest = min(seconds for seconds, _ in ways)
+    fast = [way for seconds, way in ways if seconds <= _ABOUT * fastest]
+    return min(fast, key=lambda way: (_peak(way, batch_size, bytes_between), way.num_atoms))
+
+
+def _ways(profile: NetworkProfile, batch_size: int, ends: Collection[int]) -> Iterator[Pieces]:
+    yield WHOLE
+    for size in profile.sizes:
+        if size < batch_size:
+            yield from (Pieces(end, math.ceil(batch_size / size)) for end in ends)
+
+
+def _seconds(
+    way: Pieces, profile: NetworkProfile, batch_size: int, bytes_between: list[int]
+) -> float:
+    total = sum(way.seconds(profile, batch_size))
+    if way.num_atoms:
+        copied = batch_size * bytes_between[way.num_atoms]
+        total += copied / _COPIED_PER_SECOND + way.number * _SECONDS_PER_PIECE
+    return total
+
+
+def _peak(way: Pieces, batch_size: int, bytes_between: list[int]) -> float:
+    """The most that lies before and behind one atom, and what is there of pieces that are done."""
+    pairs = [a + b for a, b in pairwise(bytes_between)]
+    whole = batch_size * max(pairs[way.num_atoms :], default=0)
+    if not way.num_atoms:
+        return whole
+    done = batch_size * bytes_between[way.num_atoms]
+    return max(whole, 2 * done, done + batch_size * max(pairs[: way.num_atoms]) / way.number)
