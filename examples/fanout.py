@@ -8,6 +8,7 @@ examples/configs/fanout.yaml`` on CIFAR-10 with torchvision's weights.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,8 @@ class Tasks(FanoutTraining, LightningModule):
 
     Args:
         trunk: Name of a torchvision ResNet.
-        weights: Its weights, such as ``DEFAULT``; None: random ones, which have learned nothing.
+        weights: Its weights: a name of torchvision's, such as ``DEFAULT``, which are downloaded, or
+            the file of a state dict; None: random ones, which have learned nothing.
         width: Hidden features of the head that tells rotations, the hardest task.
         lr: Of the heads; the one that tells rotations has half of it.
     """
@@ -47,7 +49,7 @@ class Tasks(FanoutTraining, LightningModule):
     ) -> None:
         super().__init__()
         self.lr = lr
-        network: Any = models.get_model(trunk, weights=weights)
+        network: Any = pretrained(trunk, weights)
         features = network.fc.in_features
         network.fc = nn.Identity()
         self.teacher = network.requires_grad_(requires_grad=False).eval()
@@ -76,6 +78,30 @@ class Tasks(FanoutTraining, LightningModule):
     def head_optimizer(self, name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         """AdamW for one head."""
         return torch.optim.AdamW(parameters, lr=self.lr / 2 if name == "rotation" else self.lr)
+
+
+def pretrained(name: str, weights: str | None) -> models.ResNet:
+    """A network of torchvision.
+
+    Args:
+        name: The network.
+        weights: As in ``Tasks``.
+
+    Raises:
+        SystemExit: The weights can't be had.
+    """
+    try:
+        is_file = weights is not None and bool(Path(weights).suffix)
+        network: Any = models.get_model(name, weights=None if is_file else weights)
+        if is_file:
+            network.load_state_dict(torch.load(str(weights), weights_only=True))
+    except OSError as error:  # of the network, or of the disk
+        raise SystemExit(
+            f"no weights {weights!r} of {name}: {error}. Download the file elsewhere and give its "
+            "path (--model.weights resnet50.pth), or do without (--model.weights null): random "
+            "weights, whose features are worth little"
+        ) from error
+    return network
 
 
 class Turned(Dataset[tuple[Tensor, Tensor]]):

@@ -27,6 +27,8 @@ class Measured:
         resident_bytes: The same as the system sees it.
         label_bytes: That left the data rank in a step.
         labels: Bytes of a batch's labels.
+        placed: Of the fan-out: the first atom of the trunk's second part, how many of the first
+            ones go through in pieces, and how many pieces.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -34,6 +36,7 @@ class Measured:
     resident_bytes: dict[str, int] = field(default_factory=dict)
     label_bytes: int = 0
     labels: int = 1
+    placed: dict[str, int] = field(default_factory=dict)
 
     def ratios(self, method: str, other: str) -> list[float]:
         """Round by round."""
@@ -113,6 +116,7 @@ def row_of(workload: str, size: int, measured: Measured) -> Row:
         "memory_over_independent": round(measured.memory(), 3),
         "resident_over_independent": round(measured.resident(), 3),
         "precomputed_over_fanout": round(median(measured.precomputed), 3),
+        **measured.placed,
     }
 
 

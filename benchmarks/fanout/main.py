@@ -47,7 +47,7 @@ class Length:
     """How long to measure.
 
     Attributes:
-        num_rounds: Turns of each method.
+        num_rounds: Turns of each method; of the study of queues and on devices that sleep, 3.
         batch_sizes: Of the real runs, and timed steps of a turn.
         depths: Of the study of queues.
     """
@@ -57,7 +57,7 @@ class Length:
     depths: tuple[int, ...]
 
 
-FULL = Length(3, {32: 30, 128: 12, 256: 8, 1024: 2}, (0, 1, 2, 4))
+FULL = Length(5, {32: 16, 128: 8, 256: 6, 1024: 2}, (0, 1, 2, 4))
 QUICK = Length(2, {32: 4}, (0, 2))
 QUEUED_SIZE = 128
 
@@ -127,6 +127,8 @@ def _contest(
             measured.resident_bytes[method] = sum(each.notes["resident"] for each in told)
             if method == "fanout":
                 measured.label_bytes = sum(each.notes["labels"] for each in told)
+                names = ("cut", "atoms_in_pieces", "pieces")
+                measured.placed = {name: told[0].notes[name] for name in names}
     print(row_of(workload, batch_size, measured), file=sys.stderr, flush=True)
     return measured
 
@@ -148,7 +150,7 @@ def _queues(length: Length, context: ForkServerContext) -> list[Row]:
             crew.start()
             crew.turn(2)  # untimed: the first batches also place the networks
         seconds: dict[int, list[float]] = {depth: [] for depth in crews}
-        for _ in range(length.num_rounds):
+        for _ in range(min(3, length.num_rounds)):
             for depth, crew in crews.items():
                 seconds[depth].append(crew.turn(8) / 8)
         for depth, crew in crews.items():
@@ -170,7 +172,7 @@ def _emulated(length: Length, context: ForkServerContext) -> dict[str, float]:
         for crew in crews:
             crew.start()
             crew.turn(2)
-        for _ in range(length.num_rounds):
+        for _ in range(min(3, length.num_rounds)):
             own, other = (crew.turn(NUM_EMULATED_STEPS) for crew in crews)
             ratios.append(own / other)
     return {

@@ -142,6 +142,7 @@ class Peak(Callback):
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         peak = max(accumulate((size for _, size in changes), initial=0))
         self._gate.notes |= {"peak": self._held + peak, "resident": resident}
+        self._gate.notes |= _placed(trainer)
 
     def _count_labels(self, trainer: Trainer) -> None:
         """Add up what leaves this process as labels."""
@@ -158,6 +159,15 @@ class Peak(Callback):
             send(tensors, target, channel)
 
         vars(transport)["send"] = counted
+
+
+def _placed(trainer: Trainer) -> dict[str, int]:
+    """Where a pipeline cuts the trunk in two, and what of it goes through in pieces."""
+    engine: Any = getattr(trainer.strategy, "engine", None)
+    if engine is None:
+        return {}
+    cuts, pieces = engine.placement.teacher_cuts, engine.placement.pieces
+    return {"cut": cuts[1], "atoms_in_pieces": pieces.num_atoms, "pieces": pieces.number}
 
 
 def _place(tensor: Tensor) -> int:

@@ -46,6 +46,7 @@ class _EachHead(Callback):
         self.mode = mode
         self.min_delta = min_delta
         self.best: dict[str, _Best] = {}
+        self._ended: set[str] = set()
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -69,6 +70,11 @@ class _EachHead(Callback):
         self.best = {name: _Best(*values) for name, values in state_dict.items()}
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        student: StudentFanout = pl_module.student  # type: ignore[assignment]
+        self._ended = set(student.stopped)
+
+    @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             self._look(trainer, pl_module)
@@ -81,7 +87,8 @@ class _EachHead(Callback):
     def _look(self, trainer: Trainer, pl_module: LightningModule) -> None:
         student: StudentFanout = pl_module.student  # type: ignore[assignment]
         known = trainer.callback_metrics
-        names = [name for name in student.names if name not in student.stopped]
+        # What a head that stops now has reached in the end, all look at that are still to come.
+        names = [name for name in student.names if name not in self._ended]
         values = {n: float(known[key]) for n in names if (key := f"{n}/{self.monitor}") in known}
         if names and not values:
             logged = ", ".join(sorted(known)) or "nothing"
@@ -91,11 +98,16 @@ class _EachHead(Callback):
             )
         for name, value in values.items():
             best = self.best.setdefault(name, _Best())
-            sign = 1 if self.mode == "max" else -1
-            is_better = math.isnan(best.value) or sign * (value - best.value) > self.min_delta
+            is_better = self._is_better(value, best.value)
             best.waited = 0 if is_better else best.waited + 1
             best.value = value if is_better else best.value
             self._looked(trainer, pl_module, name, value, is_better=is_better)
+        self._ended |= student.stopped.keys()
+
+    def _is_better(self, value: float, best: float) -> bool:
+        sign = 1 if self.mode == "max" else -1
+        is_first = math.isnan(best) and not math.isnan(value)
+        return is_first or sign * (value - best) > self.min_delta
 
     def _looked(
         self,
@@ -147,6 +159,7 @@ class HeadEarlyStopping(_EachHead):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, reason in self.stopped.items():  # of a run that is resumed
             pl_module.student.stop(name, reason)  # type: ignore[operator, union-attr]
+        super().on_train_start(trainer, pl_module)
 
     @override
     def _looked(

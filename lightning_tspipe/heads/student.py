@@ -94,11 +94,12 @@ class StudentFanout(nn.Module):
         """While inside, it is the turn of one head."""
         if name not in self.heads:
             raise ConfigurationError(f"no head {name!r}; there are {', '.join(self.names)}")
-        before, self._active = self._active, name
+        own = vars(self)  # an attribute of a module is set slowly, and this is done in each step
+        before, own["_active"] = own["_active"], name
         try:
             yield
         finally:
-            self._active = before
+            own["_active"] = before
 
     @contextmanager
     def trains(self, names: Sequence[str], *, rehearses: bool = False) -> Iterator[None]:
@@ -108,12 +109,13 @@ class StudentFanout(nn.Module):
             names: The heads.
             rehearses: Whether the values mean nothing.
         """
-        before = self.here, self.stopped, self.rehearses
-        self.here, self.stopped, self.rehearses = tuple(names), {}, rehearses
+        own = vars(self)
+        before = {name: own[name] for name in ("here", "stopped", "rehearses")}
+        own |= {"here": tuple(names), "stopped": {}, "rehearses": rehearses}
         try:
             yield
         finally:
-            self.here, self.stopped, self.rehearses = before
+            own |= before
 
     def stop(self, name: str, reason: str) -> None:
         """Train a head no further."""

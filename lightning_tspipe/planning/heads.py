@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from lightning_tspipe.errors import PartitionError
@@ -84,17 +84,13 @@ class Spread:
     busy: tuple[float, ...]
     num_bytes: tuple[int, ...]
 
-    def within_a_stage(self, pieces: Pieces) -> Pieces:
-        """As much of it as the first stage has."""
-        return replace(pieces, num_atoms=min(pieces.num_atoms, self.cuts[1]))
-
     def placement(self, depth: int, num_microbatches: int = 1, pieces: Pieces = WHOLE) -> Placement:
         """For the engine.
 
         Args:
             depth: How many batches the trunk may run ahead.
             num_microbatches: Pieces in which a batch goes through the trunk.
-            pieces: What of the trunk a batch goes through in pieces, within a rank.
+            pieces: What of the trunk a batch goes through in pieces, within the first stage.
         """
         return Placement(
             num_ranks=len(self.busy),
@@ -104,7 +100,7 @@ class Spread:
             teacher_ranks=self.ranks,
             num_microbatches=num_microbatches,
             depth=depth,
-            pieces=self.within_a_stage(pieces),
+            pieces=pieces,
         )
 
     def describe(self, heads: Sequence[HeadCost]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from lightning_tspipe.planning.profile import NetworkProfile, seconds_at
@@ -43,6 +43,17 @@ class Pieces:
             else seconds_at(atom.forward, batch_size)
             for place, atom in enumerate(profile.atoms)
         )
+
+    def within(self, num_atoms: int, ends: Collection[int]) -> Pieces:
+        """The same of the first atoms only.
+
+        Args:
+            num_atoms: At most so many.
+            ends: Numbers of atoms that may go through in pieces.
+        """
+        most = min(self.num_atoms, num_atoms)
+        last = max((end for end in ends if end <= most), default=0)
+        return replace(self, num_atoms=last) if last else WHOLE
 
 
 WHOLE = Pieces()

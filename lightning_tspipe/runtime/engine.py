@@ -96,17 +96,17 @@ class Engine(Resumable):
         context, header = self._open_step(step, batch, ahead)
         self._step = context
         self.batch_size = header.batch_size
-        executor = self.executor
+        executor, plan = self.executor, self.captured.plan
         executor.post_receives(context)
         if not self.is_data_rank:
             started = time.perf_counter()
-            self._runner.effects(step, header.batch(), self._seed + self._index)
+            if plan.has_effects:
+                self._runner.effects(step, header.batch(), self._seed + self._index)
             recorder.ran(self._index, Action(Op.EFFECTS, self.rank), started)
         executor.statistics.commit_ahead(self._index)
         actions = context.program.schedule.ranks[self.rank]
         ends = _BACKWARDS | {Op.LOSS if self.heads is None else Op.FORWARD}
         stop = next(i for i, action in enumerate(actions) if action.op in ends)
-        plan = self.captured.plan
         started = time.perf_counter()
         fields = self._exchange_fields(header, batch)
         recorder.paused("send", started)
@@ -114,7 +114,7 @@ class Engine(Resumable):
         executor.run(context, actions[:late])
         if plan.has_late_effects:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions
-        self._runner.late_effects(step, header.batch(), self._seed + self._index)
+            self._runner.late_effects(step, header.batch(), self._seed + self._index)
         executor.run(context, actions[late:stop])
         self._rest_actions = self._executed(actions[stop:])
         if not self.computes_loss:

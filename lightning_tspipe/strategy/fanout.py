@@ -168,8 +168,10 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     assert captured.heads is not None
     costs = [HeadCost(name, 1.0) for name in captured.heads.student.names]
     cache, pieces = captured.heads.cache, WHOLE
+    ends: list[int] = []
     if num_ranks > 1 or cache is not None:
-        trunk, pieces = _trunk_cost(engine, captured, options)
+        ends = _ends(engine, captured, options)
+        trunk, pieces = _trunk_cost(engine, captured, options, ends)
         if optimizers is None:
             costs = [HeadCost(cost.name, sum(trunk.seconds) / 10) for cost in costs]
         else:
@@ -184,11 +186,11 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         beside[-1] = reading + _prologue_seconds(engine, captured.plan, step, batch)
     cuts = _given_cuts(options, trunk, num_ranks)
     found = spread(trunk, costs, num_ranks, limit, cuts, beside)
+    pieces = pieces.within(found.cuts[1], ends)
     if num_ranks > 1:
-        inside = found.within_a_stage(pieces)
         log.info(
             "heads on a trunk, %d pieces per batch, and %d of its first %d atoms\n%s",
-            number, inside.number, inside.num_atoms, found.describe(costs),
+            number, pieces.number, pieces.num_atoms, found.describe(costs),
         )  # fmt: skip
     if cache is not None:
         features = list(_stand_ins(captured.plan, engine.device).values())
@@ -218,19 +220,17 @@ def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tupl
 
 
 def _trunk_cost(
-    engine: Engine, captured: Captured, options: SetupOptions
+    engine: Engine, captured: Captured, options: SetupOptions, ends: Sequence[int]
 ) -> tuple[TrunkCost, Pieces]:
     """What the trunk costs, and what of it goes through in pieces of a batch."""
     calls = [captured.plan.calls[i].input for i in captured.plan.calls_of("teacher")]
     given = 1 if options.num_microbatches == "auto" else options.num_microbatches
     batch_size = max(spec.shape[0] for spec in calls)
-    counts = _PIECES if _may_be_cut(engine, options) else (given,)
-    counts = [count for count in counts if count == given or count <= batch_size]
+    counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
     profile = profile_forwards(captured, engine.device, counts)["teacher"]
     size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
-    if len(counts) > 1:
+    if ends:
         whole = next(spec for spec in calls if spec.shape[0] == batch_size)
-        ends = _ends(captured, engine, batch_size)
         pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
     factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
     latency, bandwidth = _HOST_LINK
@@ -247,20 +247,21 @@ def _trunk_cost(
     return costs, pieces
 
 
-def _may_be_cut(engine: Engine, options: SetupOptions) -> bool:
-    """Whether samples go through the trunk each by itself, and nobody said how many do together."""
+def _ends(engine: Engine, captured: Captured, options: SetupOptions) -> list[int]:
+    """How many of the trunk's atoms may run in pieces: what they pass on has a row per sample.
+
+    None if the samples of a batch may matter to each other, or the user said how many go together.
+    """
     trunk = engine.module.get_submodule("teacher")
-    return options.num_microbatches == "auto" and not any(p.training for p in trunk.modules())
-
-
-def _ends(captured: Captured, engine: Engine, batch_size: int) -> list[int]:
-    """How many of the trunk's atoms may run in pieces: what they pass on has a row per sample."""
+    if options.num_microbatches != "auto" or any(part.training for part in trunk.modules()):
+        return []
     network, plan = captured.networks["teacher"], captured.plan
-    call = plan.calls[plan.calls_of("teacher")[0]]
+    calls = [plan.calls[index] for index in plan.calls_of("teacher")]
+    batch_size = max(call.input.shape[0] for call in calls)
     known = []
     for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
-        spec = replace(call.input, shape=(size, *call.input.shape[1:]))
-        shapes = network.shapes(spec, call.num_links, engine.context, grad=False)
+        spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
+        shapes = network.shapes(spec, calls[0].num_links, engine.context, grad=False)
         known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
     return [
         end

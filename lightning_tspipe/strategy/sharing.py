@@ -48,6 +48,7 @@ class Collected:
         self._modules = modules
         self._internal = internal
         self._changed: set[Place] = set()
+        self._given: dict[str, dict[str, tuple[Any, Any]]] = {}
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -72,7 +73,7 @@ class Collected:
             place: value for place, value in self._attributes() if place in changed
         }
         for path, metric in metrics_of(self._modules):
-            if metric.update_called:
+            if metric.update_called and not self._is_as_given(path, metric):
                 found[path] = (metric.metric_state, metric.update_count)
         return {place: packed for place, value in found.items() if (packed := _pack(place, value))}
 
@@ -84,7 +85,18 @@ class Collected:
                 path, name = place
                 vars(self._modules[path])[name] = value
             else:
-                _set_metric(self._modules[place], *value)
+                metric: Any = self._modules[place]
+                _set_metric(metric, *value)
+                # The values themselves: while they are kept, no others are taken for them.
+                self._given[place] = {n: (v, _state(v)) for n, v in metric.metric_state.items()}
+
+    def _is_as_given(self, path: str, metric: Any) -> bool:
+        """Whether a metric has what another rank counted, perhaps long ago, and nothing else."""
+        given = self._given.get(path)
+        return given is not None and all(
+            given[name][0] is value and given[name][1] == _state(value)
+            for name, value in metric.metric_state.items()
+        )
 
 
 def _state(value: Any) -> Any:

@@ -123,14 +123,14 @@ def test_a_loss_that_is_not_finite_is_named_or_stops_its_head(tmp_path: Path) ->
     module = _Diverging(3, on_nan="stop")
     fit(module, tmp_path, max_epochs=1, enable_checkpointing=True)
     (path,) = tmp_path.rglob("*.ckpt")
-    stopped, module = module.student.heads["task1"].state_dict(), Tasks(3)
-    fit(module, tmp_path, ckpt_path=path)  # where it would not diverge any more
-    torch.testing.assert_close(module.student.heads["task1"].state_dict(), stopped)
-    assert module.student.stopped == {"task1": "its loss is inf"}
+    stopped, resumed = module.student.heads["task1"].state_dict(), Tasks(3)
+    fit(resumed, tmp_path, path, enable_checkpointing=True)  # it would not diverge any more
+    torch.testing.assert_close(resumed.student.heads["task1"].state_dict(), stopped)
+    assert resumed.student.stopped == {"task1": "its loss is inf"}
     for index in (0, 2):
         weights, _ = train_alone(index)
         torch.testing.assert_close(
-            dict(module.student.heads[f"task{index}"].state_dict()), weights, **CLOSE
+            dict(resumed.student.heads[f"task{index}"].state_dict()), weights, **CLOSE
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
 from lightning_tspipe import HeadCheckpoint, HeadEarlyStopping, StudentFanout, TSPipeStrategy
 from tests.exactness.fanout import (
@@ -67,8 +68,14 @@ class Diverging(Tasks):
 
     diverges = ""
 
+    def __init__(self, num_heads: int, *, on_nan: Any = "raise") -> None:
+        super().__init__(num_heads, on_nan=on_nan)
+        self.mean = nn.ModuleDict({name: MeanMetric() for name in self.student.heads})
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
+        self.mean[self.head].update(loss.detach())
+        self.log("mean", self.mean[self.head], on_step=False, on_epoch=True)
         return loss / 0 if self.head == self.diverges and self.global_step >= 3 else loss
 
 

@@ -6,6 +6,7 @@ import csv
 import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -33,10 +34,14 @@ def check(found: list[Outcome], job: Fanned, **alone: Any) -> None:
         torch.testing.assert_close(found[0].weights[name], weights, **CLOSE)
         for rank in found:
             assert rank.metrics[f"{name}/loss_step"] == pytest.approx(losses[-1], rel=1e-9)
+            last = mean(losses[-len(batches) :])  # of its own object, in the last epoch
+            assert rank.metrics[f"{name}/mean"] == pytest.approx(last, rel=1e-5)
 
 
 def test_each_head_over_two_ranks_is_as_if_it_were_alone(tmp_path: Path) -> None:
-    job = Fanned(trainer={"num_sanity_val_steps": 1}, options={"partition": [4, 6]})
+    # Validated within an epoch too, while batches and their labels are under way.
+    often = {"num_sanity_val_steps": 1, "val_check_interval": 2}
+    job = Fanned(trainer=often, options={"partition": [4, 6]})
     found: list[Outcome] = run(train, job, 2, num_ranks=2, folder=tmp_path)
     check(found, job)
     assert sorted(name for rank in found for name in rank.heads) == ["task0", "task1", "task2"]

@@ -28,6 +28,12 @@ def test_large_layers_go_first_in_pieces_and_slow_ones_whole() -> None:
     assert Pieces(2, 2).seconds(found, 8) == (0.9, 1.0, 1.0, 1.0)
 
 
+def test_a_stage_has_what_it_can_have() -> None:
+    assert Pieces(4, 8).within(3, (1, 2, 4)) == Pieces(2, 8)
+    assert Pieces(4, 8).within(9, (1, 2, 4)) == Pieces(4, 8)
+    assert Pieces(4, 8).within(1, (2, 4)) == WHOLE
+
+
 def test_memory_is_worth_no_time() -> None:
     found = trunk((1.0, 1.2, 8 * MB), (1.0, 1.0, MB))
     assert choose_pieces(found, 8, MB, (1,)) == WHOLE
