@@ -57,7 +57,7 @@ class Length:
     depths: tuple[int, ...]
 
 
-FULL = Length(5, {32: 16, 128: 8, 256: 6, 1024: 2}, (0, 1, 2, 4))
+FULL = Length(4, {32: 16, 128: 8, 256: 6, 1024: 2}, (0, 1, 2, 4))
 QUICK = Length(2, {32: 4}, (0, 2))
 QUEUED_SIZE = 128
 
