@@ -1,4 +1,11 @@
-"""Trains what is missing, and compares: final accuracy, and epochs to a target."""
+"""Trains what is missing, and compares: final accuracy, and epochs to a target.
+
+The learning rates of a task are tried on the baseline alone, with one seed::
+
+    --arms gpipe1 --seeds 0 --rates 0.1 0.05 0.02 0.01
+
+The arms are then compared at the rate which ``tasks.py`` names; rows of others stay in the table.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +13,19 @@ import argparse
 import fcntl
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.asynchronous.curves import draw
 from benchmarks.asynchronous.entries import POLICIES
-from benchmarks.asynchronous.tasks import TASKS, Task
+from benchmarks.asynchronous.tasks import TASKS, Rate, Task
 from benchmarks.asynchronous.train import BASELINE, accuracies
 from benchmarks.environment import environment_of
 
@@ -25,33 +33,45 @@ ARMS = (BASELINE, *POLICIES)
 TARGET = 0.98
 """Of the baseline's mean final accuracy: epochs until an arm's mean reaches it."""
 
-Key = tuple[str, str, int]
+
+class Key(NamedTuple):
+    """Which run."""
+
+    task: str
+    rate: Rate
+    arm: str
+    seed: int
+
+
+Runs = Mapping[Key, list[float]]
 
 
 def measure(options: argparse.Namespace) -> int:
     """Train, print and write; returns the exit status."""
     torch.set_num_threads(1)
     options.runs.mkdir(parents=True, exist_ok=True)
-    tasks = [task for task in options.tasks or TASKS if _folder(options, task) is not None]
-    wanted = () if options.present else product(options.seeds, tasks, options.arms or ARMS)
-    for seed, task, arm in wanted:
-        # SpecTrain is defined for SGD with momentum only.
-        if arm == "spectrain" and task != "resnet":
-            continue
-        with _claimed(options.runs / f"{task}-{arm}-{seed}.lock") as is_mine:
-            if is_mine and _load(options, (task, arm, seed)) is None:
-                _train(options, task, arm, seed)
-    keys: list[Key] = list(product(options.tasks or TASKS, ARMS, options.seeds))
+    for key in () if options.present else _wanted(options):
+        with _claimed(options.runs / f"{_name(key)}.lock") as is_mine:
+            if is_mine and _load(options, key) is None:
+                _train(options, key)
+    keys = [
+        Key(task, rate, arm, seed)
+        for task in options.tasks or TASKS
+        for rate, arm, seed in product(TASKS[task].rates, ARMS, options.seeds)
+    ]
     runs = {key: curve for key in keys if (curve := _load(options, key)) is not None}
     figures = figures_of(runs)
     table = table_of(runs, figures)
     print(table)
     if options.json is not None:
         rows = [
-            {"task": task, "arm": arm, "seed": seed, "accuracy": curve}
-            for (task, arm, seed), curve in runs.items()
+            {**key._asdict(), "rate": str(key.rate), "accuracy": curve}
+            for key, curve in runs.items()
         ]
-        settings = {name: _setting(options, TASKS[name]) for name in {key[0] for key in runs}}
+        settings = {
+            name: {**_setting(options, TASKS[name]), "rate": str(TASKS[name].rate)}
+            for name in {key.task for key in runs}
+        }
         content = {
             "environment": environment_of(("torch", "torchvision")),
             "settings": dict(sorted(settings.items())), "figures": figures, "rows": rows,
@@ -60,46 +80,75 @@ def measure(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         options.json.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
     if options.image is not None:
-        draw(runs, options.image)
+        own = {key: curve for key, curve in runs.items() if key.rate == TASKS[key.task].rate}
+        draw({(key.task, key.arm, key.seed): curve for key, curve in own.items()}, options.image)
     return 0
 
 
-def figures_of(runs: dict[Key, list[float]]) -> dict[str, float]:
-    """``accuracy.{task}.{arm}``, how many seeds and their deviation, and epochs to the target."""
+def figures_of(runs: Runs) -> dict[str, float]:
+    """``accuracy.{task}.{arm}``, how many seeds and their deviation, and epochs to the target.
+
+    Those of another learning rate than the task's are named ``accuracy.{task}.rate_{rate}.{arm}``.
+    """
     found: dict[str, float] = {}
-    for task, arm in product(TASKS, ARMS):
-        curves = [curve for (t, a, _), curve in runs.items() if (t, a) == (task, arm)]
-        if not curves:
-            continue
+    for (task, rate, arm), curves in _by_arm(runs).items():
+        where = task if rate == TASKS[task].rate else f"{task}.rate_{rate}"
+        name = f"{where}.{arm}"
         finals = [curve[-1] for curve in curves]
-        found[f"accuracy.{task}.{arm}"] = mean(finals)
-        found[f"accuracy.{task}.{arm}.seeds"] = len(finals)
+        found[f"accuracy.{name}"] = mean(finals)
+        found[f"accuracy.{name}.seeds"] = len(finals)
         if len(finals) > 1:
-            found[f"accuracy.{task}.{arm}.deviation"] = stdev(finals)
-        target = TARGET * found.get(f"accuracy.{task}.gpipe1", 1.0)
+            found[f"accuracy.{name}.deviation"] = stdev(finals)
+        target = TARGET * found.get(f"accuracy.{where}.{BASELINE}", 1.0)
         means = [mean(values) for values in zip(*curves, strict=True)]
         reached = next((e for e, value in enumerate(means, 1) if value >= target), None)
         if reached is not None:
-            found[f"epochs_to_target.{task}.{arm}"] = reached
+            found[f"epochs_to_target.{name}"] = reached
     return found
 
 
-def table_of(runs: dict[Key, list[float]], figures: dict[str, float]) -> str:
-    """A line for each task and arm: final accuracies, seed by seed, and epochs to the target."""
-    lines = ["task    arm        mean   deviation  epochs to target  seed by seed"]
-    for task, arm in product(TASKS, ARMS):
-        name = f"{task}.{arm}"
-        if f"accuracy.{name}" not in figures:
-            continue
-        deviation = figures.get(f"accuracy.{name}.deviation")
+def table_of(runs: Runs, figures: Mapping[str, float]) -> str:
+    """A line for each task, rate and arm: final accuracies, and epochs to the target."""
+    lines = ["task    rate    arm        mean   deviation  epochs to target  seed by seed"]
+    for (task, rate, arm), curves in _by_arm(runs).items():
+        where = task if rate == TASKS[task].rate else f"{task}.rate_{rate}"
+        deviation = figures.get(f"accuracy.{where}.{arm}.deviation")
         shown = "-" if deviation is None else f"{deviation:.3f}"
-        epochs = figures.get(f"epochs_to_target.{name}", "-")
-        seeds = " ".join(
-            f"{curve[-1]:.3f}" for (t, a, _), curve in sorted(runs.items()) if (t, a) == (task, arm)
+        epochs = figures.get(f"epochs_to_target.{where}.{arm}", "-")
+        seeds = " ".join(f"{curve[-1]:.3f}" for curve in curves)
+        mean_text = f"{figures[f'accuracy.{where}.{arm}']:.3f}"
+        lines.append(
+            f"{task:<7} {rate!s:<7} {arm:<10} {mean_text}  {shown:<9}  {epochs!s:<16}  {seeds}"
         )
-        mean_text = f"{figures[f'accuracy.{name}']:.3f}"
-        lines.append(f"{task:<7} {arm:<10} {mean_text}  {shown:<9}  {epochs!s:<16}  {seeds}")
     return "\n".join(lines)
+
+
+def _by_arm(runs: Runs) -> dict[tuple[str, Rate, str], list[list[float]]]:
+    """The curves of each task, rate and arm; the task's own rate first, the baseline first."""
+    found: dict[tuple[str, Rate, str], list[list[float]]] = {}
+    for task in TASKS:
+        rates = {key.rate for key in runs if key.task == task}
+        ordered = sorted(
+            rates, key=lambda rate: (rate != TASKS[task].rate, -rate.peak, rate.warmup)
+        )
+        for rate, arm in product(ordered, ARMS):
+            curves = [runs[key] for key in sorted(runs) if key[:3] == (task, rate, arm)]
+            if curves:
+                found[task, rate, arm] = curves
+    return found
+
+
+def _wanted(options: argparse.Namespace) -> Iterator[Key]:
+    tasks = [task for task in options.tasks or TASKS if _folder(options, task) is not None]
+    for seed, task, arm in product(options.seeds, tasks, options.arms or ARMS):
+        # SpecTrain is defined for SGD with momentum only.
+        if arm != "spectrain" or task == "resnet":
+            for rate in map(Rate.parse, options.rates or [str(TASKS[task].rate)]):
+                yield Key(task, rate, arm, seed)
+
+
+def _name(key: Key) -> str:
+    return f"{key.task}-{key.rate}-{key.arm}-{key.seed}"
 
 
 def _folder(options: argparse.Namespace, task: str) -> Path | None:
@@ -126,13 +175,18 @@ def _claimed(lock: Path) -> Iterator[bool]:
         yield True
 
 
-def _train(options: argparse.Namespace, name: str, arm: str, seed: int) -> None:
-    print(f"{name} {arm} seed {seed}", file=sys.stderr, flush=True)
-    setting, folder = _setting(options, TASKS[name]), _folder(options, name)
+def _train(options: argparse.Namespace, key: Key) -> None:
+    print(_name(key), file=sys.stderr, flush=True)
+    setting, folder = _setting(options, TASKS[key.task]), _folder(options, key.task)
     assert folder is not None
-    task = replace(TASKS[name], num_samples=setting["samples"], epochs=setting["epochs"])
-    result = {"setting": setting, "accuracy": accuracies(task, arm, seed, folder)}
-    file = options.runs / f"{name}-{arm}-{seed}.json"
+    task = replace(
+        TASKS[key.task],
+        num_samples=setting["samples"],
+        epochs=setting["epochs"],
+        rate=key.rate,
+    )
+    result = {"setting": setting, "accuracy": accuracies(task, key.arm, key.seed, folder)}
+    file = options.runs / f"{_name(key)}.json"
     # Whole or not at all, should this process end.
     unfinished = file.with_suffix(".part")
     unfinished.write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -141,10 +195,9 @@ def _train(options: argparse.Namespace, name: str, arm: str, seed: int) -> None:
 
 def _load(options: argparse.Namespace, key: Key) -> list[float] | None:
     """A run with the present setting, if it is there."""
-    task, arm, seed = key
     try:
-        result = json.loads((options.runs / f"{task}-{arm}-{seed}.json").read_text())
+        result = json.loads((options.runs / f"{_name(key)}.json").read_text())
     except FileNotFoundError:
         return None
     curve: list[float] = result["accuracy"]
-    return curve if result["setting"] == _setting(options, TASKS[task]) else None
+    return curve if result["setting"] == _setting(options, TASKS[key.task]) else None

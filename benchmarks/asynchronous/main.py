@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.asynchronous import memory
 from benchmarks.asynchronous.entries import EMULATED, POLICIES, REAL
 from benchmarks.asynchronous.figures import figures_of_emulated, figures_of_real
 from benchmarks.crews.crew import worker_context
@@ -32,6 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from benchmarks.asynchronous.accuracy import measure  # noqa: PLC0415 - it loads torch
 
         return measure(options)
+    if options.prediction:
+        from benchmarks.asynchronous import prediction  # noqa: PLC0415 - it loads torch
+
+        return prediction.measure(options)
+    if options.memory:
+        return memory.measure(options)
     start = time.monotonic()
     report = _measure(options)
     print(f"measured in {time.monotonic() - start:.0f} s", file=sys.stderr)
@@ -46,10 +53,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small and short: under 3 minutes")
     parser.add_argument("--json", type=Path, help="write the result here, the table beside it")
     parser.add_argument("--accuracy", action="store_true", help="train, instead of timing")
+    parser.add_argument("--prediction", action="store_true", help="how good predictions are")
+    parser.add_argument("--memory", action="store_true", help="look at memory, instead of timing")
     parser.add_argument("--images", type=Path, help="with train/ and test/, a folder per class")
     parser.add_argument("--sentences", type=Path, help="with train.tsv and dev.tsv")
     parser.add_argument("--tasks", nargs="+", choices=("resnet", "vgg", "lstm"))
     parser.add_argument("--arms", nargs="+", choices=("gpipe1", *POLICIES))
+    parser.add_argument("--rates", nargs="+", help="learning rates, as 0.05, or 0.05w with warm-up")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--samples", type=int, help="train on so many only")
     parser.add_argument("--epochs", type=int, help="train for so many only")

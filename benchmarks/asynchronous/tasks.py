@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import cos, pi
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from benchmarks.accuracy.data import VOCABULARY
@@ -99,34 +102,87 @@ def lstm() -> list[nn.Sequential]:
     ]
 
 
+class Rate(NamedTuple):
+    """How large updates are: half a cosine, perhaps after a linear warm-up.
+
+    Attributes:
+        peak: The largest learning rate.
+        warmup: Epochs up to it.
+    """
+
+    peak: float
+    warmup: int = 0
+
+    @override
+    def __str__(self) -> str:
+        return f"{self.peak:g}" + "w" * self.warmup
+
+    @staticmethod
+    def parse(text: str) -> Rate:
+        """Of ``0.05``, or ``0.05w`` with one epoch of warm-up."""
+        return Rate(float(text.rstrip("w")), text.count("w"))
+
+    def schedule(self, optimizer: Optimizer, epoch: int, num_epochs: int) -> LambdaLR:
+        """What changes the rate at each update.
+
+        Args:
+            optimizer: Made with the peak.
+            epoch: Updates of one.
+            num_epochs: Of the training.
+        """
+        first = self.warmup * epoch
+
+        def factor(update: int) -> float:
+            if update < first:
+                return (update + 1) / (first + 1)
+            return 0.5 + 0.5 * cos(pi * (update - first) / (num_epochs * epoch - first))
+
+        return LambdaLR(optimizer, factor)
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One training.
 
     Attributes:
         network: Makes the stages of the network.
-        optimizer: Makes the optimizer; without the policy SpecTrain where it isn't momentum.
+        optimizer: Makes the optimizer with a learning rate.
         data: ``images`` or ``sentences``.
         num_samples: Of the stated subset.
         epochs: Of the whole training.
+        rate: At which the arms are compared.
+        rates: Those that were tried, on the baseline alone.
         batch_size: Samples per update.
     """
 
     network: Callable[[], list[nn.Sequential]]
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    optimizer: Callable[[Iterable[nn.Parameter], float], Optimizer]
     data: str
     num_samples: int
     epochs: int
+    rate: Rate
+    rates: tuple[Rate, ...] = ()
     batch_size: int = 64
+
+
+def _rates(text: str) -> tuple[Rate, ...]:
+    return tuple(map(Rate.parse, text.split()))
 
 
 TASKS = {
     "resnet": Task(
-        resnet, lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=5e-4), "images", 3_000, 6
+        resnet, lambda p, rate: SGD(p, lr=rate, momentum=0.9, weight_decay=5e-4),
+        "images", 3_000, 6, Rate(0.05, 1), _rates("0.1 0.05 0.02 0.01 0.1w 0.05w 0.02w"),
     ),
-    "vgg": Task(vgg, lambda p: AdamW(p, lr=1e-3, weight_decay=0.05), "images", 3_000, 6),
-    "lstm": Task(lstm, lambda p: Adam(p, lr=2e-3), "sentences", 7_000, 3),
-}
+    "vgg": Task(
+        vgg, lambda p, rate: AdamW(p, lr=rate, weight_decay=0.05),
+        "images", 3_000, 6, Rate(1e-3), _rates("0.002 0.001 0.0005 0.0002 0.001w 0.0005w"),
+    ),
+    "lstm": Task(
+        lstm, lambda p, rate: Adam(p, lr=rate),
+        "sentences", 7_000, 3, Rate(2e-3), _rates("0.004 0.002 0.001 0.0005 0.0002 0.002w 0.001w"),
+    ),
+}  # fmt: skip
 
 
 class Classifier(nn.Module):

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.accuracy.data import images, plain, sentences
 from benchmarks.asynchronous.tasks import NUM_STAGES, Classifier, Task, flipped
@@ -105,18 +106,21 @@ class Run:
             ]
             for epoch in epochs
         ]
-        self._num_updates = sum(map(len, epochs))
+        self._epoch_length = len(epochs[0])
 
     def _made(self) -> Classifier:
         module = Classifier(self._task)
         module.load_state_dict(self._values)
         return module
 
+    def _schedule(self, optimizer: Optimizer) -> LambdaLR:
+        return self._task.rate.schedule(optimizer, self._epoch_length, len(self._epochs))
+
     def on_one_device(self, test: Batch) -> list[float]:
         """Plain training."""
         module, curve = self._made(), []
-        optimizer = self._task.optimizer(module.parameters())
-        scheduler = CosineAnnealingLR(optimizer, self._num_updates)
+        optimizer = self._task.optimizer(module.parameters(), self._task.rate.peak)
+        scheduler = self._schedule(optimizer)
         for epoch in self._epochs:
             for batch in epoch:
                 optimizer.zero_grad()
@@ -160,8 +164,8 @@ class Run:
     ) -> list[float]:
         """One rank; the curve on rank 0, nothing elsewhere."""
         engine = self._placed(module, transport)
-        optimizer = self._task.optimizer(module.parameters())
-        scheduler = CosineAnnealingLR(optimizer, self._num_updates)
+        optimizer = self._task.optimizer(module.parameters(), self._task.rate.peak)
+        scheduler = self._schedule(optimizer)
         weights = engine.weights
         assert weights is not None
         weights.optimizers, weights.batches_per_update = [optimizer], self._parts

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from benchmarks.asynchronous.accuracy import figures_of
+from benchmarks.asynchronous import memory, prediction
+from benchmarks.asynchronous.accuracy import Key, figures_of, table_of
 from benchmarks.asynchronous.entries import EMULATED, REAL
 from benchmarks.asynchronous.figures import figures_of_emulated, figures_of_real
-from benchmarks.asynchronous.tasks import NUM_STAGES, Classifier, Task
+from benchmarks.asynchronous.tasks import NUM_STAGES, TASKS, Classifier, Rate, Task
 from benchmarks.asynchronous.train import Run
 from benchmarks.throughput.figures import Result
 
@@ -34,22 +35,69 @@ def test_figures_are_ratios_of_speeds_and_of_copies() -> None:
 
 
 def test_accuracies_are_means_and_targets_those_of_the_baseline() -> None:
+    rate = TASKS["vgg"].rate
     runs = {
-        ("vgg", "gpipe1", 0): [0.5, 0.8],
-        ("vgg", "gpipe1", 1): [0.5, 0.6],
-        ("vgg", "pipeoptim", 0): [0.69, 0.7],
+        Key("vgg", rate, "gpipe1", 0): [0.5, 0.8],
+        Key("vgg", rate, "gpipe1", 1): [0.5, 0.6],
+        Key("vgg", rate, "pipeoptim", 0): [0.69, 0.7],
+        Key("vgg", Rate(7.0, 1), "gpipe1", 0): [0.1, 0.2],
     }
     found = figures_of(runs)
     assert found["accuracy.vgg.gpipe1"] == pytest.approx(0.7)
     assert found["epochs_to_target.vgg.gpipe1"] == 2
     assert found["epochs_to_target.vgg.pipeoptim"] == 1
     assert "accuracy.lstm.gpipe1" not in found
+    assert found["accuracy.vgg.rate_7w.gpipe1"] == 0.2
+    own, *others = [line.split()[1:3] for line in table_of(runs, found).splitlines()[1:]]
+    assert own == [str(rate), "gpipe1"]
+    assert others == [[str(rate), "pipeoptim"], ["7w", "gpipe1"]]
+
+
+@pytest.mark.parametrize("task", TASKS.values())
+def test_arms_are_compared_at_a_rate_that_was_tried(task: Task) -> None:
+    assert task.rate in task.rates
+
+
+def test_a_rate_rises_for_an_epoch_and_falls_to_nothing() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], lr=0.8)
+    schedule = Rate.parse("0.8w").schedule(optimizer, epoch=3, num_epochs=3)
+    seen = []
+    for _ in range(9):
+        seen += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    assert seen[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert seen[6] == pytest.approx(0.4)
+    assert schedule.get_last_lr() == pytest.approx([0.0])
+
+
+def test_memory_has_a_figure_for_each_rank() -> None:
+    found = memory.figures_of({("2bw", False): [1_000_000, 3_000_000], ("2bw", True): [500_000, 0]})
+    assert found["memory.2bw.rank1"] == 3.0
+    assert found["memory.2bw.rank0.recomputed"] == 0.5
+    assert len(memory.table_of({("2bw", True): [1, 2]}).splitlines()) == 2
+
+
+def test_noise_can_be_predicted_by_about_half() -> None:
+    """One update: v becomes 0.9 v + g, the rule says v, and g is 0.436 of what moves."""
+    assert prediction.expected(1) == pytest.approx(0.2**0.5)
+    assert prediction.expected(1, best=True) == pytest.approx(0.19**0.5)
+    lines = prediction.table_of({"resnet": {1: 0.4, 2: 0.5, 3: 0.6}}).splitlines()
+    assert lines[-1].split() == ["resnet", "0.40", "0.50", "0.60"]
 
 
 @pytest.mark.slow
 def test_epochs_of_one_batch_are_trained_as_on_one_device() -> None:
     """Behind a drain nothing is late, whatever the policy."""
-    task = Task(stages, lambda p: SGD(p, lr=0.5, momentum=0.9), "images", 8, 6, batch_size=8)
+    task = Task(
+        stages,
+        lambda p, rate: SGD(p, lr=rate, momentum=0.9),
+        "images",
+        8,
+        6,
+        Rate(0.5),
+        batch_size=8,
+    )  # fmt: skip
     torch.manual_seed(0)
     values = Classifier(task).state_dict()
     epochs = [[(torch.randn(8, 3), torch.randint(3, (8,)))] for _ in range(6)]
