@@ -1,4 +1,4 @@
-"""What the blocks of a ViT-B cost, by their floating-point operations."""
+"""What the atoms of a ViT-B cost, by their floating-point operations."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ _FLOAT_BYTES = 4
 SIZES = (1, 256)
 
 
-def vit_b(batch_size: int, step_seconds: float, fraction: float) -> StepProfile:
-    """ViT-B/16 for ImageNet: an atom for each block, as PipeTransformer partitions it.
+def vit_b(batch_size: int, step_seconds: float, fraction: float, *, fine: bool) -> StepProfile:
+    """ViT-B/16 for ImageNet.
 
     Args:
         batch_size: Samples of a global batch.
         step_seconds: Of a step without freezing on one device.
         fraction: Of the bytes that travel between stages.
+        fine: Whether stages may be cut within blocks; else each is an atom, as PipeTransformer
+            has it.
     """
     with torch.device("meta"):
         network = models.vit_b_16()
         images = torch.empty(batch_size, 3, 224, 224)
     parts = estimate_atoms(atomize(network).atoms, images, _FLOPS_PER_SECOND, trainable=True)
-    blocks = _blocks(parts, batch_size)
+    blocks = _joined([[atom] for atom in parts] if fine else _blocks(parts), batch_size)
     total = batch_size * sum(block.forward[1] + block.backward[1] for block in blocks)
     factor = step_seconds / total
 
@@ -51,16 +53,21 @@ def vit_b(batch_size: int, step_seconds: float, fraction: float) -> StepProfile:
     )  # fmt: skip
 
 
-def _blocks(atoms: list[AtomProfile], batch_size: int) -> list[AtomProfile]:
-    """Atoms of one block joined; what comes before the first one and after the last one too."""
+def _blocks(atoms: list[AtomProfile]) -> list[list[AtomProfile]]:
+    """The atoms of each block; what comes before the first one and after the last one too."""
     groups: dict[str, list[AtomProfile]] = {}
     for atom in atoms:
         name = next((p for p in atom.name.split(".") if p.startswith("encoder_layer_")), "")
         last = list(groups)[-1] if groups else "stem"
         groups.setdefault(name or (last if last == "stem" else "head"), []).append(atom)
+    return list(groups.values())
+
+
+def _joined(groups: list[list[AtomProfile]], batch_size: int) -> list[AtomProfile]:
+    """One atom for each group, with seconds of one sample."""
     return [
         AtomProfile(
-            name=name,
+            name=group[0].name,
             forward={1: sum(a.forward[batch_size] for a in group) / batch_size},
             backward={1: sum(a.backward[batch_size] for a in group) / batch_size},
             output_bytes_per_sample=group[-1].output_bytes_per_sample,
@@ -68,5 +75,5 @@ def _blocks(atoms: list[AtomProfile], batch_size: int) -> list[AtomProfile]:
             parameter_bytes=sum(a.parameter_bytes for a in group),
             trainable_bytes=sum(a.trainable_bytes for a in group),
         )
-        for name, group in groups.items()
+        for group in groups
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from benchmarks.freeze.sleepers import Sleeping
-from lightning_tspipe import AutoCache, FreezeAndRepack, ScheduledFreeze, TSPipeStrategy
+from lightning_tspipe import (
+    AutoCache,
+    FreezeAndRepack,
+    PipelineTimeline,
+    ScheduledFreeze,
+    TSPipeStrategy,
+)
 from lightning_tspipe.caching import WithIds
 from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.planning.plan import Plan
@@ -28,7 +35,9 @@ from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.strategy import repacking
 from lightning_tspipe.strategy.freezing import Choices, Freezing, choose
 
-METHODS = ("baseline", "freeze", "unpipelined", "repack", "cache")
+METHODS = ("baseline", "balanced", "freeze", "unpipelined", "repack", "cache", "shortened")
+WITHOUT = {"baseline", "balanced"}
+"""They freeze nothing; the second one has finer atoms in its profile."""
 FRACTION = 1 / 64
 """Of the real bytes that travel between stages: two cores copy for all devices."""
 BATCH_SIZE = 256
@@ -36,6 +45,8 @@ LINK = (4e-4, 2e9)
 ACTION_SECONDS = 3e-4
 SCHEDULE = {1: 4, 2: 7, 3: 9, 4: 10, 5: 11, 6: 12}
 """Frozen layers by epoch: the most that the paper's rule allows with alpha = 1/3, of 14."""
+STAGES = {4: 2, 9: 1}
+"""Of what is trained, by frozen layers, to show how pipelines get shorter one after the other."""
 
 
 class Times(Callback):
@@ -50,9 +61,11 @@ class Times(Callback):
         self._ends.append(time.perf_counter())
 
     @override
-    def on_train_epoch_end(self, *_: object) -> None:
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.epochs.append(median(end - start for start, end in pairwise(self._ends)))
         self._ends = []
+        if trainer.is_global_zero:
+            print(f"epoch {trainer.current_epoch}: {self.epochs[-1]:.3f} s", file=sys.stderr)
 
 
 class KnowsCosts(Callback):
@@ -72,10 +85,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("method", choices=METHODS)
     parser.add_argument("--devices", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4, help="of an epoch")
+    parser.add_argument("--steps", type=int, default=5, help="of an epoch")
     parser.add_argument("--profile", type=Path, required=True, help="what everything costs")
     parser.add_argument("--plan", type=Path, required=True, help="the first plan")
     parser.add_argument("--result", type=Path, required=True)
+    parser.add_argument("--timelines", type=Path, help="record steps of each epoch in this folder")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -86,11 +100,14 @@ def main() -> None:
     times = Times()
     callbacks: list[Any] = [times]
     freezing = None
-    if options.method != "baseline":
+    if options.method not in WITHOUT:
         cache = AutoCache(memory="1GB", always=True) if options.method == "cache" else None
-        repacks = options.method in {"repack", "cache"}
+        repacks: Any = options.method in {"repack", "cache"}
+        if options.method == "shortened":
+            repacks = STAGES
         freezing = FreezeAndRepack(ScheduledFreeze(SCHEDULE), repack=repacks, cache=cache)
         callbacks = [freezing, KnowsCosts(profile, plan), times]
+        callbacks += _timelines(options.timelines, options.steps)
     schedule = "gpipe" if options.method == "unpipelined" else "tspipe"
     trainer = Trainer(
         accelerator="cpu", devices=options.devices, logger=False, enable_checkpointing=False,
@@ -107,6 +124,15 @@ def main() -> None:
         ]
         found = {"seconds": times.epochs, "history": history, "ideal": ideal}
         options.result.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _timelines(folder: Path | None, num_steps: int) -> list[Callback]:
+    """A window within each epoch."""
+    epochs = range(max(SCHEDULE) + 1 if folder is not None else 0)
+    return [
+        PipelineTimeline(epoch * num_steps + 1, num_steps - 2, f"{folder}/{epoch}")
+        for epoch in epochs
+    ]
 
 
 def _ideal(profile: StepProfile, devices: int, epoch: int) -> float:

@@ -1,6 +1,6 @@
 """What freezing, repacking and caching save, and what they cost in accuracy.
 
-    python benchmarks/freeze/main.py [--images DIR] [--quick] [--json FILE]
+    python benchmarks/freeze/main.py [--images DIR] [--quick] [--json FILE] [--work DIR --resume]
 
 README.md says what is measured and how.
 """
@@ -13,7 +13,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,143 +24,178 @@ from benchmarks.freeze.figures import (
     ACCURATE,
     EMULATED,
     REAL,
-    accuracy_difference,
+    figures_of_accuracy,
     figures_of_emulated,
     figures_of_real,
+    figures_of_tuning,
 )
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("torch", "torchvision", "lightning")
 PARTS = ("real", "emulated", "accuracy")
 TIMEOUT = 3600
+LEARNING_RATES = (1e-4, 3e-4, 1e-3)
+TUNING_SEED = 10
+_FIGURES = {
+    "real": figures_of_real, "accuracy": figures_of_accuracy, "tuning": figures_of_tuning
+}  # fmt: skip
+
+Run = dict[str, Any]
+Key = tuple[str, float | int]
+Figures = dict[str, float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns the exit status."""
     options = _parse(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"
-    start = time.monotonic()
-    figures, rows = _of_other_parts(options.json, options.parts)
     with TemporaryDirectory(prefix="freeze-") as name:
-        folder = options.work or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
+        bench = _Bench(options, options.work or Path(name))
         for part in options.parts:
             if part == "emulated":
-                figures |= _emulate(options, folder, rows)
+                bench.emulate()
             elif options.images is not None:
-                figures |= _fine_tune(part, options, folder, rows)
-            _write(options.json, figures, rows)
-    print(f"measured in {time.monotonic() - start:.0f} s", file=sys.stderr)
-    print(_table(figures))
+                bench.fine_tune(part)
+    bench.say("done")
+    print(_table(bench.figures))
     return 0
-
-
-def _of_other_parts(
-    path: Path | None, parts: Sequence[str]
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """What a run of other parts has written."""
-    if path is None or not path.exists():
-        return {}, []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    rows = [row for row in found["rows"] if row["part"] not in parts]
-    return (found["figures"] if rows else {}), rows
-
-
-def _write(path: Path | None, figures: dict[str, float], rows: list[dict[str, Any]]) -> None:
-    """What was found so far."""
-    if path is not None:
-        content = {"environment": environment_of(PACKAGES), "figures": figures, "rows": rows}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        path.with_suffix(".txt").write_text(_table(figures) + "\n", encoding="utf-8")
-
-
-def _table(figures: dict[str, float]) -> str:
-    return "\n".join(f"{name:<45} {value:8.3f}" for name, value in figures.items())
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="four devices, one seed, few images")
     parser.add_argument("--images", type=Path, help="with train/ and test/, a folder per class")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of accuracies")
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "tuning"), default=list(PARTS))
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=list(range(20, 25)), help="of accuracies"
+    )
     parser.add_argument("--rounds", type=int, default=1, help="of the real runs that are timed")
-    parser.add_argument("--work", type=Path, help="keep what is slow here, and use it again")
+    parser.add_argument("--work", type=Path, help="keep what each run found here")
+    parser.add_argument("--resume", action="store_true", help="use what is there, if it was timed")
     parser.add_argument(
         "--json", type=Path, help="write the result here, the table beside it; other parts stay"
     )
     options = parser.parse_args(arguments)
-    options.devices, options.steps, options.seconds = 8, 6, 0.6
-    options.sizes, options.epochs, options.before = (6000, 1000, 4000), 10, 5
+    options.devices, options.steps, options.seconds = 8, 5, 1.0
+    options.sizes, options.epochs, options.before = (6000, 1000, 4000, 10000), 10, 5
     if options.quick:
-        options.devices, options.steps, options.seconds = 4, 5, 0.2
-        options.sizes, options.epochs, options.before = (500, 300, 250), 3, 1
+        options.devices, options.seconds = 4, 0.2
+        options.sizes, options.epochs, options.before = (500, 300, 250, 250), 3, 1
         options.seeds = options.seeds[:1]
     return options
 
 
-def _emulate(
-    options: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]
-) -> dict[str, float]:
-    profile, plan = folder / "profile.json", folder / "plan.json"
-    _run_script(
-        "plan_emulated", str(options.devices), str(options.seconds), str(profile), str(plan)
-    )
-    found: dict[str, dict[str, Any]] = {}
-    for method in EMULATED:
-        result = folder / f"emulated-{method}.json"
-        _run_script(
-            "emulate", method, "--devices", str(options.devices), "--steps", str(options.steps),
-            "--profile", str(profile), "--plan", str(plan), "--result", str(result),
-        )  # fmt: skip
-        found[method] = json.loads(result.read_text(encoding="utf-8"))
-        rows.append({"part": "emulated", "method": method, **found[method]})
-        print(f"[emulated] {method}: {found[method]}", file=sys.stderr, flush=True)
-    return figures_of_emulated(found, options.devices)
+class _Bench:
+    """Runs what is not there yet, one after the other, and writes after each.
+
+    Args:
+        options: Of the command line.
+        folder: What a run found lies here; existing accuracies are used again, and with
+            ``--resume`` existing times too.
+    """
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._started = time.monotonic()
+        self.figures: Figures = {}
+        self._rows: list[Run] = []
+        if options.json is not None and options.json.exists():  # what other parts have written
+            found = json.loads(options.json.read_text(encoding="utf-8"))
+            self._rows = [row for row in found["rows"] if row["part"] not in options.parts]
+            self.figures = found["figures"] if self._rows else {}
+
+    def say(self, what: str) -> None:
+        """A line with the seconds since the start."""
+        print(f"[{time.monotonic() - self._started:4.0f} s] {what}", file=sys.stderr, flush=True)
+
+    def emulate(self) -> None:
+        """All methods on devices that sleep."""
+        devices = self._options.devices
+        found: dict[Key, Run] = {}
+        for method in EMULATED:
+            costs = self._costs("fine" if method == "balanced" else "blocks")
+            script = (
+                "emulate", method, "--devices", str(devices), "--steps", str(self._options.steps),
+                *costs,
+            )  # fmt: skip
+            found[method, 0] = self._run("emulated", method, 0, script)
+            of_method = {method: run for (method, _), run in found.items()}
+            self._add("emulated", found, partial(figures_of_emulated, of_method, devices))
+
+    def _costs(self, atoms: str) -> tuple[str, ...]:
+        """What everything costs, and the first plan; planned once."""
+        profile, plan = (self._folder / f"{atoms}-{name}.json" for name in ("profile", "plan"))
+        if not plan.exists():
+            self.say(f"plans for {atoms}")
+            options = self._options
+            settings = str(options.devices), str(options.seconds), atoms
+            self._script("plan_emulated", *settings, str(profile), str(plan))
+        return "--profile", str(profile), "--plan", str(plan)
+
+    def fine_tune(self, part: str) -> None:
+        """A small ViT, timed over two processes, or in one for its accuracy."""
+        data, options = self._folder / "data.pt", self._options
+        if not data.exists():
+            self.say("pretrains")
+            sizes = [str(size) for size in options.sizes]
+            self._script("pretrain", str(options.images), *sizes, str(options.before), str(data))
+        common = ("--epochs", str(options.epochs), "--data", str(data))
+        found: dict[Key, Run] = {}
+        of_part = {
+            "real": ("--devices", "2", "--test-every", "10"),
+            "accuracy": ("--devices", "1"),
+            "tuning": ("--devices", "1", "--test-on", "held"),
+        }[part]
+        for method, number in self._runs_of(part):
+            own: tuple[str, ...] = ("--seed", str(number))
+            if part == "tuning":
+                own = ("--seed", str(TUNING_SEED), "--lr", str(number))
+            script = ("finetune", method, *own, *of_part, *common)
+            found[method, number] = self._run(part, method, number, script)
+            self._add(part, found, partial(_FIGURES[part], found))
+
+    def _runs_of(self, part: str) -> list[Key]:
+        if part == "tuning":
+            return [("baseline", lr) for lr in LEARNING_RATES]
+        methods = REAL if part == "real" else ACCURATE
+        numbers = range(self._options.rounds) if part == "real" else self._options.seeds
+        return [(method, number) for number in numbers for method in methods]
+
+    def _run(self, part: str, method: str, number: float, script: Sequence[str]) -> Run:
+        """One training; what it found."""
+        result = self._folder / f"{part}-{method}-{number}.json"
+        is_timed = part in {"real", "emulated"}
+        if not result.exists() or (is_timed and not self._options.resume):
+            self.say(f"{part} {method} {number} begins")
+            self._script(*script, "--result", str(result))
+        found: Run = json.loads(result.read_text(encoding="utf-8"))
+        self.say(f"{part} {method} {number}: {found}")
+        return found
+
+    def _script(self, name: str, *arguments: str) -> None:
+        """Run one of this folder's programs, and all processes that it starts."""
+        command = [sys.executable, "-m", f"benchmarks.freeze.{name}", *arguments]
+        subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT)  # noqa: S603 - ours
+
+    def _add(self, part: str, found: Mapping[Key, Run], figures: Callable[[], Figures]) -> None:
+        """What was found so far, written with what other parts have."""
+        self.figures |= figures()
+        rows = [row for row in self._rows if row["part"] != part]
+        rows += [{"part": part, "method": m, "number": n, **run} for (m, n), run in found.items()]
+        self._rows = rows
+        path = self._options.json
+        if path is not None:
+            content = {
+                "environment": environment_of(PACKAGES), "figures": self.figures, "rows": rows
+            }  # fmt: skip
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            path.with_suffix(".txt").write_text(_table(self.figures) + "\n", encoding="utf-8")
 
 
-def _fine_tune(
-    part: str, options: argparse.Namespace, folder: Path, rows: list[dict[str, Any]]
-) -> dict[str, float]:
-    data = folder / "data.pt"
-    if not data.exists():
-        sizes = [str(size) for size in options.sizes]
-        _run_script("pretrain", str(options.images), *sizes, str(options.before), str(data))
-    is_timed = part == "real"
-    found = {
-        (method, number): _one_run(options, folder, part, method, number)
-        for number in (range(options.rounds) if is_timed else options.seeds)
-        for method in (REAL if is_timed else ACCURATE)
-    }
-    rows += [{"part": part, "method": m, "seed": n, **run} for (m, n), run in found.items()]
-    if is_timed:
-        return figures_of_real(found)
-    return {"real.accuracy_difference": accuracy_difference(found)}
-
-
-def _one_run(
-    options: argparse.Namespace, folder: Path, part: str, method: str, seed: int
-) -> dict[str, Any]:
-    """A fine-tuning; an accuracy that is there already is not found again, also of a timed run."""
-    result = folder / f"{part}-{method}-{seed}.json"
-    timed = folder / f"real-{method}-{seed}.json"
-    if part == "accuracy" and timed.exists():
-        result = timed
-    if part == "real" or not result.exists():
-        _run_script(
-            "finetune", method, "--seed", str(seed), "--epochs", str(options.epochs),
-            "--data", str(folder / "data.pt"), "--result", str(result),
-        )  # fmt: skip
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    print(f"[{part}] {method}, seed {seed}: {found}", file=sys.stderr, flush=True)
-    return found
-
-
-def _run_script(name: str, *arguments: str) -> None:
-    """Run one of this folder's programs, and all processes that it starts."""
-    command = [sys.executable, "-m", f"benchmarks.freeze.{name}", *arguments]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=TIMEOUT)  # noqa: S603 - ours
+def _table(figures: Figures) -> str:
+    return "\n".join(f"{name:<45} {value:8.3f}" for name, value in figures.items())
 
 
 if __name__ == "__main__":

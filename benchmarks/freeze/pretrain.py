@@ -9,9 +9,10 @@ from benchmarks.freeze.pretraining import prepare
 
 
 def main() -> None:
-    """Arguments: the images, three sizes, epochs of the pretraining, the file to write."""
-    images, first, second, third, epochs, path = sys.argv[1:]
-    prepare(Path(images), (int(first), int(second), int(third)), int(epochs), Path(path))
+    """Arguments: the images, four sizes, epochs of the pretraining, the file to write."""
+    images, before, train, held, test, epochs, path = sys.argv[1:]
+    sizes = int(before), int(train), int(held), int(test)
+    prepare(Path(images), sizes, int(epochs), Path(path))
 
 
 if __name__ == "__main__":

@@ -17,21 +17,23 @@ _BATCH_SIZE = 64
 Part = tuple[Tensor, Tensor]
 
 
-def prepare(images: Path, sizes: tuple[int, int, int], epochs: int, path: Path) -> None:
-    """Write images for pretraining's result, training and test to a file.
+def prepare(images: Path, sizes: tuple[int, int, int, int], epochs: int, path: Path) -> None:
+    """Write the pretrained network, and images to train on, to tune with and to test on, to a file.
 
     Args:
         images: With ``train/`` and ``test/``, a folder per class.
-        sizes: Images to pretrain on, to train on and to test on.
+        sizes: Images to pretrain on, to train on, to tune the learning rate with, which are held
+            out of ``train/``, and to test on.
         epochs: Of the pretraining.
         path: The file.
     """
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    before, train, test = sizes
+    before, train, held, test = sizes
     seen = _read(images / "train", 0, before)
     parts = {
         "train": _read(images / "train", before, train),
+        "held": _read(images / "train", before + train, held),
         "test": _read(images / "test", 0, test),
     }
     torch.save({"weights": _pretrained(seen, epochs), **parts}, path)

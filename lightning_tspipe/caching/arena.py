@@ -79,17 +79,13 @@ class Arena:
         Raises:
             ConfigurationError: The folder is missing, can't be written to, or has less space.
         """
-        where = Path(folder) if folder is not None else Path(tempfile.gettempdir())
+        free = available_disk(folder)
+        where = _where(folder)
         try:
-            status = os.statvfs(where)
             with tempfile.TemporaryFile(dir=where) as opened:
                 file = os.dup(opened.fileno())
         except OSError as error:
-            raise ConfigurationError(
-                f"no cache of activations in {str(where)!r}: {error.strerror}. Give a folder that "
-                "exists and can be written to"
-            ) from error
-        free = status.f_bavail * status.f_frsize
+            raise _unusable(where, error) from error
         if size > free:
             os.close(file)
             raise ConfigurationError(
@@ -190,6 +186,31 @@ def available_memory() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line), None)
+
+
+def available_disk(folder: str | os.PathLike[str] | None) -> int:
+    """Bytes that the file system of a folder can still give.
+
+    Raises:
+        ConfigurationError: There is no such folder.
+    """
+    where = _where(folder)
+    try:
+        status = os.statvfs(where)
+    except OSError as error:
+        raise _unusable(where, error) from error
+    return status.f_bavail * status.f_frsize
+
+
+def _where(folder: str | os.PathLike[str] | None) -> Path:
+    return Path(folder) if folder is not None else Path(tempfile.gettempdir())
+
+
+def _unusable(where: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        f"no cache of activations in {str(where)!r}: {error.strerror}. Give a folder that exists "
+        "and can be written to"
+    )
 
 
 def megabytes(size: float) -> str:

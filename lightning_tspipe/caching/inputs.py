@@ -112,7 +112,7 @@ class WithIds(Dataset[Any]):
     ) -> Any:
         if not self.inputs:
             return self._full(index, name)
-        rest = cache.rest(name)
+        rest = cache.store.rest(name)
         if leave_out and rest is not None:
             sample, shapes = pickle.loads(rest)  # noqa: S301 - a process of this job wrote it
             for path, (shape, dtype) in zip(self.inputs, shapes, strict=True):
@@ -120,7 +120,7 @@ class WithIds(Dataset[Any]):
             return _with_id(_thawed(sample), name)
         sample = self._read(index)
         if rest is None:
-            cache.keep_rest(name, pickle.dumps(self._without_inputs(sample)))
+            cache.store.keep_rest(name, pickle.dumps(self._without_inputs(sample)))
         return _with_id(sample, name)
 
     def _without_inputs(self, sample: Any) -> tuple[dict[Any, Any], list[Any]]:

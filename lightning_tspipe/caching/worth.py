@@ -112,7 +112,7 @@ def measure_reading(  # noqa: PLR0913 - what, and how
         ids = list(range(num_samples))
         try:
             cache.outputs(ids, value, segments)
-            before = cache.forget if cold else None
+            before = cache.store.forget if cold else None
             return _shortest(lambda: cache.outputs(ids, value, segments), repeats, before)[0]
         finally:
             cache.close()

@@ -46,9 +46,9 @@ class AutoCache(Callback):
     Args:
         network: Dotted name of the network; None: the trunk ``teacher`` of heads
             (``StudentFanout``), else ``student``.
-        memory: Bytes of memory on each machine, or a text such as ``"4GiB"``; None: a quarter of
-            what is left.
-        disk: Bytes on disk, or a text.
+        memory: Bytes of memory on each machine, or a text such as ``"4GiB"``; ``"auto"``: a quarter
+            of what is left.
+        disk: Bytes on disk, or a text, or ``"auto"``: a quarter of what is left there.
         folder: On the file system to use; None: the system's temporary one.
         dtype: In which activations are kept, such as ``torch.bfloat16`` or ``"bfloat16"``; None: as
             they are.
@@ -67,7 +67,7 @@ class AutoCache(Callback):
         self,
         network: str | None = None,
         *,
-        memory: int | str | None = None,
+        memory: int | str = "auto",
         disk: int | str = 0,
         folder: str | os.PathLike[str] | None = None,
         dtype: torch.dtype | str | None = None,
@@ -76,9 +76,7 @@ class AutoCache(Callback):
     ) -> None:
         self.network = network
         self.always = always
-        settings = CacheSettings(
-            parse_bytes(memory), parse_bytes(disk) or 0, folder, _as_dtype(dtype), ids
-        )
+        settings = CacheSettings(_as_bytes(memory), _as_bytes(disk), folder, _as_dtype(dtype), ids)
         self.shared = SharedCache(settings)
         self._front: FrozenFront | KeptFeatures | None = None
         self._undo: list[Callable[[], None]] = []
@@ -190,6 +188,11 @@ class AutoCache(Callback):
     def is_on(self) -> bool | None:
         """Whether activations are cached; None before it was measured."""
         return None if self._front is None else self._front.is_on
+
+
+def _as_bytes(amount: int | str) -> int | None:
+    """A budget; None for one that follows from what is left."""
+    return None if amount == "auto" else parse_bytes(amount)
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

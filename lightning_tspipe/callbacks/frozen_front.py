@@ -164,13 +164,13 @@ class FrozenFront:
         assert self._divided is not None
         refuse_random(self._name, lambda: self._whole(middle), self._divided.tensors(number))
         worth = measure(
-            self._whole, middle, dtype=settings.dtype, disk=bool(settings.disk),
+            self._whole, middle, dtype=settings.dtype, disk=settings.uses_disk,
             folder=settings.folder,
         )  # fmt: skip
         worth = replace(worth, load=self._shared.seconds_saved)
         worth = self._trainer.strategy.broadcast(worth)
         in_memory, on_disk = (self._always or by for by in (worth.by_memory, worth.by_disk))
-        is_on = in_memory or (on_disk and bool(settings.disk))
+        is_on = in_memory or (on_disk and settings.uses_disk)
         cache.use(memory=in_memory, disk=on_disk)
         self.worth, self.is_on = worth, is_on
         if self._trainer.is_global_zero:

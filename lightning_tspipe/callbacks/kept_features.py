@@ -84,7 +84,7 @@ class KeptFeatures:
         """
         settings, values = self._shared.settings, [tensor.cpu() for tensor in features]
         worth = measure(
-            lambda _: values, values, dtype=settings.dtype, disk=bool(settings.disk),
+            lambda _: values, values, dtype=settings.dtype, disk=settings.uses_disk,
             folder=settings.folder,
         )  # fmt: skip
         compute = seconds / len(values[0])
@@ -133,7 +133,7 @@ class KeptFeatures:
         worth, settings, cache = self.worth, self._shared.settings, self._shared.cache
         assert worth is not None
         assert cache is not None
-        self.is_on = worth.by_memory or (worth.by_disk and bool(settings.disk))
+        self.is_on = worth.by_memory or (worth.by_disk and settings.uses_disk)
         cache.use(memory=worth.by_memory, disk=worth.by_disk)
         if self._writes:
             log.info("features are %s: %s", "kept" if self.is_on else "not kept", worth)

@@ -146,14 +146,14 @@ class PipelineFront:
                 torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
             )
             worth = measure_reading(
-                (made, {}), num_samples, dtype=self._dtype, disk=bool(settings.disk),
+                (made, {}), num_samples, dtype=self._dtype, disk=settings.uses_disk,
                 folder=settings.folder,
             )  # fmt: skip
             load = self._shared.seconds_saved
             box = replace(worth, compute=call.seconds() / num_samples, load=load)
         found: Any = self._trainer.strategy.broadcast(box)
         cache.use(memory=found.by_memory, disk=found.by_disk)
-        self.worth, self.is_on = found, found.by_memory or (found.by_disk and bool(settings.disk))
+        self.worth, self.is_on = found, found.by_memory or (found.by_disk and settings.uses_disk)
         if self._trainer.is_global_zero:
             log.info("activations are %s: %s", "cached" if self.is_on else "not cached", found)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_tspipe.caching import ActivationCache, WithIds, check_repeatable
-from lightning_tspipe.caching.arena import available_memory
+from lightning_tspipe.caching.arena import available_disk, available_memory, megabytes
 from lightning_tspipe.caching.inputs import Path
 from lightning_tspipe.errors import ConfigurationError
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightning_tspipe")
 
+_SHARE = 4
+"""A budget that is not given is this part of what is left."""
+
 
 @dataclass(frozen=True)
 class CacheSettings:
@@ -28,17 +31,36 @@ class CacheSettings:
 
     Attributes:
         memory: Bytes of each machine's shared memory; None: a quarter of what it has left.
-        disk: Bytes of each machine's disk.
+        disk: Bytes of each machine's disk; None: a quarter of what the file system has left.
         folder: On the file system to use; None: the system's temporary one.
         dtype: In which floating-point numbers are kept; None: as they are.
         ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
     """
 
     memory: int | None = None
-    disk: int = 0
+    disk: int | None = 0
     folder: str | os.PathLike[str] | None = None
     dtype: torch.dtype | None = None
     ids: Path | None = None
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether anything may lie on disk."""
+        return self.disk != 0
+
+    def budgets(self) -> tuple[int, int]:
+        """Bytes of memory and disk, on this machine and now."""
+        memory, disk = self.memory, self.disk
+        if memory is None:
+            memory = (available_memory() or 2**32) // _SHARE
+        if disk is None:
+            disk = available_disk(self.folder) // _SHARE
+        if None in {self.memory, self.disk}:
+            log.info(
+                "cached activations may take %s of memory and %s on disk; AutoCache(memory=..., "
+                "disk=...) has other budgets", megabytes(memory), megabytes(disk),
+            )  # fmt: skip
+        return memory, disk
 
 
 class SharedCache:
@@ -152,10 +174,7 @@ class SharedCache:
             )
         if check:
             check_repeatable(dataset)
-        memory = self.settings.memory
-        if memory is None:
-            memory = (available_memory() or 2**32) // 4
-        return ActivationCache(num_samples, memory, self.settings.disk, self.settings.folder)
+        return ActivationCache(num_samples, *self.settings.budgets(), self.settings.folder)
 
     def close(self) -> None:
         """Forget what was kept; twice is fine."""

@@ -94,7 +94,8 @@ class PipelineTimeline(Callback):
         batch_idx: int,
     ) -> None:
         pipelined = pipelined_of(trainer)
-        if pipelined is not None and pipelined.has_recording:
+        is_mine = self._is_recording and not self._is_collected  # there may be several windows
+        if pipelined is not None and is_mine and pipelined.has_recording:
             self._collect(trainer, pipelined)
 
     @override

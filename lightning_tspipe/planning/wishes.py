@@ -15,6 +15,9 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 _LEAST_TRIED = 8
 """Micro-batches up to at least so many are tried; the deeper a pipeline, the more it needs."""
 
+_MOST_PER_RANK = 6
+"""Micro-batches for each rank, at most, between two epochs: as many as PipeTransformer tries."""
+
 _MAX_ACTIONS = 12_000
 """Steps of more actions are not tried: a schedule must be found in seconds, and run in Python."""
 
@@ -55,6 +58,8 @@ class Wishes:
         samples = min(workload.batch_sizes)
         actions = workload.num_ranks * (3 * workload.num_calls[0] + workload.num_calls[1])
         most = max(1, min(samples // smallest, _MAX_ACTIONS // actions))
+        if workload.frozen:  # all ranks wait for this plan
+            most = min(most, max(_LEAST_TRIED, _MOST_PER_RANK * workload.num_ranks))
         wanted = min(most, max(_LEAST_TRIED, _filling(workload)))
         powers = (2**power for power in range(most.bit_length()))
         return tuple(n for n in powers if n < 2 * wanted)

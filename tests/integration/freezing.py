@@ -45,6 +45,7 @@ class Case:
         shuffle: Of the loader.
         cache: Whether activations are cached, worth it or not.
         memory: Bytes for them.
+        disk: Bytes on disk for them.
         with_ids: Whether samples that are cached have ids.
         drop_last: Of the loader.
     """
@@ -66,6 +67,7 @@ class Case:
     shuffle: bool = True
     cache: bool = False
     memory: int = 8_000_000
+    disk: int = 0
     with_ids: bool = True
     drop_last: bool = False
 
@@ -226,7 +228,8 @@ def train(case: Case) -> Found:
     callback = FreezeAndRepack(ScheduledFreeze(case.frozen), repack=case.repack,
                                num_active=case.num_active)  # fmt: skip
     if case.cache:
-        callback.cache = AutoCache("student", memory=case.memory, always=True)
+        budgets: Any = {"memory": case.memory, "disk": case.disk, "folder": "."}
+        callback.cache = AutoCache("student", **budgets, always=True)
     watch = Watch(samples, case)
     strategy: Any = case.strategy
     if strategy == "tspipe":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_tspipe.callbacks.pipeline_front import PipelineFront
 from lightning_tspipe.strategy.repacking import Repacking
 from tests.integration.freezing import Case, Found, train
 from tests.integration.jobs import run, run_job
 
+SHARED = Path("/dev/shm")  # noqa: S108 - to look at
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
@@ -206,6 +209,57 @@ def test_a_rank_that_is_killed_in_a_transition(tmp_path: Path) -> None:
     ranks = together(replace(case, resume=True), tmp_path)
     expected = alone(replace(case, save_at=0), tmp_path)
     torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
+
+
+def all_killed(case: Case) -> None:
+    """All ranks are killed while they read what they have kept, in memory and on disk."""
+    Path(f"pid-{os.environ['LOCAL_RANK']}").write_text(str(os.getpid()), encoding="ascii")
+    original = PipelineFront.run
+
+    def run(self: PipelineFront, *args: Any) -> Any:
+        found = original(self, *args)
+        cache = self._shared.cache
+        assert cache is not None
+        if cache.counts.hits and min(cache.num_bytes) > 0:
+            files = [f"/proc/self/fd/{part.file}" for part in cache.handle if part is not None]
+            lines = [f"{identity(Path(file))}\n" for file in files]
+            Path("files").write_text("".join(lines), encoding="ascii")
+            own = f"pid-{os.environ['LOCAL_RANK']}"
+            for file in sorted(Path().glob("pid-*"), key=lambda file: file.name == own):
+                os.kill(int(file.read_text(encoding="ascii")), signal.SIGKILL)
+        return found
+
+    PipelineFront.run = run  # type: ignore[method-assign]
+    train(case)
+
+
+def identity(file: Path) -> str:
+    """What distinguishes an open file from all others, whatever number it has in a process."""
+    status = file.stat()
+    return f"{status.st_dev} {status.st_ino}"
+
+
+def still_open() -> set[str]:
+    """The files that any process has open."""
+    found = set()
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it has been closed meanwhile, or is another user's
+            found.add(identity(file))
+    return found
+
+
+@pytest.mark.slow
+def test_a_job_that_is_killed_leaves_no_activations_behind(tmp_path: Path) -> None:
+    case = Case(options=by_hand(2), frozen={1: 4}, cache=True, memory=512, disk=10**6)
+    shared = set(SHARED.iterdir())
+    job = run_job(all_killed, case, num_ranks=2, folder=tmp_path, seconds=60)
+    assert [rank.exit_code for rank in job.ranks] == [-signal.SIGKILL] * 2, job.output
+    files = (tmp_path / "files").read_text().splitlines()
+    assert len(files) == 3  # the table, memory, disk
+    assert not still_open().intersection(files)
+    assert set(SHARED.iterdir()) <= shared
+    ours = {"files", "pid-0", "pid-1", "output-0.txt", "output-1.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == ours
 
 
 def test_a_cache_that_is_asked_for_needs_ids_and_space(tmp_path: Path) -> None:

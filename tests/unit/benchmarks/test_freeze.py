@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.freeze.figures import accuracy_difference, figures_of_emulated, figures_of_real
+from benchmarks.freeze.figures import (
+    figures_of_accuracy,
+    figures_of_emulated,
+    figures_of_real,
+    figures_of_tuning,
+)
 from benchmarks.freeze.main import main
 
 
@@ -27,9 +32,12 @@ def test_figures_are_ratios_of_all_steps() -> None:
     assert found["emulated.4.total_over_baseline"] == pytest.approx(10 / 2.8)
     assert found["emulated.4.ideal_over_baseline"] == pytest.approx(10 / 1.4)
     assert found["prefix_in_bubbles_over_unpipelined"] == 1.5
-    # Where a pipeline got shorter.
-    assert found["transition_seconds"] == 1.5
-    assert found["transition_seconds_median"] == 1.0
+    assert found["transition_seconds"] == 9.0
+    assert found["transition_seconds_median"] == 1.5
+    # What has not been measured yet is left out.
+    assert figures_of_emulated({"baseline": runs["baseline"]}, 4) == {}
+    runs["balanced"] = {"seconds": [0.7], "history": []}
+    assert figures_of_emulated(runs, 4)["emulated.4.total_over_balanced"] == pytest.approx(7 / 2.8)
 
 
 def test_real_figures_are_medians_of_rounds_and_accuracies_means_of_seeds() -> None:
@@ -40,9 +48,13 @@ def test_real_figures_are_medians_of_rounds_and_accuracies_means_of_seeds() -> N
         "real.repack_over_baseline": 2.0,
         "real.cache_over_baseline": 3.0,
     }
+    assert figures_of_real({("baseline", 0): {"seconds": 6.0}}) == {}
     accuracies = {("baseline", 0): 0.5, ("cache", 0): 0.51, ("baseline", 1): 0.6, ("cache", 1): 0.6}
-    found = accuracy_difference({key: {"accuracy": a} for key, a in accuracies.items()})
-    assert found == pytest.approx(0.5)
+    found = figures_of_accuracy({key: {"accuracy": a} for key, a in accuracies.items()})
+    assert found["real.accuracy_difference"] == pytest.approx(0.5)
+    assert found["real.accuracy_difference_standard_error"] == pytest.approx(0.5)
+    rates = {("baseline", 1e-4): {"accuracy": 0.5}, ("baseline", 1e-3): {"accuracy": 0.6}}
+    assert figures_of_tuning(rates) == {"real.learning_rate": 1e-3}
 
 
 def test_nothing_is_measured_without_images(capsys: pytest.CaptureFixture[str]) -> None:

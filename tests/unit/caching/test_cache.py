@@ -108,7 +108,7 @@ def test_a_full_disk_costs_entries_and_nothing_else(monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     cache.outputs(torch.arange(4), data[:4], segments(layer))
-    for arena in cache._arenas:
+    for arena in cache.store._arenas:
         if arena is not None:
             arena._claimed = cache.num_bytes[1]
     monkeypatch.setattr(os, "posix_fallocate", full)

@@ -22,14 +22,14 @@ def write_half(folder: Path, say: Any) -> None:
     """Keep 12 samples, then others, and stop before the last of them is whole."""
     cache = ActivationCache(24, memory=2**26, disk=2**26, folder=folder)
     cache.outputs(torch.arange(12), inputs()[:12], segments(Layer(5, 3, seed=0)))
-    store = cache._store
+    store = cache.store._put
 
     def slow(rows: Any, data: Any) -> None:
         store(rows[:-1], data[:-1])
         say.send(cache.handle)
         time.sleep(100)
 
-    cache._store = slow  # type: ignore[method-assign]
+    cache.store._put = slow  # type: ignore[method-assign]
     cache.outputs(torch.arange(24), inputs(), segments(Layer(5, 3, seed=0)))
 
 

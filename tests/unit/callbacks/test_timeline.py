@@ -52,6 +52,26 @@ def test_records_a_window_and_saves_it(lab: SimpleNamespace, tmp_path: Path) -> 
     assert (tmp_path / "run" / "timeline.png").stat().st_size > 1000
 
 
+class Windows(FakePipeline):
+    """Each window is over after one step, and tells its number."""
+
+    has_recording = True  # type: ignore[assignment]
+
+    def timeline(self) -> Timeline:
+        number = len(self.recordings)
+        return Timeline((Span(0, "0F0", "F", 0, 0.0, float(number)),), 1)
+
+
+def test_several_windows_are_apart(lab: SimpleNamespace, tmp_path: Path) -> None:
+    pipeline = Windows(None)
+    windows = [PipelineTimeline(step, 1, tmp_path / str(step)) for step in (0, 2)]
+    fit(lab, pipeline, *windows)
+    assert pipeline.recordings == [1, 1]
+    for number, step in enumerate((0, 2), start=1):
+        saved = (tmp_path / str(step) / "timeline.json").read_text(encoding="utf-8")
+        assert Timeline.from_json(saved).end == number
+
+
 def test_logs_when_the_window_is_over(lab: SimpleNamespace, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     # However seldom the Trainer logs.

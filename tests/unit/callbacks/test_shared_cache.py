@@ -1,0 +1,35 @@
+"""How much a cache of activations may take."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from lightning_tspipe import AutoCache
+from lightning_tspipe.errors import ConfigurationError
+
+
+def test_budgets_that_are_not_given_are_a_part_of_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    module = "lightning_tspipe.callbacks.shared_cache"
+    monkeypatch.setattr(f"{module}.available_memory", lambda: 8_000_000)
+    monkeypatch.setattr(f"{module}.available_disk", lambda folder: 4_000_000 if folder else 0)
+    with caplog.at_level(logging.INFO, logger="lightning_tspipe"):
+        given = AutoCache(memory="1MB", disk=5).shared.settings
+        assert given.budgets() == (1_000_000, 5)
+        assert not caplog.messages
+        settings = AutoCache(disk="auto", folder=tmp_path).shared.settings
+        assert settings.budgets() == (2_000_000, 1_000_000)
+        assert "2.0 MB of memory and 1.0 MB on disk" in caplog.messages[0]
+    assert settings.uses_disk
+    assert given.uses_disk
+    assert not AutoCache().shared.settings.uses_disk
+
+
+def test_a_folder_that_is_not_there_has_no_part(tmp_path: Path) -> None:
+    settings = AutoCache(disk="auto", folder=tmp_path / "none").shared.settings
+    with pytest.raises(ConfigurationError, match="Give a folder that exists"):
+        settings.budgets()
