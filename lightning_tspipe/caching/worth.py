@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.caching.cache import ActivationCache, Segment
 from lightning_tspipe.caching.entries import layout_of
 from lightning_tspipe.caching.keys import Boundary
+from lightning_tspipe.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,13 @@ def measure_reading(  # noqa: PLR0913 - what, and how
         finally:
             cache.close()
 
-    return Worth(
-        0.0,
-        reading(ActivationCache(num_samples, memory=budget), cold=False) / num_samples,
-        reading(ActivationCache(num_samples, disk=budget, folder=folder), cold=True) / num_samples
-        if disk
-        else math.inf,
-        num_bytes=layout.size,
-    )
+    from_memory = reading(ActivationCache(num_samples, memory=budget), cold=False) / num_samples
+    from_disk = math.inf
+    if disk:
+        with suppress(ConfigurationError):  # it has filled up since the start: never worth it
+            lying = ActivationCache(num_samples, disk=budget, folder=folder)
+            from_disk = reading(lying, cold=True) / num_samples
+    return Worth(0.0, from_memory, from_disk, num_bytes=layout.size)
 
 
 def _shortest(

@@ -148,9 +148,15 @@ class AutoCache(Callback):
             return 0.0
         if isinstance(self._front, KeptFeatures):
             return self._front.take_rate(trainer)
-        counts, cache.counts = cache.counts, Counts()
         if trainer.is_global_zero:
-            log.info("epoch %d: %r", trainer.current_epoch, cache)
+            log.info("epoch %d: %s", trainer.current_epoch, repr(cache))
+        counts, cache.counts = cache.counts, Counts()
+        if counts.refused:
+            log.warning(
+                "epoch %d: %d samples found no space in the cache, and are computed in each epoch: "
+                "give AutoCache more memory, or a disk budget",
+                trainer.current_epoch, counts.refused,
+            )  # fmt: skip
         pipelined = pipelined_of(trainer)
         if pipelined is None:
             return counts.hit_rate

@@ -66,7 +66,8 @@ class GradientNormFreeze:
     start_epoch: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.alpha < 1:
+        alpha: Any = self.alpha
+        if not isinstance(alpha, int | float) or not 0 < alpha < 1:
             raise ConfigurationError(
                 f"GradientNormFreeze(alpha={self.alpha!r}): the share of the active layers that "
                 "may freeze at a time, greater than 0 and less than 1, such as 1/3"

@@ -57,8 +57,8 @@ class CacheSettings:
             disk = available_disk(self.folder) // _SHARE
         if None in {self.memory, self.disk}:
             log.info(
-                "cached activations may take %s of memory and %s on disk; AutoCache(memory=..., "
-                "disk=...) has other budgets", megabytes(memory), megabytes(disk),
+                "cached activations may take %s of memory and %s on disk; give other budgets with "
+                "AutoCache(memory=..., disk=...)", megabytes(memory), megabytes(disk),
             )  # fmt: skip
         return memory, disk
 

@@ -229,7 +229,7 @@ def all_killed(case: Case) -> None:
                 os.kill(int(file.read_text(encoding="ascii")), signal.SIGKILL)
         return found
 
-    PipelineFront.run = run  # type: ignore[method-assign]
+    PipelineFront.run = run  # type: ignore[method-assign,assignment]
     train(case)
 
 

@@ -166,7 +166,7 @@ def test_an_entry_that_was_not_finished_is_not_read(monkeypatch: pytest.MonkeyPa
     def broken(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache, "_store", broken)
+    monkeypatch.setattr(cache.store, "_put", broken)
     with pytest.raises(KeyboardInterrupt):
         cache.outputs(torch.arange(4), data[:4], segments(layer))
     monkeypatch.undo()

@@ -238,8 +238,8 @@ class Stateful:
         self._next = state["next"]
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0, -0.5, 2.0])
-def test_a_share_that_is_none(alpha: float) -> None:
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -0.5, 2.0, float("nan"), "1/3"])
+def test_a_share_that_is_none(alpha: Any) -> None:
     with pytest.raises(ConfigurationError, match="greater than 0 and less than 1"):
         GradientNormFreeze(alpha)
 

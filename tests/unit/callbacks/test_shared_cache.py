@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_tspipe import AutoCache
+from lightning_tspipe.caching import ActivationCache, Boundary, Segment, measure
 from lightning_tspipe.errors import ConfigurationError
 
 
@@ -33,3 +37,25 @@ def test_a_folder_that_is_not_there_has_no_part(tmp_path: Path) -> None:
     settings = AutoCache(disk="auto", folder=tmp_path / "none").shared.settings
     with pytest.raises(ConfigurationError, match="Give a folder that exists"):
         settings.budgets()
+
+
+def test_samples_without_space_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    callback = AutoCache()
+    callback.shared.cache = cache = ActivationCache(8, memory=256)  # for four of them
+    frozen = [Segment(Boundary("trunk"), lambda x: x)]
+    trainer: Any = SimpleNamespace(is_global_zero=True, current_epoch=3, strategy=None)
+    for rate in (0.0, 0.5):
+        caplog.clear()
+        cache.outputs(range(8), torch.ones(8, 8), frozen)
+        with caplog.at_level(logging.INFO, logger="lightning_tspipe"):
+            assert callback.take_hit_rate(trainer) == rate
+        assert f"hits={8 * rate:.0f}, pushed=0, misses={8 - 8 * rate:.0f}" in caplog.messages[0]
+        assert "epoch 3: 4 samples found no space in the cache" in caplog.messages[1]
+    callback.shared.close()
+
+
+def test_a_disk_that_has_filled_up_is_never_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_tspipe.caching.arena.available_disk", lambda _: 0)
+    worth = measure(torch.nn.Linear(4, 4), torch.ones(2, 4), disk=True)
+    assert not worth.by_disk
+    assert worth.disk == float("inf")
