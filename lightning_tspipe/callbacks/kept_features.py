@@ -118,7 +118,7 @@ class KeptFeatures:
             return
         if before.name and before != self._boundary:
             self._is_verified = False
-            if self._writes:
+            if engine.is_data_rank:  # before it reads on; another rank might be too late
                 cache.let_skip([])
         if self.is_on is None:
             self._decide()
