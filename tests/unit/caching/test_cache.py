@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.caching import ActivationCache, Boundary, Segment, fingerprint
+from lightning_tspipe.caching.cache import Counts
+from lightning_tspipe.caching.keys import digests
 from lightning_tspipe.errors import ConfigurationError
 from tests.unit.caching.networks import Layer, inputs, segments
 
@@ -157,6 +159,24 @@ def test_other_weights_are_another_boundary() -> None:
     assert not torch.equal(old, new)
     assert cache.counts.misses == 2 * NUM
     assert torch.equal(new, network(data))
+
+
+def test_an_entry_that_changes_while_it_is_read_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, data, ids = Layer(5, 3, seed=0), inputs(), torch.arange(24)
+    cache = ActivationCache(24, memory=10**6)
+    cache.outputs(ids, data, segments(layer))
+    cache.counts = Counts()
+    table, rows = cache.store.table, cache.store.table.find(digests(ids.tolist()))
+
+    def another_process(*_: object) -> None:
+        table.commit(rows[:1], token=12345)
+
+    monkeypatch.setattr(cache.store, "_expect", another_process)
+    assert torch.equal(cache.outputs(ids, data, segments(layer)), Layer(5, 3, seed=0)(data))
+    assert (cache.counts.hits, cache.counts.misses) == (0, 24)
+    cache.close()
 
 
 def test_an_entry_that_was_not_finished_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
