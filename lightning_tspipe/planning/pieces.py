@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from lightning_tspipe.planning.profile import NetworkProfile, seconds_at
 
-_ABOUT = 1.01
+_ABOUT = 1.02
 _COPIED_PER_SECOND = 4.0e9
 _SECONDS_PER_PIECE = 5e-5
 

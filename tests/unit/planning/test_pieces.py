@@ -50,6 +50,6 @@ def test_memory_is_worth_no_time() -> None:
 def test_no_way_takes_longer_than_the_whole(atoms: list[tuple[float, float, int]]) -> None:
     found = trunk(*atoms)
     chosen = choose_pieces(found, 8, MB, range(1, len(atoms)))
-    assert sum(chosen.seconds(found, 8)) <= 1.01 * sum(WHOLE.seconds(found, 8)) + 1e-9
+    assert sum(chosen.seconds(found, 8)) <= 1.02 * sum(WHOLE.seconds(found, 8)) + 1e-9
     assert chosen.number in {1, 2}
     assert sum(WHOLE.seconds(found, 8)) == pytest.approx(sum(whole for whole, _, _ in atoms))
