@@ -35,6 +35,7 @@ from lightning_tspipe.callbacks.freeze_policies import (
     decide,
 )
 from lightning_tspipe.callbacks.layers import Layer, freeze, layers_of
+from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
 from lightning_tspipe.callbacks.pipeline_front import PipelineFront
 from lightning_tspipe.errors import ConfigurationError
 
@@ -135,12 +136,7 @@ class FreezeAndRepack(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        bases = {base.__name__ for base in type(trainer.strategy).__mro__}
-        if bases & _SHARDING:
-            raise ConfigurationError(
-                f"FreezeAndRepack does not work on {type(trainer.strategy).__name__}'s sharded "
-                "parameters; use strategy='auto', 'ddp' or 'tspipe'"
-            )
+        _check(trainer)
         if self.cache is None:
             return
         shared = self.cache.shared
@@ -378,3 +374,24 @@ def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     if "DDPStrategy" in {base.__name__ for base in type(strategy).__mro__}:
         strategy.model = pl_module
         strategy.configure_ddp()
+
+
+def _check(trainer: Trainer) -> None:
+    """Refuse what freezing doesn't go together with.
+
+    Raises:
+        ConfigurationError: A strategy that shards parameters; an average under a pipeline.
+    """
+    bases = {base.__name__ for base in type(trainer.strategy).__mro__}
+    if bases & _SHARDING:
+        raise ConfigurationError(
+            f"FreezeAndRepack does not work on {type(trainer.strategy).__name__}'s sharded "
+            "parameters; use strategy='auto', 'ddp' or 'tspipe'"
+        )
+    averages = any(isinstance(callback, MomentumEMA) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    if averages and pipelined_of(trainer) is not None:
+        raise ConfigurationError(
+            "FreezeAndRepack and MomentumEMA don't go together under a pipeline: frozen layers "
+            "take the teacher's place there. Use strategy='auto' or 'ddp', where both work, or "
+            "leave one of them out"
+        )

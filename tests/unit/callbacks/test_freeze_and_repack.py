@@ -15,6 +15,7 @@ from lightning_tspipe import (
     ConfigurationError,
     FreezeAndRepack,
     GradientNormFreeze,
+    MomentumEMA,
     ScheduledFreeze,
 )
 from lightning_tspipe.callbacks.freeze_policies import Decision, Observed, decide
@@ -280,6 +281,15 @@ def test_everything_frozen_ends_the_fit(tmp_path: Path) -> None:
         fit(FreezeAndRepack(ScheduledFreeze({1: 5})), tmp_path)
     with pytest.raises(ConfigurationError, match="nothing can freeze"):
         fit(FreezeAndRepack(num_active=5), tmp_path)
+
+
+def test_an_average_of_the_weights_is_refused_under_a_pipeline() -> None:
+    freezing = FreezeAndRepack()
+    trainer = Trainer(
+        strategy="tspipe", accelerator="cpu", devices=1, callbacks=[freezing, MomentumEMA()]
+    )
+    with pytest.raises(ConfigurationError, match="strategy='auto' or 'ddp', where both work"):
+        freezing.setup(trainer, LightningModule(), "fit")
 
 
 def test_what_cannot_be_cached_is_told_or_refused(
