@@ -22,6 +22,7 @@ from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.recomputing import keep_or_recompute
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.runtime.weight_policies import POLICIES
@@ -81,8 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatches", type=int, help="per call, instead of the best number")
     parser.add_argument(
         "--activation-checkpointing",
-        action="store_true",
-        help="stages keep their inputs only and run again in the backward",
+        nargs="?",
+        const="always",
+        choices=("always", "auto"),
+        help="stages keep their inputs only and run again in the backward; auto: if that is "
+        "faster within the memory",
     )
     parser.add_argument("--student", nargs="+", help="trained submodules, if not `student`")
     parser.add_argument("--teacher", nargs="+", help="forward-only submodules, if not `teacher`")
@@ -126,7 +130,7 @@ def _changed(profile: StepProfile, options: argparse.Namespace) -> StepProfile:
         options.save_profile.write_text(profile.to_json(), encoding="utf-8")
     if options.batch is not None:
         profile = profile.with_batch(options.batch)
-    if options.activation_checkpointing:
+    if options.activation_checkpointing == "always":
         profile = profile.recomputing(range(profile.student.num_atoms))
     return profile
 
@@ -285,8 +289,13 @@ def _outcome(
     }
     if options.microbatches is not None:
         wishes["num_microbatches"] = options.microbatches
+
+    def best(profile: StepProfile) -> Plan:
+        return plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **wishes)
+
     try:
-        plan = plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **wishes)
+        if options.activation_checkpointing == "auto":
+            return Outcome(name, keep_or_recompute(profile, best)[1])
+        return Outcome(name, best(profile))
     except PartitionError as error:
         return Outcome(name, None, str(error))
-    return Outcome(name, plan)

@@ -13,6 +13,7 @@ import torch
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.recomputing import keep_or_recompute
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import is_paired, profile_step
 from lightning_tspipe.runtime.programs import Captured
@@ -171,18 +172,22 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
             **planning_wishes(options, device),
         )
 
-    try:
+    text = ""
+    if options.activation_checkpointing == "auto" and _is_limited(options, device):
+        profile, decided = keep_or_recompute(profile, best)
+        if profile.student.recomputed:
+            text = "\nactivation_checkpointing='auto' was switched on: nothing else fits as fast"
+    else:
         decided = best(profile)
-    except PartitionError:
-        if options.activation_checkpointing != "auto":
-            raise
-        profile = profile.recomputing(range(profile.student.num_atoms))
-        decided = best(profile)
-        note = "nothing fits otherwise: activation_checkpointing='auto' was switched on"
-        return _Decision(
-            of_plan(decided, num_frozen), decided.costs, f"{decided}\n{note}", profile, decided
-        )
-    return _Decision(of_plan(decided, num_frozen), decided.costs, str(decided), profile, decided)
+    return _Decision(
+        of_plan(decided, num_frozen), decided.costs, f"{decided}{text}", profile, decided
+    )
+
+
+def _is_limited(options: SetupOptions, device: torch.device) -> bool:
+    """Whether memory may keep out a plan."""
+    limits = memory_limit(options.memory_limit, device), options.state_limit
+    return any(limit is not None for limit in limits)
 
 
 def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:

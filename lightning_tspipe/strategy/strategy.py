@@ -117,7 +117,7 @@ class PipelineHooks(EndHooks):
                 decides ``schedule``, ``num_microbatches``, ``partition`` and ``split_backward``.
             activation_checkpointing: Whether the student's stages keep their inputs only and run
                 again in the backward; a list of patterns (``"backbone.layer[12]*"``) names the
-                atoms that do. ``"auto"``: if nothing fits the memory otherwise.
+                atoms that do. ``"auto"``: if nothing else fits the memory, or is as fast in it.
             compile: Whether stages are compiled by ``torch.compile``; a mapping gives its
                 arguments.
             queue_depth: With heads on a trunk (``StudentFanout``): how many batches the trunk may

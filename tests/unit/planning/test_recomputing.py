@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.recomputing import keep_or_recompute
+from lightning_tspipe.planning.step_profile import StepProfile
 from tests.unit.cli.profiles import MB, step_profile
 
 PROFILE = step_profile()
@@ -40,6 +45,48 @@ def test_it_fits_where_nothing_fitted() -> None:
         PROFILE.plan(2, memory_limit=limit)
     plan = AGAIN.plan(2, memory_limit=limit + 4 * 8000)
     assert max(plan.memory_bytes) <= limit + 4 * 8000
+
+
+# The first atom keeps much, so that with little memory it is alone on its rank.
+HEAVY_FRONT = replace(
+    step_profile(teacher=False),
+    student=NetworkProfile(
+        tuple(
+            replace(
+                atom,
+                parameter_bytes=10 * MB,
+                trainable_bytes=10 * MB,
+                activation_bytes_per_sample=4000 if place else 8 * MB,
+            )
+            for place, atom in enumerate(PROFILE.student.atoms)
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_again"), [(400 * MB, False), (300 * MB, True), (240 * MB, True)]
+)
+def test_activations_are_kept_or_computed_again_by_what_is_faster(
+    limit: int, is_again: bool
+) -> None:
+    def plan(profile: StepProfile) -> Plan:
+        return profile.plan(2, num_microbatches=4, memory_limit=limit)
+
+    profile, found = keep_or_recompute(HEAVY_FRONT, plan)
+    assert bool(found.recomputed) == bool(profile.student.recomputed) == is_again
+    assert max(found.memory_bytes) <= limit
+    try:
+        kept = plan(HEAVY_FRONT).step_seconds
+    except PartitionError:  # the last of the limits
+        kept = math.inf
+    again = plan(HEAVY_FRONT.recomputing(range(8))).step_seconds
+    assert found.step_seconds == min(kept, again)
+
+
+def test_neither_fits() -> None:
+    with pytest.raises(PartitionError):
+        keep_or_recompute(HEAVY_FRONT, lambda profile: profile.plan(2, memory_limit=MB))
 
 
 def test_of_neighbours_only_what_the_first_got_is_kept() -> None:

@@ -1,0 +1,39 @@
+"""Activations that are kept, or computed again in the backward: part of the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.reason import TIE
+from lightning_tspipe.planning.step_profile import StepProfile
+
+Planner = Callable[[StepProfile], Plan]
+
+
+def keep_or_recompute(profile: StepProfile, plan: Planner) -> tuple[StepProfile, Plan]:
+    """The faster of two plans within the memory: all activations kept, or all computed again.
+
+    Computing again costs forwards. It is worth them where memory keeps out faster plans: evener
+    cuts, or more micro-batches under way.
+
+    Args:
+        profile: The step, with activations kept.
+        plan: Plans a step.
+
+    Returns:
+        The profile of the chosen plan, and the plan; kept, where both are equally fast.
+
+    Raises:
+        PartitionError: Neither fits.
+    """
+    again = profile.recomputing(range(profile.student.num_atoms))
+    found: list[tuple[StepProfile, Plan]] = []
+    for way in (profile, again):
+        try:
+            found.append((way, plan(way)))
+        except PartitionError:
+            if way is again and not found:
+                raise
+    return min(found, key=lambda one: one[1].step_seconds * (TIE if one[0] is again else 1.0))
