@@ -14,6 +14,7 @@ from lightning_tspipe.networks.flops import estimate_atoms
 from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.runtime.averages import with_averages
 from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured
 
@@ -51,7 +52,7 @@ def profile_step(
         update = _UPDATE_FLOPS_PER_BYTE / flops_per_second
     teacher = networks.get("teacher")
     return StepProfile(
-        student=profiles["student"],
+        student=with_averages(profiles["student"], networks["student"], captured.followed),
         teacher=profiles.get("teacher"),
         num_calls=(len(plan.calls_of("student")), len(plan.calls_of("teacher"))),
         batch_sizes=tuple(plan.calls[i].input.shape[0] for i in plan.calls_of("student")),

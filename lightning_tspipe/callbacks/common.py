@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,6 +53,9 @@ class Pipelined(Protocol):
 
     def freezes(self, *, repack: bool) -> None:
         """Layers will freeze; before the training loader is made."""
+
+    def averages(self, originals: Mapping[str, str]) -> None:
+        """Something averages parts of the student, by the names of submodules."""
 
     def use_front(self, front: Any) -> None:
         """Have something asked what the frozen part returned for a sample before."""

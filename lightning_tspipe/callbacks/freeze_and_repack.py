@@ -35,7 +35,6 @@ from lightning_tspipe.callbacks.freeze_policies import (
     decide,
 )
 from lightning_tspipe.callbacks.layers import Layer, freeze, layers_of
-from lightning_tspipe.callbacks.momentum_ema import MomentumEMA
 from lightning_tspipe.callbacks.pipeline_front import PipelineFront
 from lightning_tspipe.errors import ConfigurationError
 
@@ -380,18 +379,11 @@ def _check(trainer: Trainer) -> None:
     """Refuse what freezing doesn't go together with.
 
     Raises:
-        ConfigurationError: A strategy that shards parameters; an average under a pipeline.
+        ConfigurationError: A strategy that shards parameters.
     """
     bases = {base.__name__ for base in type(trainer.strategy).__mro__}
     if bases & _SHARDING:
         raise ConfigurationError(
             f"FreezeAndRepack does not work on {type(trainer.strategy).__name__}'s sharded "
             "parameters; use strategy='auto', 'ddp' or 'tspipe'"
-        )
-    averages = any(isinstance(callback, MomentumEMA) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    if averages and pipelined_of(trainer) is not None:
-        raise ConfigurationError(
-            "FreezeAndRepack and MomentumEMA don't go together under a pipeline: frozen layers "
-            "take the teacher's place there. Use strategy='auto' or 'ddp', where both work, or "
-            "leave one of them out"
         )

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, Names, as_names, may_log, submodules
+from lightning_tspipe.callbacks.common import (
+    Callback,
+    Names,
+    as_names,
+    may_log,
+    pipelined_of,
+    submodules,
+)
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,8 +27,23 @@ if TYPE_CHECKING:
 
 Momentum = float | tuple[float, float] | Callable[[int, int], float]
 BuffersPolicy = Literal["keep", "copy", "average"]
-Pair = tuple[str, Tensor, Tensor]
-"""(name in the teacher, teacher tensor, student tensor)"""
+
+
+class Place(NamedTuple):
+    """Where a tensor is found: a pipeline that repacks makes buffers anew."""
+
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that is there now."""
+        tensor: Tensor = getattr(self.module, self.key)
+        return tensor
+
+
+Pair = tuple[str, Place, Place]
+"""(name in the teacher, in the teacher, in the student)"""
 
 
 def cosine_momentum(step: int, num_steps: int, start: float, end: float) -> float:
@@ -43,7 +65,7 @@ class MomentumEMA(Callback):
 
     Parameters are matched by name; the student may have more of them (a predictor). Accumulated
     batches and optimizer steps that 16-bit mixed precision skipped leave the teacher alone. Under a
-    pipeline each rank averages what it owns.
+    pipeline each rank averages what it owns, whether the training step calls the teacher or not.
 
     Args:
         momentum: A constant, ``(start, end)`` for a cosine over all optimizer steps, or
@@ -106,6 +128,9 @@ class MomentumEMA(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None:
+            pipelined.averages(dict(zip(self.teacher, self.student, strict=True)))
         # Before the strategy wraps the module: DDP must not wait for gradients of the teacher.
         # A teacher that the module builds later (configure_model) is frozen in on_fit_start.
         if stage == "fit" and all(_has_submodule(pl_module, name) for name in self.teacher):
@@ -240,17 +265,18 @@ def _pairs(
     """Pair the teacher's tensors with the student's by their names within the two modules."""
     student_name, student_module = student
     teacher_name, teacher_module = teacher
-    sources = dict(_tensors(student_module, kind, remove_duplicate=False))
+    sources = dict(_places(student_module, kind, remove_duplicate=False))
     pairs: list[Pair] = []
-    for name, tensor in _tensors(teacher_module, kind, remove_duplicate=True):
-        source = sources.get(name)
+    for name, place in _places(teacher_module, kind, remove_duplicate=True):
+        found = sources.get(name)
         where = f"{teacher_name}.{name}"
-        if source is None:
+        if found is None:
             raise ConfigurationError(
                 f"the teacher's {kind} {where} has no {student_name}.{name} to follow; build the "
                 f"teacher as a copy of the student's submodules (copy.deepcopy), or name the "
                 f"matching submodules: student=[...], teacher=[...]"
             )
+        tensor, source = place.tensor, found.tensor
         if source is tensor:
             raise ConfigurationError(
                 f"teacher and student share {where}; copy the student (copy.deepcopy) instead"
@@ -260,33 +286,40 @@ def _pairs(
                 f"{where} has shape {tuple(tensor.shape)}, {student_name}.{name} "
                 f"{tuple(source.shape)}; the teacher must be a copy of the student"
             )
-        pairs.append((where, tensor, source))
+        pairs.append((where, place, found))
     return pairs
 
 
-def _tensors(
+def _places(
     module: nn.Module, kind: Literal["parameter", "buffer"], *, remove_duplicate: bool
-) -> Iterable[tuple[str, Tensor]]:
+) -> Iterator[tuple[str, Place]]:
+    named: Iterable[tuple[str, Tensor]]
     if kind == "parameter":
-        return module.named_parameters(remove_duplicate=remove_duplicate)
-    return module.named_buffers(remove_duplicate=remove_duplicate)
+        named = module.named_parameters(remove_duplicate=remove_duplicate)
+    else:
+        named = module.named_buffers(remove_duplicate=remove_duplicate)
+    for name, _ in named:
+        path, _, key = name.rpartition(".")
+        yield name, Place(module.get_submodule(path), key)
 
 
-def _owned(pairs: Iterable[Pair]) -> list[Pair]:
+def _owned(pairs: Iterable[Pair]) -> list[tuple[str, Tensor, Tensor]]:
     """The pairs that this rank holds; other ranks' tensors are on the meta device."""
-    owned: list[Pair] = []
-    for name, teacher, student in pairs:
+    owned = []
+    for name, mine, other in pairs:
+        teacher, student = mine.tensor, other.tensor
         if teacher.is_meta != student.is_meta:
             raise ConfigurationError(
-                f"{name} and the student tensor that it follows lie on different ranks; cut "
-                f"teacher and student at the same places (partition='auto' does)"
+                f"{name} and the student tensor that it follows lie on different ranks; name both "
+                "(TSPipeStrategy(student=..., teacher=...)), and cut them at the same places "
+                "(partition='auto' does)"
             )
         if not teacher.is_meta:
             owned.append((name, teacher, student))
     return owned
 
 
-def _average(pairs: list[Pair], momentum: float) -> None:
+def _average(pairs: list[tuple[str, Tensor, Tensor]], momentum: float) -> None:
     if not pairs:
         return
     teachers = [teacher for _, teacher, _ in pairs]

@@ -137,7 +137,6 @@ class StepPlan:
         has_late_effects: Whether it does after its last call; then not before.
         mixes: Whether, before the last call, values of the batch meet other tensors or move to a
             device: where the batch has no values, this needs ``MetaWins``.
-        ema_pairs: Parameter names (teacher's, student's) whose EMA was seen in the step.
     """
 
     calls: tuple[CallPlan, ...]
@@ -149,7 +148,6 @@ class StepPlan:
     has_effects: bool
     has_late_effects: bool = False
     mixes: bool = False
-    ema_pairs: tuple[tuple[str, str], ...] = ()
 
     @property
     def has_ema(self) -> bool:

@@ -7,9 +7,9 @@ The step runs as it stands, with three replacements: the declared submodules ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,11 +50,18 @@ class Networks:
         student: Those of the student.
         teacher: Those of the teacher.
         local: Those that run where the losses are, as the step calls them: heads.
+        averages: Of the teacher's, the one of the student's that each is known to average.
     """
 
     student: tuple[str, ...]
     teacher: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
+    averages: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def pairs(self) -> dict[str, str]:
+        """What of the student each submodule of the teacher follows: in order, or as known."""
+        return {**dict(zip(self.teacher, self.student, strict=False)), **self.averages}
 
     def items(self) -> Iterator[tuple[NetworkName, str]]:
         """All (network, block name)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -27,7 +27,7 @@ class AtomProfile:
         weight_backward: Seconds of the half that makes the weights' gradients.
         output_bytes_per_sample: What the next atom gets.
         activation_bytes_per_sample: What is kept from forward to backward.
-        parameter_bytes: All parameters and buffers.
+        parameter_bytes: All parameters and buffers, and what is held with them: averages.
         trainable_bytes: The parameters that get a gradient.
         result_bytes_per_sample: What the loss gets from here: a tap, or the network's output.
         joined: Whether the next atom must be in the same stage (they share a parameter).
@@ -77,6 +77,15 @@ class NetworkProfile:
         if not self.atoms:
             return ()
         return tuple(sorted(set.intersection(*(set(atom.forward) for atom in self.atoms))))
+
+    def holding(self, more_bytes: Sequence[int]) -> NetworkProfile:
+        """The same network, with so many more bytes beside the parameters of each atom."""
+        return NetworkProfile(
+            tuple(
+                replace(atom, parameter_bytes=atom.parameter_bytes + more)
+                for atom, more in zip(self.atoms, more_bytes, strict=True)
+            )
+        )
 
     @property
     def can_split(self) -> bool:

@@ -56,8 +56,12 @@ class Evaluation:
         plan, networks = captured.plan, captured.networks
         trained, trained_cuts = engine.captured.whole.networks, engine.whole_cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {}
+        ranks = engine.whole_ranks
         for name, network in networks.items():
-            own = network.cuts_like(trained[name], trained_cuts[name]) if name in trained else None
+            # A teacher that the training doesn't call lies where the student does.
+            like: NetworkName = name if name in trained else "student"
+            ranks = {**ranks, name: ranks[like]}
+            own = network.cuts_like(trained[like], trained_cuts[like], engine.captured.followed)
             if own is None:
                 raise CaptureError(
                     f"this step goes another way through the {name} than the step that the stages "
@@ -74,7 +78,7 @@ class Evaluation:
         self._executor = Executor(
             engine.transport, networks, statistics, engine.context, engine.device
         )
-        self._pipeline = layout(captured, engine.whole_ranks, cuts, 1, engine.transport.num_ranks)
+        self._pipeline = layout(captured, ranks, cuts, 1, engine.transport.num_ranks)
         self._program = _forward_program(self._pipeline)
         actions = self._program.schedule.ranks[engine.rank]
         reads, executed = Op.LOSS, _FORWARD_OPS

@@ -142,6 +142,20 @@ class FrozenPart(ChainNetwork):
         )
 
 
+def refuse_teacher(captured: Captured) -> None:
+    """Refuse a step that calls a teacher: what is frozen will run in its place.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    if "teacher" in captured.networks:
+        raise ConfigurationError(
+            "the step calls a teacher, and FreezeAndRepack makes the frozen layers run in its "
+            "place. Use FreezeAndRepack where training_step calls the student only: an average of "
+            "its weights (MomentumEMA) may be there, and validation_step may call it"
+        )
+
+
 def with_frozen(
     captured: Captured, frozen: Collection[str], front: Front | None = None
 ) -> tuple[Captured, int]:
@@ -154,19 +168,11 @@ def with_frozen(
 
     Returns:
         The captured step, and the number of frozen atoms; 0 if the first atom is trained.
-
-    Raises:
-        ConfigurationError: The step has a teacher.
     """
     student = captured.networks.get("student")
     number = 0 if student is None else num_frozen_atoms(student, frozen)
     if student is None or number == 0:
         return captured, 0
-    if "teacher" in captured.networks:
-        raise ConfigurationError(
-            "the step calls a teacher, and FreezeAndRepack makes the frozen layers run in its "
-            "place. Use FreezeAndRepack on trainable networks without a teacher"
-        )
     part = FrozenPart(student, number)
     part.front = None if part.is_tapped else front
     networks: dict[NetworkName, ChainNetwork] = {"student": student, "teacher": part}

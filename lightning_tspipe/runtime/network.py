@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
@@ -129,12 +129,24 @@ class ChainNetwork:
         names = self.atoms[atom].parameter_names
         return [tuple(self._module.get_parameter(name).shape) for name in names]
 
-    def cuts_like(self, other: ChainNetwork, cuts: Sequence[int]) -> tuple[int, ...] | None:
+    def num_bytes(self, atom: int, names: Collection[str]) -> int:
+        """Bytes of an atom's parameters and buffers, of those that are named."""
+        found = self.atoms[atom]
+        tensors = [
+            *(self._module.get_parameter(n) for n in found.parameter_names if n in names),
+            *(self._module.get_buffer(n) for n in found.buffer_names if n in names),
+        ]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def cuts_like(
+        self, other: ChainNetwork, cuts: Sequence[int], followed: Mapping[str, str]
+    ) -> tuple[int, ...] | None:
         """Where to cut this chain so that each stage holds what it holds of another chain already.
 
         Args:
             other: A chain over the same module.
             cuts: First atom of each stage of ``other``, and its number of atoms.
+            followed: Tensors of this chain, and those of ``other`` that they lie with.
 
         Returns:
             The same for this chain, whose last stages may be empty; None where it uses something
@@ -151,7 +163,7 @@ class ChainNetwork:
         stages = [0]
         for atom in self.atoms:
             names = (*atom.parameter_names, *atom.buffer_names)
-            own = {stage_of.get(name) for name in names} or {stages[-1]}
+            own = {stage_of.get(followed.get(name, name)) for name in names} or {stages[-1]}
             stage = own.pop()
             if own or stage is None or stage - stages[-1] not in {0, 1}:
                 return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan
 from lightning_tspipe.ir.lowering import Program, lower
@@ -24,11 +24,14 @@ class Captured:
         plan: The plan.
         networks: The networks whose calls go through the pipeline.
         heads: The heads of a fan-out, which the step calls where they are.
+        followed: Of a teacher that the step doesn't call, the tensor of the student that each of
+            its tensors follows, by dotted names.
     """
 
     plan: StepPlan
     networks: dict[NetworkName, ChainNetwork]
     heads: Heads | None = None
+    followed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def held(self) -> dict[NetworkName, ChainNetwork | Heads]:

@@ -21,6 +21,7 @@ from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.ahead import Lookahead
 from lightning_tspipe.runtime.announcements import Announcements
+from lightning_tspipe.runtime.averages import followed_tensors
 from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.execution import Execution, InPieces
 from lightning_tspipe.runtime.executor import Executor
@@ -130,7 +131,11 @@ class Rank:
         networks = {
             name: ChainNetwork(name, self.module, plan, self.device) for name in plan.chains
         }
-        return Captured(plan, networks, self.heads)
+        followed: dict[str, str] = {}
+        if "teacher" not in networks:
+            needs_all = plan.has_ema and self.transport.num_ranks > 1
+            followed = followed_tensors(self.module, self.names, needs_all=needs_all)
+        return Captured(plan, networks, self.heads, followed)
 
     def runner(self, plan: StepPlan) -> StepRunner:
         """Runs a captured step on this rank, which is placed."""
@@ -179,6 +184,7 @@ class Rank:
             self.transport, placement.data_rank, self._hear_word, self._ask_early
         )
         self.shards = Shards(self.module, captured.held, self.cuts, self.ranks, placement.holders)
+        self.shards.follow(captured.followed)
         self.materializer = materializer
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))

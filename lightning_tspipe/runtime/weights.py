@@ -48,6 +48,7 @@ class Shards:
         holders: Mapping[NetworkName, Sequence[Sequence[int]]] | None = None,
     ) -> None:
         self._module = module
+        self._followed: Mapping[str, str] = {}
         self._networks = networks
         self._cuts = cuts
         self.stays_spread = False
@@ -65,6 +66,15 @@ class Shards:
             for block in network.block_names:
                 for tensor in module.get_submodule(block).state_dict(keep_vars=True):
                     self._inside.add(f"{block}.{tensor}")
+
+    def follow(self, followed: Mapping[str, str]) -> None:
+        """Have tensors of no network of the step lie with others, by names; see ``averages``."""
+        self._followed = followed
+        for tensor, original in followed.items():
+            if original in self._owners:
+                self._owners[tensor] = self._owners[original]
+            if original in self._holders:
+                self._holders[tensor] = self._holders[original]
 
     def owner(self, name: str) -> int:
         """The rank that holds a parameter or buffer, by its name."""
@@ -97,7 +107,8 @@ class Shards:
                 forward_only = tuple(f"{b}." for b in teacher.block_names)
         found: dict[int, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self._module.named_parameters():
-            is_trained = name not in frozen and not name.startswith(forward_only)
+            is_trained = not name.startswith(forward_only) and name not in self._followed
+            is_trained &= name not in frozen
             if self.owner(name) == rank and is_trained:
                 found[stages.get(name, REST)].append(parameter)
         return dict(found)

@@ -151,7 +151,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     plan, networks = captured.plan, captured.networks
     student, teacher = networks["student"], networks.get("teacher")
     paired = teacher is not None and is_paired(student, teacher)
-    if plan.has_ema and not paired:
+    if plan.has_ema and teacher is not None and not paired:
         raise PartitionError(
             "the step averages parameters of networks that are built differently, so that the "
             "parts of a pair could come to different ranks. Give the teacher the same structure "

@@ -17,13 +17,15 @@ from lightning_tspipe.strategy.support import refuse_compiled
 def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
     """The pipelined submodules: as declared, else the attributes ``student`` and ``teacher``.
 
+    A teacher may also be named by a callback that averages into it.
+
     Raises:
         ConfigurationError: Not found, or found twice.
     """
     if options.student is None and fanout_of(module) is not None:
         return fanout_networks(module, options)
     student = _names(module, options.student, "student")
-    teacher = _names(module, options.teacher, "teacher")
+    teacher = _names(module, options.teacher, "teacher") or _averages(module, options, student)
     if not student:
         children = ", ".join(name for name, _ in module.named_children()) or "none"
         raise ConfigurationError(
@@ -48,7 +50,19 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
                     f"{full!r} is declared and lies inside {name!r}, which is declared too: "
                     "declare the whole or its parts, not both"
                 )
-    return Networks(student, teacher)
+    averages = {name: options.averages[name] for name in teacher if name in options.averages}
+    return Networks(student, teacher, averages=averages)
+
+
+def _averages(module: nn.Module, options: SetupOptions, student: Sequence[str]) -> tuple[str, ...]:
+    """What a callback averages parts of the student into is a teacher, if no other is declared."""
+    known = {name for name, _ in module.named_modules()}
+    inside = tuple(f"{name}." for name in student)
+    return tuple(
+        copy
+        for copy, original in options.averages.items()
+        if copy in known and f"{original}.".startswith(inside)
+    )
 
 
 def _names(

@@ -32,6 +32,7 @@ class Freezing:
     """What is frozen, and what is known about the step.
 
     Attributes:
+        is_on: Whether layers may freeze in this fit.
         names: Parameters that are frozen.
         profile: Of the whole step, as it was measured for the first plan; its batch is that of one
             replica then. None if nothing was measured.
@@ -42,6 +43,7 @@ class Freezing:
         front: Knows what the frozen part returned for a sample before.
     """
 
+    is_on: bool = False
     names: frozenset[str] = frozenset()
     profile: StepProfile | None = None
     num_replicas: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,11 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """What the user chose; see ``TSPipeStrategy``."""
+    """What the user chose; see ``TSPipeStrategy``.
+
+    Attributes:
+        averages: From callbacks: a teacher's submodules, and what of the student each averages.
+    """
 
     student: str | Sequence[str] | None = None
     teacher: str | Sequence[str] | None = None
@@ -36,6 +40,7 @@ class SetupOptions:
     queue_depth: Literal["auto"] | int = "auto"
     weights: str | None = None
     drain_epochs: bool = True
+    averages: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.schedule not in {"tspipe", "gpipe", "sequential", "1f1b"}:

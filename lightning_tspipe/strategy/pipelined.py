@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,14 @@ class Pipelined:
             repack: Whether pipelines may become shorter, and have more replicas.
         """
         self._strategy.repacking.enable(repack=repack)
+
+    def averages(self, originals: Mapping[str, str]) -> None:
+        """Something averages parts of the student; before the strategy is set up.
+
+        Args:
+            originals: By the name of the submodule that is averaged into, the one that is averaged.
+        """
+        self._strategy.options = replace(self._strategy.options, averages=dict(originals))
 
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""

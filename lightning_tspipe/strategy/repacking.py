@@ -83,7 +83,7 @@ class Repacking:
                 "FreezeAndRepack with asynchronous training: several versions of the weights are "
                 "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
             )
-        self.freezing, self._shares = Freezing(), False
+        self.freezing, self._shares = Freezing(is_on=True), False
         self.repacks = repack and strategy.total_ranks > 1
         self._joined = strategy.num_replicas
         if self.repacks and not strategy._module.automatic_optimization:

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.frozen import with_frozen
+from lightning_tspipe.runtime.frozen import refuse_teacher, with_frozen
 from lightning_tspipe.runtime.heads import FeatureCache
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
@@ -58,7 +58,10 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         heads_of(module, networks, device, replicas, features),
     )  # fmt: skip
     materializer = share_weights(module, networks, transport, replicas, origin)
-    captured, num_frozen = with_frozen(engine.capture(step, batch), freezing.names, freezing.front)
+    captured = engine.capture(step, batch)
+    if freezing.is_on:
+        refuse_teacher(captured)
+    captured, num_frozen = with_frozen(captured, freezing.names, freezing.front)
     ask_front(captured, freezing, engine.context, device)
     costs = None
     if engine.heads is not None:

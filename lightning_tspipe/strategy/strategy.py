@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -293,6 +294,7 @@ class PipelineHooks(EndHooks):
         if self._failures is not None:
             self._failures.end_watch()
         self.heads_here.release()
+        self.options = replace(self.options, averages={})
         self._engine = None
         self._resumed = self._resumed_replicas = None
         self._restores_optimizers = False

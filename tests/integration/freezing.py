@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_tspipe import AutoCache, FreezeAndRepack, ScheduledFreeze, TSPipeStrategy
+from lightning_tspipe import (
+    AutoCache,
+    FreezeAndRepack,
+    MomentumEMA,
+    ScheduledFreeze,
+    TSPipeStrategy,
+)
 from lightning_tspipe.caching import WithIds
 from tests.integration.trainings import strict
 
@@ -48,6 +55,8 @@ class Case:
         disk: Bytes on disk for them.
         with_ids: Whether samples that are cached have ids.
         drop_last: Of the loader.
+        averaged: Whether the student's weights and statistics are averaged, and the average
+            validated too.
     """
 
     strategy: str = "tspipe"
@@ -70,6 +79,7 @@ class Case:
     disk: int = 0
     with_ids: bool = True
     drop_last: bool = False
+    averaged: bool = False
 
 
 class Block(nn.Module):
@@ -102,18 +112,21 @@ class Net(nn.Module):
 class Module(LightningModule):
     """A classifier with a temperature outside of the network, AdamW and a schedule."""
 
-    def __init__(self, *, normalised: bool) -> None:
+    def __init__(self, *, normalised: bool, averaged: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.student = Net(normalised=normalised)
         self.scale = nn.Parameter(torch.ones(()))
+        if averaged:
+            self.average = deepcopy(self.student).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, *_ = batch
         return F.cross_entropy(self.student(x) * self.scale, y)
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
+        trained = [p for p in self.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.02, weight_decay=0.1)
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
 
 
@@ -124,6 +137,9 @@ class Validated(Module):
         x, y = batch
         loss = F.cross_entropy(self.student(x), y)
         self.log("val_loss", loss, sync_dist=True, batch_size=len(y))
+        if hasattr(self, "average"):
+            loss = F.cross_entropy(self.average(x), y)
+            self.log("val_loss_of_average", loss, sync_dist=True, batch_size=len(y))
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
@@ -223,7 +239,8 @@ def train(case: Case) -> Found:
     strict()
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     logging.getLogger("lightning_tspipe").setLevel(logging.INFO)
-    module = (Validated if case.validates else Module)(normalised=case.normalised)
+    kind = Validated if case.validates else Module
+    module = kind(normalised=case.normalised, averaged=case.averaged)
     samples, end = Samples(case.num_samples), AtEnd()
     callback = FreezeAndRepack(ScheduledFreeze(case.frozen), repack=case.repack,
                                num_active=case.num_active)  # fmt: skip
@@ -231,12 +248,13 @@ def train(case: Case) -> Found:
         budgets: Any = {"memory": case.memory, "disk": case.disk, "folder": "."}
         callback.cache = AutoCache("student", **budgets, always=True)
     watch = Watch(samples, case)
+    averages = [MomentumEMA(0.8, teacher="average", buffers="average")] if case.averaged else []
     strategy: Any = case.strategy
     if strategy == "tspipe":
         strategy = TSPipeStrategy(student="student", **case.options)
     trainer = Trainer(
         accelerator="cpu", devices=case.num_ranks, strategy=strategy, max_epochs=case.epochs,
-        callbacks=[callback, watch, end], logger=False, enable_checkpointing=False,
+        callbacks=[callback, *averages, watch, end], logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
         default_root_dir=".",
     )  # fmt: skip

@@ -53,12 +53,13 @@ def by_hand(parts: int, **options: Any) -> dict[str, Any]:
 def test_a_frozen_part_runs_ahead_and_a_shorter_pipeline_trains_the_rest(tmp_path: Path) -> None:
     # 8 + 8 + 5 samples: of the last batch, two replicas get 3 and 2.
     case = Case(options=by_hand(2), frozen={1: 2, 2: 4}, repack={4: 1}, num_samples=21,
-                compares=True, validates=True, shuffle=False)  # fmt: skip
+                compares=True, validates=True, shuffle=False, averaged=True)  # fmt: skip
     expected = alone(case, tmp_path)
     ranks = together(case, tmp_path)
     assert_same(expected, ranks)
     torch.testing.assert_close(ranks[0].losses[:6], expected.losses[:6], **CLOSE)
-    assert ranks[0].metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-9)
+    assert ranks[0].metrics == pytest.approx(expected.metrics, rel=1e-9)
+    assert set(ranks[0].metrics) == {"val_loss", "val_loss_of_average"}
     for rank in ranks:
         assert rank.num_ranks == [2, 2, 1]
         assert rank.replicas == 2
@@ -73,7 +74,7 @@ GRID: list[tuple[int, dict[int, int]]] = [
     (4, {2: 1}),
 ]  # fmt: skip
 """Ranks at the start, and stages of what is trained by the number of frozen layers."""
-SHORTENED = Case(frozen={1: 2, 3: 4}, epochs=5, num_samples=22)
+SHORTENED = Case(frozen={1: 2, 3: 4}, epochs=5, num_samples=22, averaged=True)
 """Cached, epoch 1 computes, 2 reads, 3 pushes on what was read, 4 reads."""
 
 
@@ -126,12 +127,13 @@ def test_samples_of_a_batch_that_are_known_differently_far(memory: int, tmp_path
 def test_normalisation_that_is_frozen_counts_nothing(tmp_path: Path) -> None:
     # Whole batches on one replica, as long as statistics of the batch are used.
     case = Case(options=by_hand(2, num_microbatches=1), normalised=True, frozen={0: 2, 1: 6},
-                num_active=1, repack={6: 1}, validates=True, shuffle=False)  # fmt: skip
+                num_active=1, repack={6: 1}, validates=True, shuffle=False,
+                averaged=True)  # fmt: skip
     expected = alone(case, tmp_path)
     ranks = together(case, tmp_path)
     assert_same(expected, ranks)
     assert ranks[0].num_ranks == [2, 1, 1]
-    assert ranks[0].metrics["val_loss"] == pytest.approx(expected.metrics["val_loss"], rel=1e-9)
+    assert ranks[0].metrics == pytest.approx(expected.metrics, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -155,7 +157,8 @@ def test_replicas_from_the_start_and_a_run_that_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("step", "cache"), [(2, False), (3, False), (6, True), (8, True)])
 def test_a_checkpoint_between_transitions(step: int, cache: bool, tmp_path: Path) -> None:
     """Within the first epoch, at the ends of epochs that another mesh follows, in the last one."""
-    case = Case(options=by_hand(2), repack={4: 1}, frozen={1: 2, 2: 4}, save_at=step, cache=cache)
+    case = Case(options=by_hand(2), repack={4: 1}, frozen={1: 2, 2: 4}, save_at=step, cache=cache,
+                averaged=True)  # fmt: skip
     expected = alone(replace(case, save_at=0, cache=False), tmp_path)
     assert_same(expected, together(case, tmp_path), reads=not cache)
     ranks = together(replace(case, resume=True), tmp_path)

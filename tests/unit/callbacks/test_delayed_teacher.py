@@ -269,7 +269,7 @@ def test_works_in_the_other_lightning_world(lab: SimpleNamespace, tmp_path: Path
 
 def test_under_a_pipeline_it_only_declares(lab: SimpleNamespace) -> None:
     trainer = lab.trainer(callbacks=callbacks_for("callback"), max_epochs=1)
-    trainer.strategy.pipelined = SimpleNamespace(is_loss_rank=True)
+    trainer.strategy.pipelined = SimpleNamespace(is_loss_rank=True, averages=dict)
     module = lab.module()
     trainer.fit(module, lab.loader(4))
     plain = lab.module()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from lightning_tspipe import (
     ConfigurationError,
     FreezeAndRepack,
     GradientNormFreeze,
-    MomentumEMA,
     ScheduledFreeze,
 )
 from lightning_tspipe.callbacks.freeze_policies import Decision, Observed, decide
@@ -283,13 +283,26 @@ def test_everything_frozen_ends_the_fit(tmp_path: Path) -> None:
         fit(FreezeAndRepack(num_active=5), tmp_path)
 
 
-def test_an_average_of_the_weights_is_refused_under_a_pipeline() -> None:
-    freezing = FreezeAndRepack()
+class Distilled(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = deepcopy(self.student).requires_grad_(False)
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        distance: Tensor = (self.student(batch) - self.teacher(batch)).square().sum()
+        return distance
+
+
+def test_a_step_that_calls_a_teacher_is_refused_before_it_runs(tmp_path: Path) -> None:
     trainer = Trainer(
-        strategy="tspipe", accelerator="cpu", devices=1, callbacks=[freezing, MomentumEMA()]
-    )
-    with pytest.raises(ConfigurationError, match="strategy='auto' or 'ddp', where both work"):
-        freezing.setup(trainer, LightningModule(), "fit")
+        strategy="tspipe", accelerator="cpu", devices=1, callbacks=[FreezeAndRepack()],
+        max_epochs=1, default_root_dir=tmp_path, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Distilled()
+    with pytest.raises(ConfigurationError, match="where training_step calls the student only"):
+        trainer.fit(module, Stateful(BATCHES))
+    assert not trainer.global_step
 
 
 def test_what_cannot_be_cached_is_told_or_refused(

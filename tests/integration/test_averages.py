@@ -1,0 +1,42 @@
+"""An average of the student that the training step doesn't call lies where the student does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.averaged import Case, train
+from tests.integration.jobs import run
+
+CLOSE = {"rtol": 1e-9, "atol": 1e-12}
+ONE_MICROBATCH = {"num_microbatches": 1}  # BatchNorm
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, ONE_MICROBATCH),
+        Case(2, ONE_MICROBATCH, buffers=None, name="teacher"),
+        pytest.param(Case(2, ONE_MICROBATCH, buffers="copy"), marks=pytest.mark.slow),
+        pytest.param(
+            Case(4, {**ONE_MICROBATCH, "teacher": "average"}, "keep"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Case(2, {**ONE_MICROBATCH, "schedule": "gpipe"}, builds_late=True),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["by a callback", "in the step", "statistics", "declared", "built late"],
+)
+def test_an_average_that_no_step_calls_is_that_of_one_device(case: Case, tmp_path: Path) -> None:
+    alone = replace(case, num_ranks=1, builds_late=False)
+    expected = run(train, alone, num_ranks=1, folder=tmp_path)[0]
+    ranks = run(train, case, num_ranks=case.num_ranks, folder=tmp_path)
+    # A module that is built late stays spread; of others the first rank has all of it.
+    weights = {name: value for rank in reversed(ranks) for name, value in rank.weights.items()}
+    torch.testing.assert_close(weights, expected.weights, **CLOSE)
+    assert ranks[0].metrics == pytest.approx(expected.metrics, rel=1e-9)
+    assert len(ranks[0].metrics) == 4

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.profiling import profile_step
+from lightning_tspipe.runtime.averages import followed_tensors
+from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+
+CPU = torch.device("cpu")
+
+
+class Module(nn.Module):
+    """A trained network, an average of it, and another one that is built differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.average = deepcopy(self.student)
+        self.other = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.student(x).sum()  # type: ignore[no-any-return]
+
+
+def test_tensors_follow_those_of_their_name_and_shape() -> None:
+    module = Module()
+    found = followed_tensors(module, Networks(("student",), ("average",)))
+    assert len(found) == len(module.average.state_dict())
+    assert found["average.1.running_mean"] == "student.1.running_mean"
+    part = Networks(("student",), ("average.2",), averages={"average.2": "student.2"})
+    assert followed_tensors(module, part) == {
+        "average.2.weight": "student.2.weight", "average.2.bias": "student.2.bias"
+    }  # fmt: skip
+
+
+def test_what_the_step_changes_must_follow_something() -> None:
+    module, networks = Module(), Networks(("student",), ("other",))
+    assert "other.0.weight" not in followed_tensors(module, networks)
+    with pytest.raises(PartitionError, match=r"other\.0\.weight has no counterpart"):
+        followed_tensors(module, networks, needs_all=True)
+    with pytest.raises(PartitionError, match=r"average\.0\.weight has no counterpart"):
+        followed_tensors(module, Networks((), ("average",)), needs_all=True)
+
+
+def test_the_planner_counts_the_bytes_of_an_average() -> None:
+    held = []
+    for teacher in ((), ("average",)):
+        module, transport = Module(), LocalTransport(LocalNetwork(1, timeout=10), 0)
+        engine = Engine(module, Networks(("student",), teacher), transport, CPU)
+        captured = engine.capture(module.training_step, torch.randn(4, 3))
+        profile = profile_step(captured, CPU, [], (1,)).student
+        held.append([atom.parameter_bytes for atom in profile.atoms])
+        assert [atom.trainable_bytes for atom in profile.atoms] == [64, 32, 40]
+    assert held[0] == [64, 72, 40]
+    assert held[1] == [2 * number for number in held[0]]
