@@ -1,4 +1,4 @@
-"""Trains what is missing, and compares: final accuracy, and epochs to a target.
+"""Trains what is missing, and compares: final accuracy, epochs and time to a target.
 
 The learning rates of a task are tried on the baseline alone, with one seed::
 
@@ -25,13 +25,15 @@ import torch
 
 from benchmarks.asynchronous.curves import draw
 from benchmarks.asynchronous.entries import POLICIES
-from benchmarks.asynchronous.tasks import TASKS, Rate, Task
+from benchmarks.asynchronous.tasks import TASKS, Rate, Task, tasks_of
 from benchmarks.asynchronous.train import BASELINE, accuracies
 from benchmarks.environment import environment_of
 
 ARMS = (BASELINE, *POLICIES)
 TARGET = 0.98
 """Of the baseline's mean final accuracy: epochs until an arm's mean reaches it."""
+SPEEDS = Path(__file__).parents[1] / "async" / "results" / "latest.json"
+"""The measured throughputs; of these the emulated ones, of four devices, over GPipe's."""
 
 
 class Key(NamedTuple):
@@ -51,17 +53,19 @@ def measure(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     options.runs.mkdir(parents=True, exist_ok=True)
     for key in () if options.present else _wanted(options):
-        with _claimed(options.runs / f"{_name(key)}.lock") as is_mine:
+        with _claimed(options.runs / f"{_name(options, key)}.lock") as is_mine:
             if is_mine and _load(options, key) is None:
                 _train(options, key)
+    tasks = tasks_of(options.batch_size)
     keys = [
         Key(task, rate, arm, seed)
-        for task in options.tasks or TASKS
-        for rate, arm, seed in product(TASKS[task].rates, ARMS, options.seeds)
+        for task in options.tasks or tasks
+        for rate, arm, seed in product(tasks[task].rates, ARMS, options.seeds)
     ]
     runs = {key: curve for key in keys if (curve := _load(options, key)) is not None}
-    figures = figures_of(runs)
-    table = table_of(runs, figures)
+    speeds = json.loads(SPEEDS.read_text(encoding="utf-8"))["figures"]
+    figures = figures_of(runs, tasks, speeds)
+    table = table_of(runs, figures, tasks)
     print(table)
     if options.json is not None:
         rows = [
@@ -69,7 +73,7 @@ def measure(options: argparse.Namespace) -> int:
             for key, curve in runs.items()
         ]
         settings = {
-            name: {**_setting(options, TASKS[name]), "rate": str(TASKS[name].rate)}
+            name: {**_setting(options, tasks[name]), "rate": str(tasks[name].rate)}
             for name in {key.task for key in runs}
         }
         content = {
@@ -80,19 +84,31 @@ def measure(options: argparse.Namespace) -> int:
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         options.json.with_suffix(".txt").write_text(table + "\n", encoding="utf-8")
     if options.image is not None:
-        own = {key: curve for key, curve in runs.items() if key.rate == TASKS[key.task].rate}
+        own = {key: curve for key, curve in runs.items() if key.rate == tasks[key.task].rate}
         draw({(key.task, key.arm, key.seed): curve for key, curve in own.items()}, options.image)
     return 0
 
 
-def figures_of(runs: Runs) -> dict[str, float]:
-    """``accuracy.{task}.{arm}``, how many seeds and their deviation, and epochs to the target.
+def figures_of(
+    runs: Runs, tasks: Mapping[str, Task] = TASKS, speeds: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """``accuracy.{task}.{arm}``, how many seeds and their deviation, and what the target took.
 
     Those of another learning rate than the task's are named ``accuracy.{task}.rate_{rate}.{arm}``.
+
+    Args:
+        runs: Those that are there.
+        tasks: With the rates at which arms are compared.
+        speeds: ``emulated.4.{policy}_over_gpipe4``, the throughputs over that of GPipe with 4
+            micro-batches, which trains what the baseline trains.
+
+    Returns:
+        ``epochs_to_target`` as trained; ``time_to_target`` those over the throughput, as a multiple
+        of the baseline's; neither for arms that don't get there.
     """
     found: dict[str, float] = {}
-    for (task, rate, arm), curves in _by_arm(runs).items():
-        where = task if rate == TASKS[task].rate else f"{task}.rate_{rate}"
+    for (task, rate, arm), curves in _by_arm(runs, tasks).items():
+        where = _where(task, rate, tasks)
         name = f"{where}.{arm}"
         finals = [curve[-1] for curve in curves]
         found[f"accuracy.{name}"] = mean(finals)
@@ -102,35 +118,47 @@ def figures_of(runs: Runs) -> dict[str, float]:
         target = TARGET * found.get(f"accuracy.{where}.{BASELINE}", 1.0)
         means = [mean(values) for values in zip(*curves, strict=True)]
         reached = next((e for e, value in enumerate(means, 1) if value >= target), None)
-        if reached is not None:
-            found[f"epochs_to_target.{name}"] = reached
+        if reached is None:
+            continue
+        found[f"epochs_to_target.{name}"] = reached
+        speed = 1.0 if arm == BASELINE else (speeds or {}).get(f"emulated.4.{arm}_over_gpipe4")
+        needed = found.get(f"epochs_to_target.{where}.{BASELINE}")
+        if speed is not None and needed is not None:
+            found[f"time_to_target.{name}"] = reached / speed / needed
     return found
 
 
-def table_of(runs: Runs, figures: Mapping[str, float]) -> str:
-    """A line for each task, rate and arm: final accuracies, and epochs to the target."""
-    lines = ["task    rate    arm        mean   deviation  epochs to target  seed by seed"]
-    for (task, rate, arm), curves in _by_arm(runs).items():
-        where = task if rate == TASKS[task].rate else f"{task}.rate_{rate}"
+def table_of(runs: Runs, figures: Mapping[str, float], tasks: Mapping[str, Task] = TASKS) -> str:
+    """A line for each task, rate and arm: final accuracies, and what the target took."""
+    lines = ["task    rate    arm        mean   deviation  epochs, time to target  seed by seed"]
+    for (task, rate, arm), curves in _by_arm(runs, tasks).items():
+        where = _where(task, rate, tasks)
         deviation = figures.get(f"accuracy.{where}.{arm}.deviation")
         shown = "-" if deviation is None else f"{deviation:.3f}"
         epochs = figures.get(f"epochs_to_target.{where}.{arm}", "-")
+        time = figures.get(f"time_to_target.{where}.{arm}")
+        time_text = "-" if time is None else f"{time:.2f}"
         seeds = " ".join(f"{curve[-1]:.3f}" for curve in curves)
         mean_text = f"{figures[f'accuracy.{where}.{arm}']:.3f}"
         lines.append(
-            f"{task:<7} {rate!s:<7} {arm:<10} {mean_text}  {shown:<9}  {epochs!s:<16}  {seeds}"
+            f"{task:<7} {rate!s:<7} {arm:<10} {mean_text}  {shown:<9}  {epochs!s:<6}  "
+            f"{time_text:<14}  {seeds}"
         )
     return "\n".join(lines)
 
 
-def _by_arm(runs: Runs) -> dict[tuple[str, Rate, str], list[list[float]]]:
+def _where(task: str, rate: Rate, tasks: Mapping[str, Task]) -> str:
+    return task if rate == tasks[task].rate else f"{task}.rate_{rate}"
+
+
+def _by_arm(
+    runs: Runs, tasks: Mapping[str, Task]
+) -> dict[tuple[str, Rate, str], list[list[float]]]:
     """The curves of each task, rate and arm; the task's own rate first, the baseline first."""
     found: dict[tuple[str, Rate, str], list[list[float]]] = {}
-    for task in TASKS:
+    for task, own in tasks.items():
         rates = {key.rate for key in runs if key.task == task}
-        ordered = sorted(
-            rates, key=lambda rate: (rate != TASKS[task].rate, -rate.peak, rate.warmup)
-        )
+        ordered = sorted(rates, key=lambda rate: (rate != own.rate, -rate.peak, rate.warmup))
         for rate, arm in product(ordered, ARMS):
             curves = [runs[key] for key in sorted(runs) if key[:3] == (task, rate, arm)]
             if curves:
@@ -140,15 +168,16 @@ def _by_arm(runs: Runs) -> dict[tuple[str, Rate, str], list[list[float]]]:
 
 def _wanted(options: argparse.Namespace) -> Iterator[Key]:
     tasks = [task for task in options.tasks or TASKS if _folder(options, task) is not None]
+    rates = tasks_of(options.batch_size)
     for seed, task, arm in product(options.seeds, tasks, options.arms or ARMS):
         # SpecTrain is defined for SGD with momentum only.
         if arm != "spectrain" or task == "resnet":
-            for rate in map(Rate.parse, options.rates or [str(TASKS[task].rate)]):
+            for rate in map(Rate.parse, options.rates or [str(rates[task].rate)]):
                 yield Key(task, rate, arm, seed)
 
 
-def _name(key: Key) -> str:
-    return f"{key.task}-{key.rate}-{key.arm}-{key.seed}"
+def _name(options: argparse.Namespace, key: Key) -> str:
+    return f"{key.task}-{options.batch_size}-{key.rate}-{key.arm}-{key.seed}"
 
 
 def _folder(options: argparse.Namespace, task: str) -> Path | None:
@@ -157,7 +186,10 @@ def _folder(options: argparse.Namespace, task: str) -> Path | None:
 
 
 def _setting(options: argparse.Namespace, task: Task) -> dict[str, int]:
+    tests = {"num_tests": task.num_tests} if task.data == "images" else {}
     return {
+        "batch_size": task.batch_size,
+        **tests,
         "samples": options.samples or task.num_samples,
         "epochs": options.epochs or task.epochs,
     }
@@ -176,17 +208,18 @@ def _claimed(lock: Path) -> Iterator[bool]:
 
 
 def _train(options: argparse.Namespace, key: Key) -> None:
-    print(_name(key), file=sys.stderr, flush=True)
-    setting, folder = _setting(options, TASKS[key.task]), _folder(options, key.task)
+    print(_name(options, key), file=sys.stderr, flush=True)
+    own, folder = tasks_of(options.batch_size)[key.task], _folder(options, key.task)
+    setting = _setting(options, own)
     assert folder is not None
     task = replace(
-        TASKS[key.task],
+        own,
         num_samples=setting["samples"],
         epochs=setting["epochs"],
         rate=key.rate,
     )
     result = {"setting": setting, "accuracy": accuracies(task, key.arm, key.seed, folder)}
-    file = options.runs / f"{_name(key)}.json"
+    file = options.runs / f"{_name(options, key)}.json"
     # Whole or not at all, should this process end.
     unfinished = file.with_suffix(".part")
     unfinished.write_text(json.dumps(result) + "\n", encoding="utf-8")
@@ -196,8 +229,9 @@ def _train(options: argparse.Namespace, key: Key) -> None:
 def _load(options: argparse.Namespace, key: Key) -> list[float] | None:
     """A run with the present setting, if it is there."""
     try:
-        result = json.loads((options.runs / f"{_name(key)}.json").read_text())
+        result = json.loads((options.runs / f"{_name(options, key)}.json").read_text())
     except FileNotFoundError:
         return None
     curve: list[float] = result["accuracy"]
-    return curve if result["setting"] == _setting(options, TASKS[key.task]) else None
+    wanted = _setting(options, tasks_of(options.batch_size)[key.task])
+    return curve if result["setting"] == wanted else None

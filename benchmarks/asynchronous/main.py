@@ -61,6 +61,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--arms", nargs="+", choices=("gpipe1", *POLICIES))
     parser.add_argument("--rates", nargs="+", help="learning rates, as 0.05, or 0.05w with warm-up")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--batch-size", type=int, choices=(8, 64), default=8, help="per update")
     parser.add_argument("--samples", type=int, help="train on so many only")
     parser.add_argument("--epochs", type=int, help="train for so many only")
     parser.add_argument("--image", type=Path, help="draw the curves of the accuracies here")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.asynchronous.tasks import NUM_STAGES, TASKS, Classifier, Task
+from benchmarks.asynchronous.tasks import NUM_STAGES, TASKS, Classifier, Task, tasks_of
 from benchmarks.asynchronous.train import batches, data
 from benchmarks.environment import environment_of
 from lightning_tspipe.runtime.prediction import predicted_update
@@ -37,7 +37,7 @@ def measure(options: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     rows: dict[str, Shares] = {"if noise alone": {s: expected(s) for s in STEPS}}
     rows["the best, then"] = {s: expected(s, best=True) for s in STEPS}
-    for name, task in TASKS.items():
+    for name, task in tasks_of(options.batch_size).items():
         folder = getattr(options, task.data)
         if folder is not None and name in (options.tasks or TASKS):
             rows[name] = shares(task, options.seeds[0], folder)
@@ -77,7 +77,7 @@ def expected(steps: int, *, best: bool = False) -> float:
 
 def shares(task: Task, seed: int, folder: Path) -> Shares:
     """One training; by how many updates were predicted, the mean error over the mean movement."""
-    (inputs, labels), _ = data(task.data, task.num_samples, folder)
+    (inputs, labels), _ = data(task, folder)
     torch.manual_seed(seed)
     module = Classifier(task)
     parameters = list(module.parameters())

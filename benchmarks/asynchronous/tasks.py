@@ -1,13 +1,13 @@
 """What is trained for accuracy: a ResNet with SGD, a VGG with AdamW, an LSTM with Adam.
 
 The networks are small, so that four policies and a baseline can be trained three times on two
-cores.
+cores. There are two settings: many small updates, and an eighth as many large ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import cos, pi
 from typing import NamedTuple
 
@@ -153,6 +153,7 @@ class Task:
         rate: At which the arms are compared.
         rates: Those that were tried, on the baseline alone.
         batch_size: Samples per update.
+        num_tests: Images to test with; sentences are tested with all there are.
     """
 
     network: Callable[[], list[nn.Sequential]]
@@ -162,7 +163,8 @@ class Task:
     epochs: int
     rate: Rate
     rates: tuple[Rate, ...] = ()
-    batch_size: int = 64
+    batch_size: int = 8
+    num_tests: int = 2_000
 
 
 def _rates(text: str) -> tuple[Rate, ...]:
@@ -172,17 +174,40 @@ def _rates(text: str) -> tuple[Rate, ...]:
 TASKS = {
     "resnet": Task(
         resnet, lambda p, rate: SGD(p, lr=rate, momentum=0.9, weight_decay=5e-4),
-        "images", 3_000, 6, Rate(0.05, 1), _rates("0.1 0.05 0.02 0.01 0.1w 0.05w 0.02w"),
+        "images", 3_000, 6, Rate(0.005, 1), _rates("0.02w 0.01w 0.005w 0.002w"),
     ),
     "vgg": Task(
         vgg, lambda p, rate: AdamW(p, lr=rate, weight_decay=0.05),
-        "images", 3_000, 6, Rate(1e-3), _rates("0.002 0.001 0.0005 0.0002 0.001w 0.0005w"),
+        "images", 3_000, 6, Rate(5e-4, 1), _rates("0.001w 0.0005w 0.0002w 0.0001w"),
     ),
     "lstm": Task(
         lstm, lambda p, rate: Adam(p, lr=rate),
-        "sentences", 7_000, 3, Rate(2e-3), _rates("0.004 0.002 0.001 0.0005 0.0002 0.002w 0.001w"),
+        "sentences", 7_000, 3, Rate(1e-3, 1), _rates("0.002w 0.001w 0.0005w 0.0002w"),
     ),
 }  # fmt: skip
+
+_LARGE_UPDATES = {
+    "resnet": (Rate(0.05, 1), _rates("0.1 0.05 0.02 0.01 0.1w 0.05w 0.02w")),
+    "vgg": (Rate(1e-3), _rates("0.002 0.001 0.0005 0.0002 0.001w 0.0005w")),
+    "lstm": (Rate(2e-3), _rates("0.004 0.002 0.001 0.0005 0.0002 0.002w 0.001w")),
+}
+"""Rates of the arms, and those that were tried, with batches of 64."""
+
+
+def tasks_of(batch_size: int) -> dict[str, Task]:
+    """The tasks with batches of 8, as they are compared, or of another size.
+
+    Raises:
+        KeyError: Neither 8 nor 64: no learning rates were chosen for it.
+    """
+    if batch_size == TASKS["resnet"].batch_size:
+        return TASKS
+    chosen = {64: _LARGE_UPDATES}[batch_size]
+    return {
+        name: replace(task, rate=rate, rates=rates, batch_size=batch_size, num_tests=1_000)
+        for name, task in TASKS.items()
+        for rate, rates in (chosen[name],)
+    }
 
 
 class Classifier(nn.Module):

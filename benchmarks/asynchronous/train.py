@@ -28,7 +28,6 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
 from lightning_tspipe.runtime.weight_policies import policy_of
 
-NUM_TEST_IMAGES = 1000
 BASELINE = "gpipe1"
 """GPipe with one micro-batch is what one device trains; so it is trained on one."""
 
@@ -45,7 +44,7 @@ def accuracies(task: Task, arm: str, seed: int, folder: Path) -> list[float]:
         seed: Of the weights, the order of the data, and its changes.
         folder: Images or sentences.
     """
-    (inputs, labels), test = data(task.data, task.num_samples, folder)
+    (inputs, labels), test = data(task, folder)
     torch.manual_seed(seed)
     values = Classifier(task).state_dict()
     # 2BW needs as many batches per update as stages: they are smaller by as much.
@@ -55,14 +54,18 @@ def accuracies(task: Task, arm: str, seed: int, folder: Path) -> list[float]:
     return run.on_one_device(test) if arm == BASELINE else run.on_stages(test)
 
 
-@cache
-def data(kind: str, num_samples: int, folder: Path) -> tuple[Batch, Batch]:
+def data(task: Task, folder: Path) -> tuple[Batch, Batch]:
     """Samples and labels, to train with and to test with."""
+    return _read(task.data, task.num_samples, task.num_tests, folder)
+
+
+@cache
+def _read(kind: str, num_samples: int, num_tests: int, folder: Path) -> tuple[Batch, Batch]:
     if kind == "sentences":
         train, test = sentences(folder, num_samples)
     else:
         train = plain(*images(folder / "train", num_samples))
-        test = plain(*images(folder / "test", NUM_TEST_IMAGES))
+        test = plain(*images(folder / "test", num_tests))
     return train.tensors, test.tensors  # type: ignore[return-value]
 
 

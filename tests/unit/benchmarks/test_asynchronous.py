@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 
-from benchmarks.asynchronous import memory, prediction
+from benchmarks.asynchronous import accuracy, memory, prediction
 from benchmarks.asynchronous.accuracy import Key, figures_of, table_of
 from benchmarks.asynchronous.entries import EMULATED, REAL
 from benchmarks.asynchronous.figures import figures_of_emulated, figures_of_real
-from benchmarks.asynchronous.tasks import NUM_STAGES, TASKS, Classifier, Rate, Task
+from benchmarks.asynchronous.main import _parse
+from benchmarks.asynchronous.tasks import NUM_STAGES, TASKS, Classifier, Rate, Task, tasks_of
 from benchmarks.asynchronous.train import Run
 from benchmarks.throughput.figures import Result
 
@@ -42,10 +46,12 @@ def test_accuracies_are_means_and_targets_those_of_the_baseline() -> None:
         Key("vgg", rate, "pipeoptim", 0): [0.69, 0.7],
         Key("vgg", Rate(7.0, 1), "gpipe1", 0): [0.1, 0.2],
     }
-    found = figures_of(runs)
+    found = figures_of(runs, speeds={"emulated.4.pipeoptim_over_gpipe4": 2.0})
     assert found["accuracy.vgg.gpipe1"] == pytest.approx(0.7)
     assert found["epochs_to_target.vgg.gpipe1"] == 2
     assert found["epochs_to_target.vgg.pipeoptim"] == 1
+    assert found["time_to_target.vgg.gpipe1"] == 1.0
+    assert found["time_to_target.vgg.pipeoptim"] == 0.25  # half the epochs, twice the throughput
     assert "accuracy.lstm.gpipe1" not in found
     assert found["accuracy.vgg.rate_7w.gpipe1"] == 0.2
     own, *others = [line.split()[1:3] for line in table_of(runs, found).splitlines()[1:]]
@@ -53,9 +59,29 @@ def test_accuracies_are_means_and_targets_those_of_the_baseline() -> None:
     assert others == [[str(rate), "pipeoptim"], ["7w", "gpipe1"]]
 
 
-@pytest.mark.parametrize("task", TASKS.values())
+@pytest.mark.parametrize("task", [*TASKS.values(), *tasks_of(64).values()])
 def test_arms_are_compared_at_a_rate_that_was_tried(task: Task) -> None:
     assert task.rate in task.rates
+
+
+def test_tasks_differ_by_batches_and_by_the_rates_chosen_for_them() -> None:
+    assert tasks_of(8) == TASKS
+    assert {task.batch_size for task in tasks_of(64).values()} == {64}
+    with pytest.raises(KeyError):
+        tasks_of(32)
+
+
+def test_runs_of_another_setting_are_not_mixed_in(tmp_path: Path) -> None:
+    runs = ["--accuracy", "--runs", str(tmp_path)]
+    options = _parse(runs)
+    key = Key("lstm", TASKS["lstm"].rate, "gpipe1", 0)
+    setting = accuracy._setting(options, TASKS["lstm"])
+    assert setting["batch_size"] == 8
+    file = tmp_path / f"{accuracy._name(options, key)}.json"
+    file.write_text(json.dumps({"setting": setting, "accuracy": [0.5]}))
+    assert accuracy._load(options, key) == [0.5]
+    assert accuracy._load(_parse([*runs, "--epochs", "1"]), key) is None
+    assert accuracy._load(_parse([*runs, "--batch-size", "64"]), key) is None
 
 
 def test_a_rate_rises_for_an_epoch_and_falls_to_nothing() -> None:
