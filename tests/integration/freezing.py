@@ -57,6 +57,7 @@ class Case:
         drop_last: Of the loader.
         averaged: Whether the student's weights and statistics are averaged, and the average
             validated too.
+        draws: Whether the step draws a random number, the same in all replicas.
     """
 
     strategy: str = "tspipe"
@@ -80,6 +81,7 @@ class Case:
     with_ids: bool = True
     drop_last: bool = False
     averaged: bool = False
+    draws: bool = False
 
 
 class Block(nn.Module):
@@ -112,17 +114,19 @@ class Net(nn.Module):
 class Module(LightningModule):
     """A classifier with a temperature outside of the network, AdamW and a schedule."""
 
-    def __init__(self, *, normalised: bool, averaged: bool) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__()
+        self._draws = case.draws
         torch.manual_seed(0)
-        self.student = Net(normalised=normalised)
+        self.student = Net(normalised=case.normalised)
         self.scale = nn.Parameter(torch.ones(()))
-        if averaged:
+        if case.averaged:
             self.average = deepcopy(self.student).requires_grad_(False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, *_ = batch
-        return F.cross_entropy(self.student(x) * self.scale, y)
+        loss = F.cross_entropy(self.student(x) * self.scale, y)
+        return loss * torch.rand(()) if self._draws else loss
 
     def configure_optimizers(self) -> Any:
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -183,7 +187,7 @@ class Watch(Callback):
             trainer.save_checkpoint("last.ckpt")
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 0 and self._case.compares and trainer.current_epoch:
+        if batch_idx == 0 and self._case.compares and trainer.current_epoch in self._case.frozen:
             self._compare(trainer, module)
 
     def _compare(self, trainer: Any, module: Any) -> None:
@@ -239,8 +243,7 @@ def train(case: Case) -> Found:
     strict()
     warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
     logging.getLogger("lightning_tspipe").setLevel(logging.INFO)
-    kind = Validated if case.validates else Module
-    module = kind(normalised=case.normalised, averaged=case.averaged)
+    module = (Validated if case.validates else Module)(case)
     samples, end = Samples(case.num_samples), AtEnd()
     callback = FreezeAndRepack(ScheduledFreeze(case.frozen), repack=case.repack,
                                num_active=case.num_active)  # fmt: skip

@@ -74,7 +74,7 @@ GRID: list[tuple[int, dict[int, int]]] = [
     (4, {2: 1}),
 ]  # fmt: skip
 """Ranks at the start, and stages of what is trained by the number of frozen layers."""
-SHORTENED = Case(frozen={1: 2, 3: 4}, epochs=5, num_samples=22, averaged=True)
+SHORTENED = Case(frozen={1: 2, 3: 4}, epochs=5, num_samples=22, averaged=True, compares=True)
 """Cached, epoch 1 computes, 2 reads, 3 pushes on what was read, 4 reads."""
 
 
@@ -91,6 +91,7 @@ def test_any_number_of_stages(
     case = replace(SHORTENED, options=by_hand(num_ranks), num_ranks=num_ranks, repack=repack)
     ranks = together(case, tmp_path)
     assert_same(shortened, ranks)
+    assert [rank.moved for rank in ranks] == [[]] * num_ranks
     assert ranks[0].history[-1]["num_ranks"] * ranks[0].replicas == num_ranks
 
 
@@ -104,6 +105,7 @@ def test_activations_that_are_read_are_those_that_would_be_computed(
     ranks = together(case, tmp_path)
     assert_same(shortened, ranks, reads=False)
     for rank in ranks:
+        assert rank.moved == []
         assert [entry["hit_rate"] for entry in rank.history] == [1.0, 1.0]
         # Inputs are loaded until what was kept has been compared once, and never again.
         assert [len(read) for read in rank.read[3:]] == [0, 0]
@@ -165,6 +167,14 @@ def test_a_checkpoint_between_transitions(step: int, cache: bool, tmp_path: Path
     assert [entry["num_frozen"] for entry in ranks[0].history] == [2, 4]
     torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
     torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
+
+
+@pytest.mark.slow
+def test_a_step_draws_the_same_after_a_transition(tmp_path: Path) -> None:
+    case = Case(options=by_hand(2), frozen={1: 2}, num_samples=24, draws=True)
+    stays, moves = (together(replace(case, repack=r), tmp_path) for r in (False, {2: 1}))
+    assert [ranks[0].num_ranks[-1] for ranks in (stays, moves)] == [2, 1]
+    torch.testing.assert_close(moves[0].weights, stays[0].weights, **CLOSE)
 
 
 @pytest.mark.slow
