@@ -59,6 +59,9 @@ class FreezeAndRepack(Callback):
     and the freed devices become replicas of this shorter pipeline. The global batch stays what it
     was: each replica reads its part of it.
 
+    At the end of each epoch ``frozen_layers`` is logged, in one with a transition under a pipeline
+    ``transition_seconds``, and ``cache_hit_rate`` where activations are cached.
+
     Args:
         policy: A function of :class:`~.freeze_policies.Observed` that returns the number of frozen
             layers, or a :class:`~.freeze_policies.Decision`.
@@ -230,12 +233,18 @@ class FreezeAndRepack(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._front is None or not self._front.is_on or self.cache is None:
-            return
-        rate = self.cache.take_hit_rate(trainer)
-        self.history[-1]["hit_rate"] = rate
+        metrics = {"frozen_layers": float(self.num_frozen)}
+        if (
+            self.history
+            and self.history[-1]["epoch"] == self._epoch
+            and self.history[-1]["seconds"]
+        ):
+            metrics["transition_seconds"] = self.history[-1]["seconds"]
+        if self._front is not None and self._front.is_on and self.cache is not None:
+            metrics["cache_hit_rate"] = self.cache.take_hit_rate(trainer)
+            self.history[-1]["hit_rate"] = metrics["cache_hit_rate"]
         if may_log(trainer):
-            pl_module.log("cache_hit_rate", rate, batch_size=1)
+            pl_module.log_dict(metrics, batch_size=1, rank_zero_only=True)
 
     @override
     def on_exception(
