@@ -37,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from benchmarks.asynchronous import prediction  # noqa: PLC0415 - it loads torch
 
         return prediction.measure(options)
+    if options.causes:
+        from benchmarks.asynchronous import causes  # noqa: PLC0415 - it loads torch
+
+        return causes.measure(options)
     if options.memory:
         return memory.measure(options)
     start = time.monotonic()
@@ -54,6 +58,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the result here, the table beside it")
     parser.add_argument("--accuracy", action="store_true", help="train, instead of timing")
     parser.add_argument("--prediction", action="store_true", help="how good predictions are")
+    parser.add_argument("--causes", action="store_true", help="why accuracy is lost")
     parser.add_argument("--memory", action="store_true", help="look at memory, instead of timing")
     parser.add_argument("--images", type=Path, help="with train/ and test/, a folder per class")
     parser.add_argument("--sentences", type=Path, help="with train.tsv and dev.tsv")

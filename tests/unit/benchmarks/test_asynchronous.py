@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import pi, sin
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from benchmarks.asynchronous import accuracy, memory, prediction
+from benchmarks.asynchronous import accuracy, causes, memory, prediction
 from benchmarks.asynchronous.accuracy import Key, figures_of, table_of
 from benchmarks.asynchronous.entries import EMULATED, REAL
 from benchmarks.asynchronous.figures import figures_of_emulated, figures_of_real
@@ -112,6 +114,31 @@ def test_noise_can_be_predicted_by_about_half() -> None:
     assert lines[-1].split() == ["resnet", "0.40", "0.50", "0.60"]
 
 
+def test_late_gradients_are_stable_for_small_rates_only() -> None:
+    """Known: 2 (1 + m) in time; without momentum 2 sin(pi / (4 s + 2)) for s updates late."""
+    assert causes.stable(0, 0.9, predicts=True) == pytest.approx(3.8, rel=0.02)
+    assert causes.stable(0, 0.0, predicts=False) == pytest.approx(2.0, rel=0.01)
+    assert causes.stable(3, 0.0, predicts=False) == pytest.approx(2 * sin(pi / 14), rel=0.01)
+    predicted, old = (causes.stable(3, 0.9, predicts=predicts) for predicts in (True, False))
+    assert predicted > 2 * old
+
+
+def test_a_backward_reads_what_a_reading_says() -> None:
+    """y = b a x: a is trained with b of the backward, b with what the forward made of a."""
+    module = Classifier(replace(TASKS["resnet"], network=chain))
+    images, labels = torch.randn(4, 2), torch.tensor([0, 1, 0, 1])
+    names = [name for name, _ in module.student.named_parameters()]
+    forward = {name: torch.randn(2, 2, requires_grad=True) for name in names}
+    other = {name: torch.randn(2, 2) for name in names}
+    hidden = images @ forward[names[0]].T
+    output = (hidden @ forward[names[1]].T).detach().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(output, labels)
+    (slope,) = torch.autograd.grad(loss, output)
+    found = causes._gradients(module, (images, labels), forward, other)
+    torch.testing.assert_close(found[names[1]], slope.T @ hidden)
+    torch.testing.assert_close(found[names[0]], (slope @ other[names[1]]).T @ images)
+
+
 @pytest.mark.slow
 def test_epochs_of_one_batch_are_trained_as_on_one_device() -> None:
     """Behind a drain nothing is late, whatever the policy."""
@@ -132,6 +159,10 @@ def test_epochs_of_one_batch_are_trained_as_on_one_device() -> None:
     curve = run.on_stages(test)
     assert curve == run.on_one_device(test)
     assert len(set(curve)) > 1
+
+
+def chain() -> list[nn.Sequential]:
+    return [nn.Sequential(nn.Linear(2, 2, bias=False)) for _ in range(2)]
 
 
 def stages() -> list[nn.Sequential]:
