@@ -24,6 +24,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -45,6 +46,8 @@ from lightning_tspipe.runtime.prediction import predicted_update
 CURVATURE_EPOCH = 2
 """After which the curvatures are looked at: behind the warm-up, before the rate has fallen much."""
 CURVATURE_SAMPLES, POWER_STEPS = 200, 8
+NUM_TESTS = 4_000
+"""More images to test with than the arms', as differences of a few seeds are to be told apart."""
 
 MOMENTA = (0.9, 0.5)
 
@@ -124,7 +127,7 @@ class Outcome(NamedTuple):
 def measure(options: argparse.Namespace) -> int:
     """Compute the limits, train each reading with the ResNet, print and write."""
     torch.set_num_threads(1)
-    task = tasks_of(options.batch_size)["resnet"]
+    task = replace(tasks_of(options.batch_size)["resnet"], num_tests=NUM_TESTS)
     limits = {
         f"{name} {momentum:g}": [
             stable(steps, momentum, predicts=name == "pipeoptim") for steps in range(NUM_STAGES)
@@ -148,7 +151,9 @@ def measure(options: argparse.Namespace) -> int:
     if options.json is not None:
         content = {
             "environment": environment_of(("torch", "torchvision")),
-            "settings": {"batch_size": task.batch_size, "rate": str(task.rate)},
+            "settings": {
+                "batch_size": task.batch_size, "rate": str(task.rate), "num_tests": NUM_TESTS
+            },
             "limits": limits, "rows": rows,
         }  # fmt: skip
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -178,11 +178,11 @@ TASKS = {
     ),
     "vgg": Task(
         vgg, lambda p, rate: AdamW(p, lr=rate, weight_decay=0.05),
-        "images", 3_000, 6, Rate(5e-4, 1), _rates("0.001w 0.0005w 0.0002w 0.0001w"),
+        "images", 3_000, 6, Rate(2e-4, 1), _rates("0.001w 0.0005w 0.0002w 0.0001w"),
     ),
     "lstm": Task(
         lstm, lambda p, rate: Adam(p, lr=rate),
-        "sentences", 7_000, 3, Rate(1e-3, 1), _rates("0.002w 0.001w 0.0005w 0.0002w"),
+        "sentences", 7_000, 3, Rate(5e-3, 1), _rates("0.01w 0.005w 0.002w 0.001w"),
     ),
 }  # fmt: skip
 
