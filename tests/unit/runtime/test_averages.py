@@ -12,6 +12,7 @@ from lightning_tspipe.profiling import profile_step
 from lightning_tspipe.runtime.averages import followed_tensors
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.weights import Shards
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,19 @@ def test_tensors_follow_those_of_their_name_and_shape() -> None:
     assert followed_tensors(module, part) == {
         "average.2.weight": "student.2.weight", "average.2.bias": "student.2.bias"
     }  # fmt: skip
+
+
+def test_an_average_lies_with_the_student_and_is_not_trained() -> None:
+    module, transport = Module(), LocalTransport(LocalNetwork(1, timeout=10), 0)
+    engine = Engine(module, Networks(("student",), ("average",)), transport, CPU)
+    captured = engine.capture(module.training_step, torch.randn(4, 3))
+    shards = Shards(module, captured.held, {"student": (0, 1, 3)}, {"student": (1, 0)})
+    shards.follow(captured.followed)
+    owners = {"average.0.weight": 1, "average.1.running_mean": 0, "average.2.bias": 0}
+    assert {name: shards.owner(name) for name in owners} == owners
+    trained = {p for rank in (0, 1) for part in shards.by_stage(rank).values() for p in part}
+    # Each parameter of it would take a gradient; what is left is what the loss rank could read.
+    assert trained == {*module.student.parameters(), *module.other.parameters()}
 
 
 def test_what_the_step_changes_must_follow_something() -> None:
