@@ -26,10 +26,11 @@ import torch
 from benchmarks.asynchronous.curves import draw
 from benchmarks.asynchronous.entries import POLICIES
 from benchmarks.asynchronous.tasks import TASKS, Rate, Task, tasks_of
-from benchmarks.asynchronous.train import BASELINE, accuracies
+from benchmarks.asynchronous.train import BASELINE, IN_PARTS, accuracies
 from benchmarks.environment import environment_of
 
-ARMS = (BASELINE, *POLICIES)
+ARMS = (BASELINE, IN_PARTS, *POLICIES)
+_LEFT_OUT = {"spectrain": ("vgg", "lstm"), IN_PARTS: ("lstm",)}
 TARGET = 0.98
 """Of the baseline's mean final accuracy: epochs until an arm's mean reaches it."""
 SPEEDS = Path(__file__).parents[1] / "async" / "results" / "latest.json"
@@ -107,6 +108,8 @@ def figures_of(
         of the baseline's; neither for arms that don't get there.
     """
     found: dict[str, float] = {}
+    synchronous = (f"emulated.4.{arm}_over_gpipe4" for arm in (BASELINE, IN_PARTS))
+    known = {**dict.fromkeys(synchronous, 1.0), **(speeds or {})}
     for (task, rate, arm), curves in _by_arm(runs, tasks).items():
         where = _where(task, rate, tasks)
         name = f"{where}.{arm}"
@@ -121,7 +124,7 @@ def figures_of(
         if reached is None:
             continue
         found[f"epochs_to_target.{name}"] = reached
-        speed = 1.0 if arm == BASELINE else (speeds or {}).get(f"emulated.4.{arm}_over_gpipe4")
+        speed = known.get(f"emulated.4.{arm}_over_gpipe4")
         needed = found.get(f"epochs_to_target.{where}.{BASELINE}")
         if speed is not None and needed is not None:
             found[f"time_to_target.{name}"] = reached / speed / needed
@@ -170,8 +173,8 @@ def _wanted(options: argparse.Namespace) -> Iterator[Key]:
     tasks = [task for task in options.tasks or TASKS if _folder(options, task) is not None]
     rates = tasks_of(options.batch_size)
     for seed, task, arm in product(options.seeds, tasks, options.arms or ARMS):
-        # SpecTrain is defined for SGD with momentum only.
-        if arm != "spectrain" or task == "resnet":
+        # SpecTrain is defined for SGD with momentum only; an LSTM has no BatchNorm.
+        if task not in _LEFT_OUT.get(arm, ()):
             for rate in map(Rate.parse, options.rates or [str(rates[task].rate)]):
                 yield Key(task, rate, arm, seed)
 

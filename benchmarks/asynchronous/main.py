@@ -63,7 +63,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--images", type=Path, help="with train/ and test/, a folder per class")
     parser.add_argument("--sentences", type=Path, help="with train.tsv and dev.tsv")
     parser.add_argument("--tasks", nargs="+", choices=("resnet", "vgg", "lstm"))
-    parser.add_argument("--arms", nargs="+", choices=("gpipe1", *POLICIES))
+    parser.add_argument("--arms", nargs="+", choices=("gpipe1", "gpipe4", *POLICIES))
     parser.add_argument("--rates", nargs="+", help="learning rates, as 0.05, or 0.05w with warm-up")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--batch-size", type=int, choices=(8, 64), default=8, help="per update")

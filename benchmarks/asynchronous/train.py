@@ -28,8 +28,11 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
 from lightning_tspipe.runtime.weight_policies import policy_of
 
-BASELINE = "gpipe1"
-"""GPipe with one micro-batch is what one device trains; so it is trained on one."""
+BASELINE, IN_PARTS = "gpipe1", "gpipe4"
+"""GPipe with one micro-batch, and with four: what one device trains, so they are trained on one.
+
+They differ where BatchNorm takes the statistics of a micro-batch, as it does in 2BW.
+"""
 
 Batch = tuple[Tensor, Tensor]
 Meeting = Callable[[], object]
@@ -40,7 +43,7 @@ def accuracies(task: Task, arm: str, seed: int, folder: Path) -> list[float]:
 
     Args:
         task: What is trained.
-        arm: ``gpipe1`` or a weight policy.
+        arm: ``gpipe1``, ``gpipe4`` or a weight policy.
         seed: Of the weights, the order of the data, and its changes.
         folder: Images or sentences.
     """
@@ -48,10 +51,10 @@ def accuracies(task: Task, arm: str, seed: int, folder: Path) -> list[float]:
     torch.manual_seed(seed)
     values = Classifier(task).state_dict()
     # 2BW needs as many batches per update as stages: they are smaller by as much.
-    parts = NUM_STAGES if arm == "2bw" else 1
+    parts = NUM_STAGES if arm in {"2bw", IN_PARTS} else 1
     epochs = list(batches(inputs, labels, task, seed))
     run = Run(task, arm, values, epochs, parts)
-    return run.on_one_device(test) if arm == BASELINE else run.on_stages(test)
+    return run.on_one_device(test) if arm in {BASELINE, IN_PARTS} else run.on_stages(test)
 
 
 def data(task: Task, folder: Path) -> tuple[Batch, Batch]:
@@ -125,11 +128,12 @@ class Run:
         optimizer = self._task.optimizer(module.parameters(), self._task.rate.peak)
         scheduler = self._schedule(optimizer)
         for epoch in self._epochs:
-            for batch in epoch:
-                optimizer.zero_grad()
-                module.training_step(batch).backward()
-                optimizer.step()
-                scheduler.step()
+            for place, batch in enumerate(epoch, 1):
+                (module.training_step(batch) / self._parts).backward()
+                if place % self._parts == 0:
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
             curve.append(accuracy(module, test))
         return curve
 
