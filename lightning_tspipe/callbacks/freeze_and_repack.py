@@ -234,12 +234,9 @@ class FreezeAndRepack(Callback):
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         metrics = {"frozen_layers": float(self.num_frozen)}
-        if (
-            self.history
-            and self.history[-1]["epoch"] == self._epoch
-            and self.history[-1]["seconds"]
-        ):
-            metrics["transition_seconds"] = self.history[-1]["seconds"]
+        last = self.history[-1] if self.history else {"epoch": -1}
+        if last["epoch"] == self._epoch and last["seconds"]:
+            metrics["transition_seconds"] = last["seconds"]
         if self._front is not None and self._front.is_on and self.cache is not None:
             metrics["cache_hit_rate"] = self.cache.take_hit_rate(trainer)
             self.history[-1]["hit_rate"] = metrics["cache_hit_rate"]

@@ -61,7 +61,9 @@ class Evaluation:
             # A teacher that the training doesn't call lies where the student does.
             like: NetworkName = name if name in trained else "student"
             ranks = {**ranks, name: ranks[like]}
-            own = network.cuts_like(trained[like], trained_cuts[like], engine.captured.followed)
+            own = None
+            if like in trained:
+                own = network.cuts_like(trained[like], trained_cuts[like], engine.captured.followed)
             if own is None:
                 raise CaptureError(
                     f"this step goes another way through the {name} than the step that the stages "

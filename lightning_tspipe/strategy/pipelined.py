@@ -110,7 +110,8 @@ class Pipelined:
         Args:
             originals: By the name of the submodule that is averaged into, the one that is averaged.
         """
-        self._strategy.options = replace(self._strategy.options, averages=dict(originals))
+        options = self._strategy.options
+        self._strategy.options = replace(options, averages={**options.averages, **originals})
 
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""

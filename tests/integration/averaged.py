@@ -28,6 +28,7 @@ class Case:
         buffers: Of ``MomentumEMA``; None: the step averages the parameters itself.
         name: Of the average.
         builds_late: Whether the module is built by ``configure_model``.
+        parts: Whether a callback for each of its layers averages it.
     """
 
     num_ranks: int = 1
@@ -35,6 +36,7 @@ class Case:
     buffers: Any = "average"
     name: str = "average"
     builds_late: bool = False
+    parts: bool = False
 
 
 @dataclass
@@ -93,23 +95,53 @@ class Averaged(LightningModule):
         return torch.optim.SGD(self.student.parameters(), 0.1, momentum=0.9)
 
 
+class Apart(Averaged):
+    """The first loader is for the average, the second one for the student."""
+
+    def validation_step(  # type: ignore[override]
+        self, batch: Any, batch_idx: int, dataloader_idx: int
+    ) -> None:
+        x, y = batch
+        network = self.student if dataloader_idx else self._average
+        self.log("loss", F.cross_entropy(network(x), y))
+
+
+def validate_apart(case: Case) -> dict[str, float]:
+    """Validate without a training."""
+    strict()
+    strategy: Any = "auto" if case.num_ranks == 1 else TSPipeStrategy(**case.options)
+    trainer = Trainer(
+        accelerator="cpu", devices=case.num_ranks, strategy=strategy, logger=False,
+        enable_progress_bar=False, callbacks=[MomentumEMA(0.9, teacher=case.name)],
+    )  # fmt: skip
+    found = trainer.validate(Apart(case), [_loader(), _loader()], verbose=False)
+    return {name: float(value) for part in found for name, value in part.items()}
+
+
+def _loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(20, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(x, torch.randint(NUM_CLASSES, (20,), generator=generator)), 8)
+
+
 def train(case: Case) -> Found:
     """Fit, validate, and tell what this rank has then."""
     strict()
     module = Averaged(case)
     strategy: Any = "auto" if case.num_ranks == 1 else TSPipeStrategy(**case.options)
     averages: list[Any] = []
-    if case.buffers is not None:
+    if case.parts:
+        averages += [
+            MomentumEMA(0.9, f"student.{n}", f"{case.name}.{n}", case.buffers) for n in range(4)
+        ]
+    elif case.buffers is not None:
         averages.append(MomentumEMA(0.9, teacher=case.name, buffers=case.buffers))
     trainer = Trainer(
         accelerator="cpu", devices=case.num_ranks, strategy=strategy, max_epochs=2, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=averages,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(20, WIDTH, generator=generator)
-    y = torch.randint(NUM_CLASSES, (20,), generator=generator)
-    loader = DataLoader(TensorDataset(x, y), 8)
+    loader = _loader()
     trainer.fit(module, loader, loader)
     state = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
     fitted = {f"fit: {k}": float(v) for k, v in trainer.callback_metrics.items()}
