@@ -1,12 +1,14 @@
 """When a rank fails: its cause is told once, and every process ends.
 
-The first rank that fails for a reason of its own tells it; ranks that fail because of that, or of
-the same reason, end with one line. A rank that notices nothing, since it stalls or computes for
-long, is ended by its own watch::
+The first that knows of a failure claims it, and tells it: the rank that has the exception, or one
+that finds another one killed, stopped or silent. All others end with one line that names the cause.
+A rank that notices nothing, since it computes for long or stalls, is ended by its own watch::
 
-    rank 2   ... ValueError ── "failed" ──► store          traceback, exit
-    rank 1   ... connection closed by rank 2               one line, exit
-    rank 0   ... stalls                ◄── watch: someone has failed, 5 s ago: where it is, exit
+    rank 2   ... ValueError ── claims the cause               traceback, one line, exit
+    rank 1   ... connection closed by rank 2 ── the cause?    one line that names it, exit
+    rank 0   ... stalls        ◄── watch: someone failed 5 s ago: where it is, exit
+
+    rank 3   ... killed        ◄── watch of any other rank: claims the cause, one line
 """
 
 from __future__ import annotations
@@ -20,14 +22,22 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import util
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.patrol import PERIOD, Found, Patrol
+from lightning_tspipe.runtime.phases import HERE
+
+if TYPE_CHECKING:
+    from lightning_tspipe.runtime.rendezvous import Job
 
 _SIGNS = ("gloo", "closed by peer", "reset by peer", "Broken pipe", "remote server shutdown")
 _PATIENCE = 5.0
-_PERIOD = 1.0
+_LAST_PATIENCE = 8.0
+_A_MOMENT = 2.0
+_KEEP_EVERY = 3600.0
 
 
 def is_consequence(exception: BaseException) -> bool:
@@ -56,41 +66,142 @@ def waiting(what: str) -> Iterator[None]:
         raise TransportError(f"{what}: {error}") from error
 
 
+def say(line: str) -> None:
+    """Print where a traceback would go, in one piece."""
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
 class Failures:
-    """What the ranks of a job know of each other's failures, through the store that connects them.
+    """What the ranks of a job know of each other's failures.
 
     All ranks make one at the start of each run; before that, each is on its own.
 
     Args:
         rank: This rank.
-        store: Connects the ranks; None: they are not connected yet.
+        job: The ranks; None: they have not met yet.
         run: Number of the run; the same on all ranks, and another one in each run.
-        head_start: How many seconds a rank that fails because of another one lets that one end
-            first; for launchers that report the process that ended first.
+        timeout: After how many seconds a rank that is stopped is given up.
+        children: Processes that this one has started, the n-th for rank n + 1.
+        ends_last: Whether a rank that fails because of another one lets that one end first; for
+            launchers that report the process that ended first.
     """
 
-    def __init__(self, rank: int, store: Any = None, run: int = 0, head_start: float = 0.0) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917 - a rank's place, and what it has to know of the others
+        self,
+        rank: int,
+        job: Job | None = None,
+        run: int = 0,
+        timeout: float = 600.0,
+        children: Sequence[Any] = (),
+        ends_last: bool = False,
+    ) -> None:
         self._rank = rank
-        self._store = store
-        self._head_start = head_start
-        prefix = f"lightning_tspipe/{run}/"
-        self._first, self._any = prefix + "first", prefix + "any"
+        self._job = job
+        self._run = f"run-{run}"
+        self._ends_last = ends_last
         self._is_over = threading.Event()
-        self._is_settled = False
-        self._watch: threading.Thread | None = None
+        self._is_settled = self._has_claimed = False
+        self._last_words: tuple[BaseException, str, bool] | None = None
+        self._thread: threading.Thread | None = None
+        self._patrol: Patrol | None = None
+        if job is not None:
+            pids = {n + 1: child.pid for n, child in enumerate(children) if _is_script(child)}
+            self._patrol = Patrol(job, self._run, timeout, pids)
+
+    @property
+    def _me(self) -> str:
+        if self._job is None:
+            return f"rank {self._rank} (pid {os.getpid()})"
+        return self._job.members.name(self._rank)
+
+    # The watch
 
     def watch(self) -> None:
         """From now on, end this process if another rank fails and this one doesn't notice."""
-        self._watch = threading.Thread(
+        self._thread = threading.Thread(
             target=self._look_around, name="lightning-tspipe-watch", daemon=True
         )
-        self._watch.start()
+        self._thread.start()
 
     def end_watch(self) -> None:
-        """This rank is done, or ends by itself."""
+        """This rank needs the others no more, or ends by itself."""
         self._is_over.set()
-        if self._watch is not None:
-            self._watch.join(_PERIOD)
+        if self._job is not None:
+            self._job.notes.leave(f"{self._run}/over/{self._rank}")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(PERIOD)
+
+    def _look_around(self) -> None:
+        assert self._job is not None
+        since = time.monotonic()
+        while not self._is_over.wait(PERIOD):
+            if self._find_cause() is not None:
+                if not self._is_over.wait(_PATIENCE):
+                    self._end()
+                return
+            if time.monotonic() - since > _KEEP_EVERY:
+                since = time.monotonic()
+                self._job.keep()
+
+    def _find_cause(self) -> str | None:
+        """Why the job ends, if it does; if nobody knew it, all know it then."""
+        known = self._cause()
+        if known is not None or self._patrol is None:
+            return known
+        found = self._patrol.look()
+        if found is None or self._is_over.is_set():
+            return None
+        self._tell(found)
+        return self._cause() or found.what
+
+    def _tell(self, found: Found) -> None:
+        if self._claim(found.what, found.rank):
+            say(_told(found.what, found.remedy))
+            if found.victim is not None:
+                found.victim.kill()
+
+    def _end(self) -> None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        say(
+            f"{self._me} is ended: another rank has failed, and this one did not notice within "
+            f"{_PATIENCE:.0f} s{self._because()}. It was here, in {HERE.text}:\n{where}"
+        )
+        assert self._job is not None
+        self._job.notes.leave(f"{self._run}/over/{self._rank}")
+        if self._has_claimed:
+            self._end_the_deaf()
+        self._job.leave()
+        os._exit(1)
+
+    # The cause
+
+    def _claim(self, what: str, rank: int | None) -> bool:
+        """Whether nobody has told of a failure before."""
+        if self._job is None:
+            return True
+        claimed = self._job.notes.claim(f"{self._run}/cause", f"{rank} {what}")
+        if claimed:
+            self._has_claimed = True
+            util.Finalize(None, self._end_the_deaf, exitpriority=10)
+        return claimed
+
+    def _cause(self) -> str | None:
+        if self._job is None:
+            return None
+        try:
+            text = self._job.notes.read(f"{self._run}/cause")
+        except TransportError as error:
+            return f"None {error}"
+        return text
+
+    def _because(self) -> str:
+        cause = self._cause()
+        return f" (the cause: {cause.partition(' ')[2]})" if cause else ""
+
+    # The end of this rank
 
     def settle(self, exception: BaseException, children: Sequence[Any] = ()) -> None:
         """See to it that only one rank of the job prints a traceback, and that all of them end.
@@ -102,75 +213,116 @@ class Failures:
         if self._is_settled:
             return
         self._is_settled = True
-        self._is_over.set()
         end_with_this_process(children)
-        is_cause = not is_consequence(exception) and self._is_first()
-        with suppress(RuntimeError):  # the store lives in a process that has failed already
-            if self._store is not None:
-                self._store.set(self._any, "")
-        if not is_cause:
-            _be_brief(exception, self._rank)
-            time.sleep(self._head_start)
+        if is_consequence(exception):
+            self._follow(exception)
+        else:
+            self._lead(exception)
+        self.end_watch()
 
-    def _is_first(self) -> bool:
-        """Whether no other rank has failed before, for a reason of its own."""
-        if self._store is None:
-            return True
+    def _lead(self, exception: BaseException) -> None:
+        """A failure for a reason of its own: the cause, unless another rank has failed before."""
+        what = f"{self._me} raised {type(exception).__name__} in {HERE.text}"
+        if self._claim(what, self._rank):
+            line = _told(what)
+            self._tell_at_the_end(exception, line, with_traceback=True)
+            if isinstance(exception, SystemExit | KeyboardInterrupt):
+                say(line)  # the interpreter says nothing of those
+        else:
+            self._stop_too(exception, f"{type(exception).__name__}: {first_line(exception)}")
+
+    def _follow(self, exception: BaseException) -> None:
+        """A failure of another rank: which, and why?"""
+        deadline = time.monotonic() + _A_MOMENT
+        while self._find_cause() is None and self._job is not None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        text = first_line(exception)
+        what = f"{self._me} waited in vain in {HERE.text}: {text}"
+        if self._job is not None and self._cause() is None and self._claim(what, self._rank):
+            remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
+            self._tell_at_the_end(exception, _told(what, remedy))
+        else:
+            self._stop_too(exception, text)
+
+    def _stop_too(self, exception: BaseException, text: str) -> None:
+        line = f"rank {self._rank} stops too: {text}{self._because()}"
+        self._tell_at_the_end(exception, line)
+        if self._ends_last:
+            self._let_end(self._rank_of_cause())
+
+    def _tell_at_the_end(
+        self, exception: BaseException, line: str, *, with_traceback: bool = False
+    ) -> None:
+        """Print a line if the exception ends this process, after the traceback or in its place."""
+        self._last_words = exception, line, with_traceback
+        previous = sys.excepthook
+
+        def hook(
+            kind: type[BaseException], value: BaseException, trace: TracebackType | None
+        ) -> None:
+            if value is not exception or with_traceback:
+                previous(kind, value, trace)
+            if value is exception:
+                say(line)
+
+        sys.excepthook = hook
+
+    def tell_now(self, exception: BaseException) -> bool:
+        """Print that line where no hook is asked; whether no traceback is to follow."""
+        if self._last_words is None or self._last_words[0] is not exception:
+            return False
+        _, line, with_traceback = self._last_words
+        say(line)
+        return not with_traceback
+
+    def _rank_of_cause(self) -> int | None:
+        first = (self._cause() or "None").partition(" ")[0]
+        return int(first) if first.isdigit() else None
+
+    def _let_end(self, rank: int | None) -> None:
+        neighbour = self._patrol.neighbour(rank) if self._patrol and rank is not None else None
+        deadline = time.monotonic() + _PATIENCE
+        while neighbour is not None and not neighbour.has_ended and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _end_the_deaf(self) -> None:
+        """On the rank that told the cause: whoever can't hear it, being stopped, is killed."""
+        assert self._job is not None
+        assert self._patrol is not None
+        deadline = time.monotonic() + _LAST_PATIENCE
+        for rank in range(self._job.members.num_ranks):
+            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
+            while neighbour is not None and not neighbour.has_ended and not self._is_over_on(rank):
+                if time.monotonic() > deadline:
+                    neighbour.kill()
+                    break
+                time.sleep(0.05)
+
+    def _is_over_on(self, rank: int) -> bool:
+        assert self._patrol is not None
         try:
-            return bool(self._store.add(self._first, 1) == 1)
-        except RuntimeError:
+            return self._patrol.is_over(rank)
+        except TransportError:
             return False
 
-    def _look_around(self) -> None:
-        while not self._is_over.wait(_PERIOD):
-            if not self._someone_failed():
-                continue
-            if not self._is_over.wait(_PATIENCE):
-                self._end()
-            return
 
-    def _someone_failed(self) -> bool:
-        try:
-            found: bool = self._store.check([self._any])
-        except RuntimeError:  # gone, with rank 0
-            return not self._is_over.is_set()
-        return found
-
-    def _end(self) -> None:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        print(  # noqa: T201 - where a traceback would go
-            f"rank {self._rank} is ended: another rank has failed, and this one did not notice "
-            f"within {_PATIENCE:.0f} s. It was here:\n{where}",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        os._exit(1)
+def _told(what: str, remedy: str = "") -> str:
+    """The one line of a cause."""
+    sentences = [f"The job ends, because {what}", remedy, HERE.how_to_resume]
+    return ". ".join(sentence for sentence in sentences if sentence)
 
 
 def end_with_this_process(children: Sequence[Any]) -> None:
     """When this process ends, its children end soon after: by themselves, or they are killed."""
-    scripts = [child for child in children if isinstance(child, subprocess.Popen)]
+    scripts = [child for child in children if _is_script(child)]
     if scripts:
         atexit.register(_end, scripts)
 
 
-def _be_brief(exception: BaseException, rank: int) -> None:
-    """Print one line instead of a traceback, if the exception ends this process."""
-    previous = sys.excepthook
-
-    def hook(
-        kind: type[BaseException], value: BaseException, traceback: TracebackType | None
-    ) -> None:
-        if value is not exception:
-            previous(kind, value, traceback)
-            return
-        text = first_line(exception)
-        line = f"rank {rank} stops too: {text}"
-        if not is_consequence(exception):
-            line = f"rank {rank} stops too: {kind.__name__}: {text}"
-        print(line, file=sys.stderr, flush=True)  # noqa: T201 - where the traceback would go
-
-    sys.excepthook = hook
+def _is_script(child: Any) -> bool:
+    return isinstance(child, subprocess.Popen)
 
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:

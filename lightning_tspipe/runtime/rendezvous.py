@@ -1,17 +1,150 @@
-"""How the processes of a job find each other."""
+"""How the processes of a job find each other, and what connects them besides their messages.
+
+On one machine that is a folder which only this user can open: the store that ``torch.distributed``
+needs is a file in it, and so are the notes. No process serves it, so one that is stopped or killed,
+rank 0 too, keeps no other one waiting there. Over several machines rank 0, or the launcher, serves
+a store.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import os
-import socket
 import sys
+import time
+from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined] # they are documented
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined] # they are
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
-_LOOPBACK = "127.0.0.1"
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.members import Members
+from lightning_tspipe.runtime.neighbours import Neighbour
+from lightning_tspipe.runtime.notes import FolderNotes, Notes, StoreNotes
+from lightning_tspipe.runtime.parents import parent_of
+from lightning_tspipe.runtime.phases import HERE, phase_of
+from lightning_tspipe.runtime.private_folder import (
+    entry_name,
+    find_job_folder,
+    keep_job_folder,
+    make_job_folder,
+    private_folder,
+    remove_job_folder,
+)
+
+JOB_TOKEN = "LIGHTNING_TSPIPE_JOB"  # noqa: S105 - the name of an environment variable
+"""What the processes that one launcher has started have in common."""
+HEIR = "LIGHTNING_TSPIPE_HEIR"
+"""Who has launched them, and looks for what they have left when all have ended."""
+_LAUNCHERS = (
+    "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID",
+)  # fmt: skip
+_STORE = "store"
+_CONNECTIONS = itertools.count()
+_PAUSE = 0.02
+_ANSWER_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The processes of a job, and what connects them besides their messages.
+
+    Attributes:
+        members: Who is where.
+        notes: What they tell each other.
+        folder: Where they meet; None: they are on several machines.
+        store: What ``torch.distributed`` connects them by.
+    """
+
+    members: Members
+    notes: Notes
+    folder: Path | None
+    store: Store
+
+    def new_store(self) -> Store:
+        """Where the n-th call, on all ranks, finds nothing of the calls before."""
+        return PrefixStore(f"connection-{next(_CONNECTIONS)}", self.store)
+
+    def phase_of(self, rank: int) -> str:
+        """What a rank is doing, or did before it ended; "" if unknown."""
+        return phase_of(self.folder, rank) if self.folder is not None else ""
+
+    def keep(self) -> None:
+        """Once in a while: the job is not over yet."""
+        if self.folder is not None:
+            keep_job_folder(self.folder)
+
+    def leave(self) -> None:
+        """This process ends; the last one removes what they had in common."""
+        self.notes.leave(f"left/{self.members.rank}")
+        if self.folder is None or self._has_heir():
+            return
+        if all(map(self._has_left, range(self.members.num_ranks))):
+            remove_job_folder(self.folder)
+
+    @staticmethod
+    def _has_heir() -> bool:
+        """Whether the process that has launched the ranks will look for what they have left."""
+        return HEIR in os.environ and not parent_of(os.environ[HEIR]).has_ended
+
+    def _has_left(self, rank: int) -> bool:
+        member = self.members.find(rank)
+        if member is None or self.notes.read(f"left/{rank}") is not None:
+            return True
+        near = member.machine == self.members.this.machine
+        return near and Neighbour(member.pid, member.started).has_ended
+
+
+class Launched:
+    """A job, seen by a process that launches its ranks and is none of them.
+
+    Args:
+        token: What the ranks have in common.
+        port: Theirs, too.
+    """
+
+    def __init__(self, token: str, port: int) -> None:
+        self._entry = private_folder() / _name(port, token)
+
+    @property
+    def _folder(self) -> Path | None:
+        try:
+            return self._entry.parent / self._entry.read_text().strip()
+        except FileNotFoundError:
+            return None
+
+    @property
+    def has_told(self) -> bool:
+        """Whether one of the ranks has told why the job ends."""
+        return self._folder is not None and any(self._folder.glob("run-*-cause"))
+
+    def phase_of(self, rank: int) -> str:
+        """What a rank did before it ended."""
+        found = phase_of(self._folder, rank) if self._folder is not None else ""
+        return found or "the start-up"
+
+    def remove(self) -> None:
+        """Remove what ranks have left, all of which have ended."""
+        if self._folder is not None:
+            remove_job_folder(self._folder)
+
+
+class _Current:
+    """The job of this process; as the default process group, there is one."""
+
+    job: Job | None = None
+
+
+def current_job() -> Job | None:
+    """The job that this process belongs to; None before it has met the others."""
+    return _Current.job
 
 
 def stay_on_this_machine() -> None:
@@ -22,31 +155,78 @@ def stay_on_this_machine() -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
-def local_store(port: int, rank: int, num_ranks: int, timeout: timedelta) -> Store | None:
-    """The store that connects the ranks of one machine; rank 0 serves it.
-
-    torch's own listens on all interfaces; so this one is given a socket that doesn't.
+def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_machine: bool) -> Job:
+    """Find the other processes of this job, once per process; later calls return the same.
 
     Args:
-        port: A free TCP port, the same on all ranks.
+        port: A number that the ranks of one job agree on, and those of another one do not.
         rank: This rank.
         num_ranks: Ranks of the job.
-        timeout: How long to wait for the others.
+        patience: How long to wait for rank 0.
+        on_one_machine: Whether all ranks are on this machine.
 
-    Returns:
-        The store; None where torchrun serves one that all ranks are to use.
+    Raises:
+        TransportError: Rank 0 did not come.
+        ConfigurationError: Another job is in the way.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    if rank != 0:
-        return TCPStore(_LOOPBACK, port, num_ranks, is_master=False, timeout=timeout)
-    listener = socket.create_server((_LOOPBACK, port))
-    return TCPStore(
-        _LOOPBACK, port, num_ranks, is_master=True, timeout=timeout,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    if _Current.job is None:
+        if on_one_machine:
+            job = _meet_here(port, rank, num_ranks, patience)
+        else:
+            job = _meet_across(rank, num_ranks, patience)
+        job.members.publish()
+        if job.folder is not None:
+            HERE.share(job.folder, rank)
+        # Not atexit, which processes that multiprocessing has started don't ask.
+        util.Finalize(None, job.leave, exitpriority=0)
+        _Current.job = job
+    return _Current.job
 
 
-def connecting_store() -> Store | None:
-    """The store that connects all processes of the job; None before they are connected."""
-    return _get_default_store() if dist.is_initialized() else None
+def _meet_here(port: int, rank: int, num_ranks: int, patience: timedelta) -> Job:
+    if dist.is_initialized():  # by somebody else
+        box = [str(make_job_folder(_name(port))) if rank == 0 else ""]
+        dist.broadcast_object_list(box, 0)
+        folder = Path(box[0])
+    else:
+        folder = make_job_folder(_name(port)) if rank == 0 else _wait_for_rank_0(port, patience)
+    # No number of processes: the file goes with its folder, and not with the last of them.
+    store = FileStore(str(folder / _STORE))
+    store.set_timeout(patience)
+    # Its destructor would count in a file that the last process has removed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
+    notes = FolderNotes(folder)
+    return Job(Members(rank, num_ranks, notes), notes, folder, store)
+
+
+def _name(port: int, token: str = "") -> str:
+    origin = [os.environ.get(name, "") for name in _LAUNCHERS]
+    return entry_name(
+        os.uname().nodename, str(port), token or os.environ.get(JOB_TOKEN, ""), *origin
+    )
+
+
+def _wait_for_rank_0(port: int, patience: timedelta) -> Path:
+    name = _name(port)
+    deadline = time.monotonic() + patience.total_seconds()
+    while (folder := find_job_folder(name)) is None:
+        if time.monotonic() > deadline:
+            raise TransportError(
+                f"rank 0 did not come within {patience.total_seconds():.0f} s. The ranks of one "
+                f"machine meet in {private_folder() / name}: all of them need the same MASTER_PORT "
+                "and TMPDIR. If rank 0 has failed, its output says why"
+            )
+        time.sleep(_PAUSE)
+    return folder
+
+
+def _meet_across(rank: int, num_ranks: int, patience: timedelta) -> Job:
+    store: Any
+    if dist.is_initialized():
+        store = _get_default_store()
+    else:
+        store, _, _ = next(rendezvous("env://", rank, num_ranks, timeout=patience))
+    # A connection of its own: calls on one wait for each other.
+    own = PrefixStore("lightning_tspipe", store.clone())
+    notes = StoreNotes(own, min(_ANSWER_SECONDS, patience.total_seconds()))
+    return Job(Members(rank, num_ranks, notes), notes, None, store)

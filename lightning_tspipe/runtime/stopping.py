@@ -1,10 +1,9 @@
 """Stopping on request: every rank after the same batch, without asking at every batch.
 
-A signal may reach any rank, at any time. That rank leaves a note in the store that connects the
-job; the rank that reads the data looks there about once a second, and the header of its next step
-tells all::
+A signal may reach any rank, at any time. That rank leaves a note for the job; the rank that reads
+the data looks for one about once a second, and the header of its next step tells all::
 
-    rank 0      SIGTERM ── note ──► store
+    rank 0      SIGTERM ── leaves a note
     data rank   ... step 8   looks: a note   step 9: header "end"
     all ranks                                step 9 is the last
 
@@ -21,11 +20,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.notes import Notes
 
 END = "end"
 """Stop after this step."""
@@ -42,7 +40,7 @@ class Stop:
 
     Args:
         on_agreed: Called on every rank in the step in which it is to happen.
-        store: Connects the ranks; None: there are no others.
+        notes: What the ranks tell each other; None: there are no others.
         run: Number of the run; the same on all ranks, and another one in each run.
         replica: Which pipeline this rank belongs to.
         num_replicas: How many there are.
@@ -53,7 +51,7 @@ class Stop:
     def __init__(  # noqa: PLR0913 - a place among replicas, and what connects them
         self,
         on_agreed: Callable[[str], None] | None = None,
-        store: Any = None,
+        notes: Notes | None = None,
         *,
         run: int = 0,
         replica: int = 0,
@@ -62,11 +60,11 @@ class Stop:
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self._on_agreed = on_agreed
-        self._store = store
+        self._notes = notes
         self._replica, self._num_replicas = replica, num_replicas
         self._batches_per_update = batches_per_update
         self._timeout = timeout
-        self._prefix = f"lightning_tspipe/{run}/"
+        self._prefix = f"stop-{run}/"
         self._asked: set[str] = set()
         self._agreed: set[str] = set()
         self._due: dict[str, int] = {}
@@ -87,9 +85,8 @@ class Stop:
     def ask(self, word: str) -> None:
         """Ask for something, on any rank; may be called in a signal handler."""
         self._asked.add(word)
-        if self._store is not None:
-            with suppress(RuntimeError):  # gone with rank 0: all ranks end anyway
-                self._store.set(self._prefix + word, "")
+        if self._notes is not None:
+            self._notes.leave(self._prefix + word)
 
     def hear(self, word: str) -> None:
         """On every rank, the data rank too: what this step's header says."""
@@ -138,9 +135,9 @@ class Stop:
 
     def _look(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if self._store is not None and (at_once or now >= self._next_look):
+        if self._notes is not None and (at_once or now >= self._next_look):
             self._next_look = now + _PERIOD
-            self._asked.update(w for w in _WORDS if self._store.check([self._prefix + w]))
+            self._asked.update(w for w in _WORDS if self._notes.read(self._prefix + w) is not None)
 
     def _pending(self) -> str:
         return next((w for w in _WORDS if w in self._asked - self._agreed), "")
@@ -149,40 +146,43 @@ class Stop:
         if word and word not in self._due:
             batches = self._batches_per_update() if self._batches_per_update is not None else 1
             self._due[word] = self._step + batches
-            key = self._due_key(word)
-            self._store.set(key, str(self._due[word]))
-            self._store.get(key)  # so that it is there before this rank goes on
+            assert self._notes is not None
+            self._notes.leave(self._due_key(word), str(self._due[word]))
 
     def _hear_announcements(self) -> None:
+        assert self._notes is not None
         for word in _WORDS:
-            if word not in self._due and self._store.check([self._due_key(word)]):
-                self._due[word] = int(self._store.get(self._due_key(word)))
+            if word not in self._due and (text := self._notes.read(self._due_key(word))):
+                self._due[word] = int(text)
 
     def _due_key(self, word: str) -> str:
         return f"{self._prefix}due/{word}"
 
     def _meet(self, *, is_last: bool) -> str:
-        keys = [
-            f"{self._prefix}evaluation/{self._num_evaluations}/{replica}"
-            for replica in range(self._num_replicas)
-        ]
+        assert self._notes is not None
+        # Nobody reads the one before the last: who has written the last has read it.
+        self._notes.remove(self._evaluation_key(self._num_evaluations - 2, self._replica))
+        number = self._num_evaluations
         self._num_evaluations += 1
-        self._store.set(keys[self._replica], f"{int(self.was_asked)}{int(is_last)}")
-        found = [self._wait_for(key, replica) for replica, key in enumerate(keys)]
+        said = f"{int(self.was_asked)}{int(is_last)}"
+        self._notes.leave(self._evaluation_key(number, self._replica), said)
+        found = [self._wait_for(number, replica) for replica in range(self._num_replicas)]
         someone_was_asked = any(text[0] == "1" for text in found)
         all_are_done = all(text[1] == "1" for text in found)
         # Otherwise replicas that go on would wait in vain for those that don't.
         return END if someone_was_asked and not all_are_done else ""
 
-    def _wait_for(self, key: str, replica: int) -> str:
+    def _evaluation_key(self, number: int, replica: int) -> str:
+        return f"{self._prefix}evaluation/{number}/{replica}"
+
+    def _wait_for(self, number: int, replica: int) -> str:
+        assert self._notes is not None
         deadline = time.monotonic() + self._timeout.total_seconds()
-        # Not in the store: there no signal would be heard.
-        while not self._store.check([key]):
+        while (text := self._notes.read(self._evaluation_key(number, replica))) is None:
             if time.monotonic() > deadline:
                 raise TransportError(
                     f"replica {replica} did not come to the end of its evaluation within "
                     f"{self._timeout.total_seconds():.0f} s; replica {self._replica} waits there"
                 )
             time.sleep(_PAUSE)
-        text: str = self._store.get(key).decode()
         return text

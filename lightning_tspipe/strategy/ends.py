@@ -17,10 +17,13 @@ from lightning_tspipe.runtime.failures import (
     first_line,
     waiting,
 )
-from lightning_tspipe.runtime.rendezvous import connecting_store
+from lightning_tspipe.runtime.parents import watch_instead
+from lightning_tspipe.runtime.phases import HERE, SAVING
+from lightning_tspipe.runtime.rendezvous import Job, current_job
 from lightning_tspipe.runtime.stopping import END, REQUEUE, Stop
 from lightning_tspipe.strategy.checkpoints import CheckpointHooks
 from lightning_tspipe.strategy.files import explain_damage, whole_files
+from lightning_tspipe.strategy.phase_hooks import phase_hooks
 from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_tspipe")
 
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-_HEAD_START = 2.0
 _RUNS = itertools.count()
 """Of rank 0 only: the others may have begun runs that it never came to."""
 
@@ -47,37 +49,53 @@ class EndHooks(CheckpointHooks):
 
     @override
     def setup_environment(self) -> None:
+        HERE.enter("the start-up")
+        self._failures = None
         super().setup_environment()
         self._ends_together = self._requeues = self._has_told = self._hears_no_more = False
         if self.total_ranks == 1:
             self._stop = Stop(self._on_agreed)
             return
-        store = connecting_store()
-        run = self.broadcast(next(_RUNS))
-        self._stop = self._make_stop(store, run)
-        self._failures = self._make_failures(store, run)
+        job, run = current_job(), self.broadcast(next(_RUNS))
+        self._stop = self._make_stop(job, run)
+        # In the first run, they have been looked after since they met.
+        failures: Any = self._failures
+        if failures is None:
+            self._failures = self._make_failures(job, run)
+            self._failures.watch()
+
+    @override
+    def watch_others(self, job: Job) -> None:
+        self._failures = self._make_failures(job)
         self._failures.watch()
+        watch_instead()
 
     @override
     def reconnect(self, num_ranks: int) -> None:
+        HERE.interrupt("moving to another mesh")
         super().reconnect(num_ranks)
         before = self._stop
         # Its own notes: replicas count their steps and evaluations anew.
-        self._stop = self._make_stop(connecting_store(), self.broadcast(next(_RUNS)))
+        self._stop = self._make_stop(current_job(), self.broadcast(next(_RUNS)))
         if before.was_asked:
             self._stop.ask(END)
+        HERE.go_on()
 
-    def _make_stop(self, store: Any, run: int) -> Stop:
+    def _make_stop(self, job: Job | None, run: int) -> Stop:
         return Stop(
-            self._on_agreed, store, run=run, replica=self.replica, num_replicas=self.num_replicas,
+            self._on_agreed, job.notes if job is not None else None, run=run, replica=self.replica,
+            num_replicas=self.num_replicas,
             batches_per_update=lambda: int(self._trainer.accumulate_grad_batches),
             timeout=self._timeout,
         )  # fmt: skip
 
-    def _make_failures(self, store: Any = None, run: int = 0) -> Failures:
-        # A launcher that starts functions tells of the process that ended first, and of no other.
-        head_start = 0.0 if self._start_method == "popen" else _HEAD_START
-        return Failures(self.global_rank, store, run, head_start)
+    def _make_failures(self, job: Job | None = None, run: int = -1) -> Failures:
+        return Failures(
+            self.global_rank, job, run, self._timeout.total_seconds(),
+            getattr(self._launcher, "procs", ()),
+            # A launcher that starts functions tells of the process that ended first, and no other.
+            ends_last=self._start_method != "popen",
+        )  # fmt: skip
 
     # Failures
 
@@ -95,16 +113,21 @@ class EndHooks(CheckpointHooks):
 
     def begin_end(self, exception: BaseException) -> None:
         """An exception has left the loops: before anything else, the other ranks get to know."""
-        if self.total_ranks == 1:
+        if self.total_ranks == 1 or self.have_workers_failed:  # those have told it themselves
             return
         is_sigterm = type(exception).__name__ == "SIGTERMException"  # of either Lightning
         self._ends_together = is_sigterm and self._stop.has_ended
         failures = self._failures = self._failures or self._make_failures()
-        failures.end_watch()
-        if not self._ends_together:
+        if self._ends_together:
+            failures.end_watch()
+        else:
             failures.settle(exception, getattr(self._launcher, "procs", ()))
             if self._transport is not None:
                 self._transport.close()
+
+    def tell_now(self, exception: BaseException) -> bool:
+        """Print why this rank ends, where nothing else would; whether nothing is to follow."""
+        return self._failures is not None and self._failures.tell_now(exception)
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -141,6 +164,7 @@ class EndHooks(CheckpointHooks):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self.is_failing:
             return {}
+        HERE.interrupt(SAVING)
         with waiting("collecting the weights"):
             return super().lightning_module_state_dict()
 
@@ -158,8 +182,11 @@ class EndHooks(CheckpointHooks):
         if self.is_failing:
             self._tell_unsaved()
             return
-        with waiting("saving a checkpoint"):
+        HERE.interrupt(SAVING)
+        with waiting(SAVING):
             super().save_checkpoint(checkpoint, filepath, storage_options)
+        HERE.checkpoint = str(filepath)
+        HERE.go_on()
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
@@ -235,7 +262,7 @@ class EndHooks(CheckpointHooks):
             if trainer.predicting or loop.batch_progress.is_last_batch:
                 self.end_if_agreed()
 
-        first = world.callback(is_end_hook=True, on_exception=on_exception)
+        first = world.callback(is_end_hook=True, on_exception=on_exception, **phase_hooks(self))
         last = world.callback(
             is_end_hook=True, on_validation_batch_end=end_of_batch,
             on_test_batch_end=end_of_batch, on_predict_batch_end=end_of_batch,

@@ -1,20 +1,40 @@
-"""Workers that are started as functions (``spawn``, ``fork``), not as scripts.
+"""How the processes of the other ranks start: as scripts (``popen``), or as functions.
 
-Lightning handles exceptions where ``fit`` was called, which is not in the worker: there nobody
-would tell the other ranks, and the parent reports whichever process ended first.
+All of them end when the one that started them is gone, and that one when they fail; what is printed
+of it is the cause alone. Lightning handles exceptions where ``fit`` was called, which is not in a
+worker that is a function (``spawn``, ``fork``): there nobody would tell the other ranks, and the
+parent reports whichever process ended first.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import TracebackType
 from typing import Any
 
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+
+from lightning_tspipe.runtime.failures import say
+from lightning_tspipe.runtime.parents import (
+    PARENT,
+    before_exec,
+    end_with_parent,
+    signed_by_this_process,
+)
+from lightning_tspipe.runtime.rendezvous import HEIR, JOB_TOKEN, Launched
 from lightning_tspipe.strategy.worlds import installed_worlds, world_of
+
+_GRACE = 8.0
+_PERIOD = 0.2
+_SIGTERM_CODES = {-signal.SIGTERM, 128 + signal.SIGTERM}
 
 
 class _PassedOn:
@@ -65,16 +85,28 @@ def _sigterm_passed_on(launcher: Any) -> AbstractContextManager[None]:
 
 @dataclass
 class InWorker:
-    """A function of a Trainer, such as its fit, that handles exceptions as a script would."""
+    """A function of a Trainer, such as its fit, that handles exceptions as a script would.
+
+    Attributes:
+        function: What is to run.
+        parent: Who started the worker.
+        token: What all workers of the job have in common.
+    """
 
     function: Callable[..., Any]
+    parent: str = field(default_factory=signed_by_this_process)
+    token: str = field(default_factory=secrets.token_hex)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it.
 
         Raises:
             BaseException: Whatever the function raises, when callbacks and ranks know of it.
+            SystemExit: It failed because another one did, and has said so.
         """
+        end_with_parent(self.parent)
+        os.environ[PARENT] = os.environ[HEIR] = self.parent
+        os.environ[JOB_TOKEN] = self.token
         parents = signal.getsignal(signal.SIGTERM)
         if isinstance(parents, _PassedOn):  # inherited by a fork
             parents.give_back()
@@ -84,37 +116,151 @@ class InWorker:
             trainer = getattr(self.function, "__self__", None)
             if trainer is not None:
                 world_of(trainer.strategy).interrupt(trainer, exception)
+                if trainer.strategy.tell_now(exception):
+                    raise SystemExit(1) from None
             raise
 
 
-class _Launching:
+class _Scripts:
+    """The part of a launcher that starts the script again for each other rank of the machine."""
+
+    _module: Any
+    """Lightning's, of one world or the other."""
+    cluster_environment: Any
+    num_processes: int
+    num_nodes: int
+    procs: list[subprocess.Popen[bytes]]
+
+    def _call_children_scripts(self) -> None:
+        """Start them, so that they end with this process."""
+        self._check_can_spawn_children()  # type: ignore[attr-defined]
+        environment = self.cluster_environment
+        os.environ.update(
+            MASTER_ADDR=environment.main_address,
+            MASTER_PORT=str(environment.main_port),
+            NODE_RANK=str(environment.node_rank()),
+            LOCAL_RANK=str(environment.local_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+        )
+        os.environ[JOB_TOKEN] = secrets.token_hex()
+        self.procs = []
+        for local_rank in range(1, self.num_processes):
+            command, folder = self._command(local_rank)
+            variables = {"LOCAL_RANK": str(local_rank), PARENT: signed_by_this_process()}
+            script = subprocess.Popen(  # noqa: S603 - what the user started
+                command, cwd=folder, env={**os.environ, **variables},
+                preexec_fn=before_exec(),  # noqa: PLW1509 - one system call, and no lock is taken
+            )  # fmt: skip
+            self.procs.append(script)
+
+    def _command(self, local_rank: int) -> tuple[list[str], str | None]:
+        """The command of this script, and its folder if that is another one."""
+        module = self._module
+        if module._HYDRA_AVAILABLE:  # noqa: SLF001
+            from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - if it is there
+
+            if HydraConfig.initialized():
+                command, folder = module._hydra_subprocess_cmd(local_rank)  # noqa: SLF001
+                return list(command), folder
+        return list(module._basic_subprocess_cmd()), None  # noqa: SLF001
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        """Start the other ranks; then this process is rank 0."""
+        del trainer
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            # Without Lightning's observer, which would kill all, at some time within 5 s of a
+            # failure and without a word: the ranks watch each other.
+            self._call_children_scripts()
+        self._module._set_num_threads_if_needed(num_processes=self.num_processes)  # noqa: SLF001
+        return function(*args, **kwargs)
+
+
+class _Workers:
     """The part of a launcher that gives workers their function."""
 
     _strategy: Any
+    procs: list[Any]
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Start the workers and wait for them; what rank 0's returns."""
         self._strategy.have_workers_failed = False
+        self.procs = []  # not those of an earlier launch
+        worker = InWorker(function)
+        job = Launched(worker.token, self._strategy.cluster_environment.main_port)
+        is_over = threading.Event()
+        threading.Thread(target=self._end_together, args=(is_over,), daemon=True).start()
         try:
             launch = super().launch  # type: ignore[misc]
             with _sigterm_passed_on(self):
-                return launch(InWorker(function), *args, trainer=trainer, **kwargs)
-        except BaseException:
+                return launch(worker, *args, trainer=trainer, **kwargs)
+        except BaseException as exception:
             self._strategy.have_workers_failed = True
+            _print_no_traceback_of_the_parent(exception, job)
+            if getattr(exception, "exit_code", None) in _SIGTERM_CODES:
+                raise world_of(self._strategy).sigterm_exception from exception
             raise
+        finally:
+            is_over.set()
+            job.remove()
+
+    def _end_together(self, is_over: threading.Event) -> None:
+        """Kill the workers that are left a while after one has failed, such as stopped ones.
+
+        torch asks them to end, and would wait for 30 s.
+        """
+        while not is_over.wait(_PERIOD):
+            # Seen in passing: only one thread may ask for exit codes, and torch does.
+            codes = [getattr(worker._popen, "returncode", None) for worker in self.procs]  # noqa: SLF001
+            if any(codes):
+                if not is_over.wait(_GRACE):
+                    for worker in self.procs:
+                        worker.kill()
+                return
 
 
-def _launcher_class(name: str, base: type) -> type:
-    return type(name, (_Launching, base), {"__module__": __name__})
+def _print_no_traceback_of_the_parent(exception: BaseException, job: Launched) -> None:
+    """Nothing has failed there; print what is left to say of the workers, if it ends with that."""
+    if isinstance(exception, ProcessRaisedException):
+        text = exception.msg.partition("error:\n")[2].rstrip() or exception.msg
+    elif isinstance(exception, ProcessExitedException):
+        text = "" if job.has_told else f"The job ends, because {_end_of(exception, job)}"
+    else:
+        return
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not exception:
+            previous(kind, value, trace)
+        elif text:
+            say(text)
+
+    sys.excepthook = hook
+
+
+def _end_of(exception: ProcessExitedException, job: Launched) -> str:
+    how = f"ended with exit code {exception.exit_code}"
+    if exception.signal_name:
+        how = f"was killed by {exception.signal_name}"
+    rank = exception.error_index
+    who = f"rank {rank} (pid {exception.error_pid} on {os.uname().nodename})"
+    return f"{who} {how} in {job.phase_of(rank)}"
+
+
+def _launcher_class(name: str, part: type, base: type, **members: Any) -> type:
+    return type(name, (part, base), {"__module__": __name__, **members})
 
 
 # Under their names, since they travel to the workers.
 _NAMES = {world.name: f"Launcher{number}" for number, world in enumerate(installed_worlds())}
 globals().update(
     {
-        _NAMES[world.name]: _launcher_class(_NAMES[world.name], world.worker_launcher)
+        _NAMES[world.name]: _launcher_class(_NAMES[world.name], _Workers, world.worker_launcher)
         for world in installed_worlds()
     }
 )
@@ -123,3 +269,11 @@ globals().update(
 def worker_launcher(strategy: Any, start_method: str) -> Any:
     """The launcher of a strategy whose workers are functions."""
     return globals()[_NAMES[world_of(strategy).name]](strategy, start_method=start_method)
+
+
+def script_launcher(strategy: Any) -> Any:
+    """The launcher of a strategy whose workers are scripts."""
+    module = world_of(strategy).launchers.subprocess_script
+    base = module._SubprocessScriptLauncher  # noqa: SLF001
+    made = _launcher_class("ScriptLauncher", _Scripts, base, _module=module)
+    return made(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed import GroupMember
 from typing_extensions import override
 
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.runtime import shared_memory
 from lightning_tspipe.runtime.channels import BESIDE_PROGRAMS
 from lightning_tspipe.runtime.nccl import NcclTransport
-from lightning_tspipe.runtime.rendezvous import local_store, stay_on_this_machine
+from lightning_tspipe.runtime.rendezvous import Job, current_job, meet, stay_on_this_machine
 from lightning_tspipe.runtime.replicas import (
     Replicas,
     default_group,
@@ -33,7 +33,7 @@ from lightning_tspipe.runtime.transport import (
     Transport,
 )
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.strategy.launching import worker_launcher
+from lightning_tspipe.strategy.launching import script_launcher, worker_launcher
 from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
@@ -184,13 +184,10 @@ class ProcessHooks(_Base):
     def _configure_launcher(self) -> None:
         self._check_layout()
         assert self.cluster_environment is not None
-        launchers = world_of(self).launchers
         if self._start_method != "popen":
             self._launcher = worker_launcher(self, self._start_method)
         elif not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
-            self._launcher = launchers.subprocess_script._SubprocessScriptLauncher(  # noqa: SLF001
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+            self._launcher = script_launcher(self)
 
     def _check_layout(self) -> None:
         number = self._num_stages
@@ -216,16 +213,38 @@ class ProcessHooks(_Base):
         if self.total_ranks == 1:
             self._transport = LocalTransport(LocalNetwork(1), 0)
             return
-        store = None
-        if self.num_nodes == 1 and not dist.is_initialized():
-            stay_on_this_machine()
-            port = environment.main_port
-            patience = max(self._timeout, _START)
-            store = local_store(port, self.global_rank, self.total_ranks, patience)
-        world_of(self).init_dist_connection(
-            environment, self.process_group_backend, timeout=self._timeout, store=store
-        )
+        self._meet(environment)
         self._connect()
+
+    def _meet(self, environment: Any) -> None:
+        """Find the other ranks, look after each other from then on, and make the group of all."""
+        on_one_machine = self.num_nodes == 1
+        if on_one_machine:
+            stay_on_this_machine()
+        patience, is_first = max(self._timeout, _START), current_job() is None
+        job = meet(
+            environment.main_port, self.global_rank, self.total_ranks, patience,
+            on_one_machine=on_one_machine,
+        )  # fmt: skip
+        if is_first:
+            self.watch_others(job)
+        try:
+            world_of(self).init_dist_connection(
+                environment,
+                self.process_group_backend,
+                timeout=self._timeout,
+                store=job.new_store(),
+            )
+        except RuntimeError as error:
+            missing = ", ".join(map(str, job.members.missing()))
+            if not missing:
+                raise
+            raise TransportError(
+                f"no word of rank {missing} within {patience.total_seconds():.0f} s of the start"
+            ) from error
+
+    def watch_others(self, job: Job) -> None:
+        """From now on the other ranks can be told apart, and looked after."""
 
     def reconnect(self, num_ranks: int) -> None:
         """Divide the ranks into other pipelines; every rank calls it, and nothing is under way.

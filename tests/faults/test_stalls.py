@@ -16,17 +16,19 @@ STALLS = replace(
     BYOL, options={"num_microbatches": 1, "timeout": timedelta(seconds=LIMIT)}, num_ranks=2
 )
 
+GIVES_UP = r"The job ends, because rank \d \(pid \d+ on \S+\) waited in vain in training step \d+:"
+
 
 @pytest.mark.parametrize(
     ("num_ranks", "where", "rank", "what"),
     [
         # The last stage is on rank 0, which needs what the first one makes.
-        (2, "step", 1, r"rank 0 stops too: .*rank 0 could not receive from rank 1"),
+        (2, "step", 1, rf"{GIVES_UP} .*rank 0 could not receive from rank 1"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
-                (2, "step", 0, r"rank 1 stops too: BACKWARD stage 0 unit \d needs .* from rank 0"),
-                (3, "step", 1, r"rank 0 stops too: .* needs FORWARD stage 1 unit .* from rank 1"),
+                (2, "step", 0, rf"{GIVES_UP} BACKWARD stage 0 unit \d needs .* from rank 0"),
+                (3, "step", 1, r"rank 0 .*: .* needs FORWARD stage 1 unit .* from rank 1"),
                 (2, "validate", 1, r"the start of a step: rank 0 could not receive from rank 1"),
                 (2, "save", 1, r"saving a checkpoint: rank 0 could not receive from rank 1"),
             ]
@@ -40,5 +42,7 @@ def test_it_is_named(num_ranks: int, where: str, rank: int, what: str, tmp_path:
     assert f"within {LIMIT} s" in job.output or "monitoredBarrier" in job.output
     assert "Traceback" not in job.output, job.output
     stalled = job.ranks[rank].output
-    assert f"rank {rank} is ended: another rank has failed" in stalled, job.output
+    ended = rf"rank {rank} \(pid \d+ on \S+\) is ended: another rank has failed"
+    assert re.search(ended, stalled), job.output
+    assert job.output.count("The job ends, because") == 1, job.output
     assert "in strike" in stalled  # where it was

@@ -1,0 +1,159 @@
+"""Where the ranks of a machine meet: for this user only, and never in what a dead job has left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.private_folder import (
+    entry_name,
+    find_job_folder,
+    make_job_folder,
+    private_folder,
+    remove_job_folder,
+)
+
+NAME = entry_name("node", "29500")
+_CONTEXT = multiprocessing.get_context("fork")  # to import it all again takes seconds
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    for folder in private_folder().glob("work-*"):
+        remove_job_folder(folder)
+
+
+def other_rank_0(temporary: Path, name: str, end: Connection) -> None:
+    """Another process, which makes a job's folder and keeps it as long as it lives."""
+    tempfile.tempdir = str(temporary)
+    try:
+        end.send(make_job_folder(name))
+    except ConfigurationError as error:
+        end.send(str(error))
+    end.poll(SECONDS)
+
+
+def start(temporary: Path, name: str = NAME) -> tuple[Any, Connection]:
+    here, there = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=other_rank_0, args=(temporary, name, there))
+    process.start()
+    return process, here
+
+
+def received(end: Connection) -> Path | str:
+    assert end.poll(SECONDS)
+    found: Path | str = end.recv()
+    return found
+
+
+def test_only_this_user_may_open_it() -> None:
+    found = private_folder().stat()
+    assert found.st_uid == os.getuid()
+    assert found.st_mode & 0o777 == 0o700
+
+
+def test_one_that_others_may_open_is_refused() -> None:
+    private_folder().chmod(0o755)
+    with pytest.raises(ConfigurationError, match="only this user can open"):
+        private_folder()
+    private_folder_path(0o700)
+
+
+def private_folder_path(mode: int) -> None:
+    (Path(tempfile.gettempdir()) / f"lightning-tspipe-{os.getuid()}").chmod(mode)
+
+
+def test_one_of_somebody_else_is_refused(temporary: Path, tmp_path: Path) -> None:
+    """Who links to a place of his own, or makes it first."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    ours = temporary / f"lightning-tspipe-{os.getuid()}"
+    ours.symlink_to(elsewhere)
+    with pytest.raises(ConfigurationError, match="set TMPDIR"):
+        private_folder()
+    ours.unlink()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
+def test_another_user_can_not_read_in_it(temporary: Path) -> None:
+    folder = make_job_folder(NAME)
+    (folder / "store").write_text("keys")
+    for path in (temporary, *temporary.parents):
+        if path.stat().st_mode & 0o005 != 0o005 and path.is_relative_to(tempfile.gettempdir()):
+            path.chmod(0o755)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setuid(65534)
+            os.stat(folder / "store")  # noqa: PTH116 - nothing of this process's past counts
+        except PermissionError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_ranks_find_it_while_rank_0_lives(temporary: Path) -> None:
+    assert find_job_folder(NAME) is None
+    process, end = start(temporary)
+    folder = received(end)
+    assert find_job_folder(NAME) == folder
+    assert find_job_folder(entry_name("node", "29501")) is None
+    process.kill()
+    process.join()
+    assert find_job_folder(NAME) is None
+    assert isinstance(folder, Path)
+    assert folder.exists()  # what it has left behind
+
+
+def test_a_later_job_removes_what_a_killed_one_has_left(temporary: Path) -> None:
+    process, end = start(temporary)
+    killed = received(end)
+    process.kill()
+    process.join()
+    folder = make_job_folder(NAME)
+    assert {path.name for path in private_folder().glob("work-*")} == {folder.name}
+    assert folder != killed
+
+
+def test_a_job_that_lives_keeps_its_own(temporary: Path) -> None:
+    process, end = start(temporary)
+    other = received(end)
+    assert isinstance(other, Path)
+    folder = make_job_folder(entry_name("node", "29501"))
+    assert other.exists()
+    remove_job_folder(folder)
+    assert other.exists()
+    assert not folder.exists()
+    assert find_job_folder(NAME) == other
+    end.send("")
+    process.join()
+
+
+def test_two_jobs_with_one_port_are_told(temporary: Path) -> None:
+    folder = make_job_folder(NAME)
+    process, end = start(temporary)
+    text = received(end)
+    assert isinstance(text, str)
+    assert f"(process {os.getpid()}) has the same address and port. Set MASTER_PORT" in text
+    assert folder.exists()
+    end.send("")
+    process.join()
+
+
+def test_when_all_are_done_nothing_is_left(temporary: Path) -> None:
+    remove_job_folder(make_job_folder(NAME))
+    assert {path.name for path in private_folder().iterdir()} == {".lock"}
+    assert make_job_folder(NAME).exists()
