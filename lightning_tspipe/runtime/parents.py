@@ -2,8 +2,9 @@
 
 ::
 
-    started ──► the system ends it with its parent ──► it has met the others: its watch does
-                (SIGKILL, on Linux)                     (which can tell why, and tidy up)
+    started by this package    ──► the system ends it (SIGKILL, on Linux) ──► it has met the others:
+    started by torchrun, SLURM ──► a thread does, from the Trainer on     ──► its patrol does, which
+                                                                             can tidy up
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ PARENT = "LIGHTNING_TSPIPE_PARENT"
 """Environment variable: the process that started this one, and has to live as long."""
 _PR_SET_PDEATHSIG = 1
 _AT_IMPORT = os.getpid(), os.getppid()
+_PERIOD = 0.5
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")
 
 
@@ -75,8 +77,32 @@ def _end_with(parent: int, prctl: Callable[..., Any]) -> None:
         os._exit(1)
 
 
+class _Early:
+    """The thread that looks after a launcher before the ranks have met."""
+
+    thread: threading.Thread | None = None
+    is_over = threading.Event()
+
+
+def watch_launcher() -> None:
+    """Before the ranks have met: end this process if what launched it is gone."""
+    if _Early.thread is None and any(name in os.environ for name in _LAUNCHERS):
+        _Early.thread = threading.Thread(
+            target=_look_after, args=(Parent(),), name="lightning-tspipe-launcher", daemon=True
+        )
+        _Early.thread.start()
+
+
+def _look_after(parent: Parent) -> None:
+    while not _Early.is_over.wait(_PERIOD):
+        if parent.has_ended:
+            sys.stderr.write(f"process {parent.pid}, which had started this rank, has ended\n")
+            os._exit(1)
+
+
 def watch_instead() -> None:
-    """From now on this process itself looks whether its parent lives."""
+    """From now on the ranks' own watch looks whether what started them lives."""
+    _Early.is_over.set()
     if _PRCTL is not None and PARENT in os.environ:
         _PRCTL(_PR_SET_PDEATHSIG, 0)
 

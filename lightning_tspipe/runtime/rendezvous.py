@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -171,6 +172,7 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
     """
     if _Current.job is None:
         if on_one_machine:
+            _expect_launcher(port)
             job = _meet_here(port, rank, num_ranks, patience)
         else:
             job = _meet_across(rank, num_ranks, patience)
@@ -181,6 +183,24 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
         util.Finalize(None, job.leave, exitpriority=0)
         _Current.job = job
     return _Current.job
+
+
+def _expect_launcher(port: int) -> None:
+    """Ranks without their launcher are not to begin.
+
+    Raises:
+        TransportError: torchrun has ended: its store, which the ranks don't need, is gone.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        socket.create_connection((address, port), timeout=_ANSWER_SECONDS).close()
+    except OSError as error:
+        raise TransportError(
+            f"torchrun, which had started this rank, has ended: nobody answers at {address}:{port} "
+            f"({error})"
+        ) from error
 
 
 def _meet_here(port: int, rank: int, num_ranks: int, patience: timedelta) -> Job:

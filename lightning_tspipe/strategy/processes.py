@@ -18,6 +18,7 @@ from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.runtime import shared_memory
 from lightning_tspipe.runtime.channels import BESIDE_PROGRAMS
 from lightning_tspipe.runtime.nccl import NcclTransport
+from lightning_tspipe.runtime.parents import watch_launcher
 from lightning_tspipe.runtime.rendezvous import Job, current_job, meet, stay_on_this_machine
 from lightning_tspipe.runtime.replicas import (
     Replicas,
@@ -184,6 +185,7 @@ class ProcessHooks(_Base):
     def _configure_launcher(self) -> None:
         self._check_layout()
         assert self.cluster_environment is not None
+        watch_launcher()
         if self._start_method != "popen":
             self._launcher = worker_launcher(self, self._start_method)
         elif not self.cluster_environment.creates_processes_externally and self.num_processes > 1:

@@ -315,6 +315,24 @@ def loads(path: Path) -> int:
     return int(checkpoint["global_step"])
 
 
+PHASES = {
+    "setup": "the start-up", "plan": "training step 1, which captures and plans",
+    "train": "training step 6", "step": r"training step \d+",
+    "validate": "batch 0 of the validation",
+    "save": "saving a checkpoint", "write": "saving a checkpoint", "end": "the end of the training",
+    "worker": r"training step \d+",
+}  # fmt: skip
+"""What a rank says that it was doing when the fault came; regular expressions."""
+
+
+def named_once(job: Job, rank: int, phase: str) -> bool:
+    """Whether one line tells that a rank was killed, and where."""
+    who = rf"rank {rank} \(pid \d+ on \S+\)"
+    told = rf"The job ends, because {who} (was killed by SIGKILL|ended without a word) in {phase}"
+    others = job.output.count("The job ends, because") - 1
+    return others == 0 and re.search(told, job.output) is not None
+
+
 def num_tracebacks(job: Job) -> int:
     """How many ranks explain themselves; a loader's worker is quoted by its rank.
 

@@ -9,11 +9,13 @@ import pytest
 
 from tests.faults.breaking import (
     BYOL,
+    PHASES,
     SAVED,
     Broken,
     Fault,
     evaluate,
     loads,
+    named_once,
     num_tracebacks,
     over,
     run_broken,
@@ -41,12 +43,13 @@ def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Pat
     else:
         assert job.ranks[rank].exit_code == -signal.SIGKILL
         assert "Traceback" not in job.output, job.output
-        assert "stops too" in job.output
+        assert named_once(job, rank, PHASES[where]), job.output
     if where not in {"setup", "plan"}:
         # "write": killed in the third file, which would have replaced this one.
         assert loads(tmp_path / SAVED / "same.ckpt") >= 4
 
 
+NAMES = {"validate": "validation", "test": "test", "predict": "prediction"}
 OUTSIDE = [(2, "validate", 1), (2, "predict", 0), (3, "predict", 1), (4, "test", 2)]
 
 
@@ -61,4 +64,5 @@ def test_it_ends_the_others_outside_a_fit(
     job = run_broken(broken, tmp_path, function=evaluate)
     assert job.ranks[rank].exit_code == -signal.SIGKILL
     assert "Traceback" not in job.output, job.output
-    assert "stops too" in job.output or "is ended: another rank has failed" in job.output
+    phase = f"batch 3 of the {NAMES[where]}"
+    assert named_once(job, rank, phase), job.output

@@ -80,20 +80,30 @@ def test_the_job_ends(method: str, how: str, where: str, rank: int, tmp_path: Pa
     with started(tmp_path, SCRIPT, command_of(method, how, where, rank)) as (process,):
         wait_for([tmp_path / STRUCK], process)
         text = end_of(process, tmp_path, SECONDS + (4 if how == "stall" else 0))
-    is_script = method in {"popen", "torchrun"}
     if how == "raise":
-        # A parent's traceback quotes the worker's; torchrun's tells of itself.
-        assert text.count("Traceback (most recent call last)") == (1 if method == "popen" else 2)
+        # The cause's alone, though a parent raises too; torchrun's tells of itself.
+        number = 2 if method == "torchrun" else 1
+        assert text.count("Traceback (most recent call last)") == number, text
         assert text.count(f"ValueError: {TEXT}") == 1, text
+        assert re.search(rf"because rank {rank} \(pid \d+ on \S+\) raised ValueError in", text), (
+            text
+        )
         assert "the script's own finally ran" in text
     elif how == "sigterm":
         assert "all ranks stop after this batch" in text
-        if method == "popen":
+        if method != "torchrun":
             assert process.returncode == 143, text
-        elif not is_script:
-            assert "exit code 143" in text, text
+        assert "Traceback" not in text.partition("torch/distributed/elastic")[0], text
     elif how == "stall" and rank == 1:
         assert re.search(r"rank 0 could not receive from rank 1", text), text
+    if how in {"stall", "kill"}:
+        assert "Traceback" not in text.partition("torch/distributed/elastic")[0], text
+        assert text.count("The job ends, because") == 1, text
+    if how == "kill":
+        killed = (
+            rf"because rank {rank} \(pid \d+ on \S+\) (was killed by SIGKILL|ended without a word)"
+        )
+        assert re.search(f"{killed} in training step", text), text
     if how != "stall":
         assert max(loads(path) for path in (tmp_path / SAVED).glob("*.ckpt")) >= 4
 

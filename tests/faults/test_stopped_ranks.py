@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.breaking import BYOL, STRUCK, Broken, Fault, num_tracebacks, run_broken, saving
+from tests.faults.breaking import (
+    BYOL,
+    PHASES,
+    STRUCK,
+    Broken,
+    Fault,
+    num_tracebacks,
+    run_broken,
+    saving,
+)
 from tests.integration.scripts import output_of, processes_in, started, wait_for
 
 LIMIT = 8
@@ -24,11 +33,6 @@ CAUSE = (
     r"The job ends, because rank {rank} \(pid \d+ on \S+\) was stopped .* in {phase} and has not "
     r"gone on for 8 s\. It is killed now"
 )
-PHASES = {
-    "setup": "the start-up", "plan": "training step 1, which captures and plans",
-    "train": "training step 6", "validate": "batch 0 of the validation",
-    "save": "saving a checkpoint", "end": "the end of the training",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,116 @@
+"""The cause is told once; whoever fails because of it names it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from json import dumps
+from pathlib import Path
+
+import pytest
+
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.failures import Failures
+from lightning_tspipe.runtime.members import Members
+from lightning_tspipe.runtime.neighbours import start_of
+from lightning_tspipe.runtime.notes import FolderNotes
+from lightning_tspipe.runtime.rendezvous import Job
+
+READ_ERROR = "[enforce fail at pair.cc] gloo: Read error [127.0.0.1]:5000: Connection reset by peer"
+
+
+@pytest.fixture(autouse=True)
+def hook() -> Iterator[None]:
+    previous = sys.excepthook
+    yield
+    sys.excepthook = previous
+
+
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A process that stands for rank 1."""
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+        os._exit(0)
+    yield pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def failures_of(folder: Path, child: int, rank: int = 0) -> Failures:
+    """Of rank 0, which is this process; or of another one, for which this process stands in."""
+    notes = FolderNotes(folder)
+    members = Members(rank, 3, notes)
+    members.publish()
+    other = replace(members.this, rank=1, pid=child, started=start_of(child))
+    if rank != 1:
+        notes.claim("member/1", dumps(asdict(other)))
+    job = Job(members, notes, folder, None)  # type: ignore[arg-type] # not asked here
+    return Failures(rank, job, 3)
+
+
+def said(exception: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the end of the process by an exception prints."""
+    sys.excepthook(type(exception), exception, None)
+    return capsys.readouterr().err
+
+
+def test_the_first_is_the_cause(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = failures_of(tmp_path, child), failures_of(tmp_path, child, rank=2)
+    mistake, another = ValueError("a mistake"), KeyError("another")
+    first.settle(mistake)
+    text = said(mistake, capsys)
+    assert "ValueError: a mistake" in text  # where a traceback would be
+    assert f"The job ends, because rank 0 (pid {os.getpid()} on " in text
+    assert "raised ValueError in " in text
+    second.settle(another)
+    text = said(another, capsys)
+    assert text.startswith("rank 2 stops too: KeyError: 'another' (the cause: rank 0 (pid ")
+    assert "The job ends" not in text
+
+
+@pytest.mark.parametrize("error", [TransportError("nothing from rank 1"), RuntimeError(READ_ERROR)])
+def test_a_killed_rank_is_named_by_whoever_loses_the_connection(
+    error: Exception, tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = failures_of(tmp_path, child)
+    os.kill(child, signal.SIGKILL)
+    failures.settle(error)
+    cause = f"rank 1 (pid {child} on {os.uname().nodename}) was killed by SIGKILL in "
+    assert f"The job ends, because {cause}" in capsys.readouterr().err
+    text = said(error, capsys)
+    assert text.startswith(f"rank 0 stops too: {str(error).splitlines()[0]} (the cause: {cause}")
+    assert "Traceback" not in text
+
+
+def test_who_waits_in_vain_for_one_that_lives_tells_so(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures, others = failures_of(tmp_path, child), failures_of(tmp_path, child, rank=2)
+    error, same = TransportError("nothing from rank 1"), TransportError("nothing from rank 0")
+    failures.settle(error)
+    assert "waited in vain in" in said(error, capsys)
+    others.settle(same)
+    text = said(same, capsys)
+    assert text.startswith("rank 2 stops too: nothing from rank 0 (the cause: rank 0 (pid ")
+
+
+def test_it_is_told_at_once_where_no_hook_is_asked(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in workers of multiprocessing."""
+    first, second = failures_of(tmp_path, child), failures_of(tmp_path, child, rank=2)
+    mistake, another = ValueError("a mistake"), KeyError("another")
+    first.settle(mistake)
+    second.settle(another)
+    assert not first.tell_now(mistake)  # its traceback follows
+    assert second.tell_now(another)
+    text = capsys.readouterr().err
+    assert text.count("The job ends, because") == text.count("stops too") == 1
