@@ -233,6 +233,8 @@ class Failures:
 
     def _follow(self, exception: BaseException) -> None:
         """A failure of another rank: which, and why?"""
+        if self._patrol is not None:
+            self._patrol.expect_no_more()
         deadline = time.monotonic() + _A_MOMENT
         while self._find_cause() is None and self._job is not None:
             if time.monotonic() > deadline:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass
 
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.runtime.neighbours import start_of, this_machine
 from lightning_tspipe.runtime.notes import Notes
+
+_PAUSE = 0.02
 
 
 @dataclass(frozen=True)
@@ -84,3 +87,19 @@ class Members:
     def missing(self) -> list[int]:
         """Ranks that have not come."""
         return [rank for rank in range(self.num_ranks) if self.find(rank) is None]
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all have come.
+
+        Raises:
+            TransportError: One has not, after so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        while missing := self.missing():
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, missing))
+                raise TransportError(
+                    f"no word of rank {ranks} within {seconds:.0f} s of the start. If it has "
+                    "failed, its output says why"
+                )
+            time.sleep(_PAUSE)

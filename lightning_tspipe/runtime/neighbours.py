@@ -51,11 +51,13 @@ class Neighbour:
         started: When it started (:func:`start_of`); None: not known.
     """
 
+    _file: int | None = None
+
     def __init__(self, pid: int, started: int | None = None) -> None:
         self.pid = pid
         self._started = started
         self._has_ended = False
-        self._file: int | None = None
+        self._file = None
         if hasattr(os, "pidfd_open"):
             try:
                 self._file = os.pidfd_open(pid)
@@ -127,6 +129,9 @@ class Neighbour:
         if fields and fields[_STATE] == "Z" and not self._is_another_one():
             return int(fields[_EXIT_CODE]) or None  # 0 too if it is not to be known
         return None
+
+    def __del__(self) -> None:
+        self.close()
 
     def close(self) -> None:
         """Watch it no more."""

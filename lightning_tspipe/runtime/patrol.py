@@ -14,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 PERIOD = 0.5
 _SILENCE = 20.0
+_A_MOMENT = 1.0
 _BEAT_EVERY = 2.0
 
 
@@ -104,15 +106,20 @@ class Patrol:
         # A rank that fails looks around too, to know whether another one has failed before.
         self._alone = threading.Lock()
 
+    def expect_no_more(self) -> None:
+        """This rank has waited in vain: one that is stopped now is why, and needs no more time."""
+        self._timeout = min(self._timeout, _A_MOMENT)
+
     def look(self) -> Found | None:
         """The first rank that is found to have failed."""
-        with self._alone:
+        with self._alone, suppress(OSError):  # out of files, say: the next time then
             try:
                 return self._look()
             except TransportError as error:
                 remedy = "Look for its output, and for what the launcher says of it"
                 what = f"{self._members.name(0)} serves the store no more: {error}"
                 return Found(what, remedy, 0)
+        return None
 
     def _look(self) -> Found | None:
         for rank in self._others():
@@ -159,9 +166,9 @@ class Patrol:
             return None
         what = (
             f"{self._members.name(rank)} was stopped (SIGSTOP, or Ctrl-Z) in "
-            f"{self._job.phase_of(rank)} and has not gone on for {self._timeout:.0f} s"
+            f"{self._job.phase_of(rank)} and others have waited for it in vain"
         )
-        remedy = "It is killed now. TSPipeStrategy(timeout=...) says how long a rank may stop"
+        remedy = "It is killed now. TSPipeStrategy(timeout=...) says how long a rank may be stopped"
         return Found(what, remedy, rank, neighbour)
 
     def _if_parent_ended(self) -> Found | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import GroupMember
 from typing_extensions import override
 
-from lightning_tspipe.errors import ConfigurationError, TransportError
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
 from lightning_tspipe.runtime.channels import BESIDE_PROGRAMS
 from lightning_tspipe.runtime.nccl import NcclTransport
@@ -230,20 +230,11 @@ class ProcessHooks(_Base):
         )  # fmt: skip
         if is_first:
             self.watch_others(job)
-        try:
-            world_of(self).init_dist_connection(
-                environment,
-                self.process_group_backend,
-                timeout=self._timeout,
-                store=job.new_store(),
-            )
-        except RuntimeError as error:
-            missing = ", ".join(map(str, job.members.missing()))
-            if not missing:
-                raise
-            raise TransportError(
-                f"no word of rank {missing} within {patience.total_seconds():.0f} s of the start"
-            ) from error
+        # Not in the store, whose waiting ends after the timeout: that may be short, imports long.
+        job.members.wait_for_all(patience.total_seconds())
+        world_of(self).init_dist_connection(
+            environment, self.process_group_backend, timeout=self._timeout, store=job.new_store()
+        )
 
     def watch_others(self, job: Job) -> None:
         """From now on the other ranks can be told apart, and looked after."""

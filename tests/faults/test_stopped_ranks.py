@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -30,8 +29,8 @@ GRACE = 10
 """All processes have ended so many seconds after the limit."""
 STOPPED = replace(BYOL, options={"num_microbatches": 1, "timeout": timedelta(seconds=LIMIT)})
 CAUSE = (
-    r"The job ends, because rank {rank} \(pid \d+ on \S+\) was stopped .* in {phase} and has not "
-    r"gone on for 8 s\. It is killed now"
+    r"The job ends, because rank {rank} \(pid \d+ on \S+\) was stopped .* in {phase} and others "
+    r"have waited for it in vain\. It is killed now"
 )
 
 
@@ -95,19 +94,3 @@ def test_whoever_starts_the_ranks(method: str, rank: int, tmp_path: Path) -> Non
     assert process.returncode != 0
     assert re.search(CAUSE.format(rank=rank, phase="training step 6"), text), text
     assert "Traceback" not in text, text
-
-
-@pytest.mark.slow
-def test_a_job_that_is_halted_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """Ctrl-Z, then fg, after more than the timeout."""
-    script = SCRIPT.replace('"sigstop", "train"', '"nothing", "train"')
-    with started(tmp_path, script, [sys.executable, "script.py", "popen", "0"]) as (process,):
-        wait_for([tmp_path / STRUCK], process)
-        os.killpg(process.pid, signal.SIGSTOP)
-        time.sleep(LIMIT + 4)
-        os.killpg(process.pid, signal.SIGCONT)
-        time.sleep(4)
-        assert process.poll() is None, output_of(tmp_path)
-        assert len(processes_in(tmp_path)) == 2, output_of(tmp_path)
-        process.terminate()
-        assert process.wait(60) == 143, output_of(tmp_path)

@@ -152,7 +152,7 @@ def test_one_machine_listens_on_the_loopback_interface_only(method: str, tmp_pat
         found = [address for pid in processes_in(tmp_path) for address in listening(pid)]
         (tmp_path / "go on").touch()
         finish(tmp_path, processes)
-    assert len(found) >= 3  # the store, and gloo on both ranks
+    assert len(found) >= 2  # gloo on both ranks; the store is a file
     assert {address for address, _ in found} == {"127.0.0.1"}
 
 

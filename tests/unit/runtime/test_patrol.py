@@ -98,6 +98,16 @@ def test_one_that_is_stopped_is_given_up_after_the_timeout(tmp_path: Path) -> No
     assert "was stopped" in found.what
 
 
+def test_one_that_is_stopped_is_why_somebody_has_waited_in_vain(tmp_path: Path) -> None:
+    """Before its own time is up, since that one began to wait before it was stopped."""
+    ranks = Ranks(tmp_path, ("here", "here"))
+    ranks.look()
+    ranks.process(1).is_stopped = True
+    assert ranks.look(PERIOD) is None
+    ranks.patrol.expect_no_more()
+    assert ranks.look(2 * PERIOD).victim is ranks.process(1)
+
+
 def test_one_that_goes_on_in_time_is_not(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, ("here", "here"))
     for _ in range(4):
@@ -161,3 +171,13 @@ def test_two_processes_can_not_be_one_rank(tmp_path: Path) -> None:
     Members(1, 2, FolderNotes(tmp_path)).publish()
     with pytest.raises(ConfigurationError, match="is this rank of the job already"):
         Members(1, 2, FolderNotes(tmp_path)).publish()
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    members = Members(0, 3, FolderNotes(tmp_path))
+    members.publish()
+    Members(2, 3, FolderNotes(tmp_path)).publish()
+    with pytest.raises(TransportError, match="no word of rank 1 within 0 s of the start"):
+        members.wait_for_all(0.1)
+    Members(1, 3, FolderNotes(tmp_path)).publish()
+    members.wait_for_all(0.1)
