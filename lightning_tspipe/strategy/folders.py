@@ -165,9 +165,10 @@ class Folder:
 
     def _untrusted(self, what: str, error: Exception) -> CheckpointError:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        which = f" ({named[1]})" if named is not None else f" ({first_line(error)})"
+        if named is None:
+            return damaged(self._path, f"{what} holds no pickle that torch would have written")
         return CheckpointError(
-            f"{str(self._path)!r}: {what} holds more than tensors and plain values{which}, and "
-            "reading it may run code. If you know who made it: "
+            f"{str(self._path)!r}: {what} holds more than tensors and plain values ({named[1]}), "
+            "and reading it may run code. If you know who made it: "
             "trainer.fit(..., ckpt_path=..., weights_only=False)"
         )
