@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.strategy.files import explain_damage
+from lightning_tspipe.strategy.files import explain_damage, verify_file
 from lightning_tspipe.strategy.shards import FolderSource, is_sharded, newest
 
 Shape = tuple[int, ...]
@@ -57,12 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="read a checkpoint that holds more than tensors and plain values; reading it may run "
         "code of whoever made it",
     )
+    parser.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not compare a checkpoint with its checksums: read a damaged one as it is",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
     """Export a part of a checkpoint."""
     parts = options.part or [""]
-    weights = _read(options.checkpoint, parts, trust=options.trust)
+    weights = _read(options.checkpoint, parts, trust=options.trust, verify=options.verify)
     missing: list[str] = []
     if options.like is not None:
         ordered = not any(is_sharded(newest(path)) for path in options.checkpoint)
@@ -80,43 +86,50 @@ def run(options: argparse.Namespace) -> None:
         print(f"not in the checkpoint: {', '.join(missing)}")  # noqa: T201
 
 
-def _read(paths: Sequence[Path], parts: Sequence[str], *, trust: bool) -> dict[str, Tensor]:
+def _read(
+    paths: Sequence[Path], parts: Sequence[str], *, trust: bool, verify: bool
+) -> dict[str, Tensor]:
     """All parts, each from the first checkpoint that has it."""
     weights: dict[str, Tensor] = {}
     for part in parts:
-        found = _first(paths, part, trust=trust)
+        found = _first(paths, part, trust=trust, verify=verify)
         prefix = f"{part.rpartition('.')[2]}." if len(parts) > 1 else ""
         weights |= {prefix + name: tensor for name, tensor in found.items()}
     return weights
 
 
-def _first(paths: Sequence[Path], part: str, *, trust: bool) -> dict[str, Tensor]:
+def _first(paths: Sequence[Path], part: str, *, trust: bool, verify: bool) -> dict[str, Tensor]:
     for path in paths[:-1]:
         with suppress(ConfigurationError):
-            return read_part(path, part, trust=trust)
-    return read_part(paths[-1], part, trust=trust)
+            return read_part(path, part, trust=trust, verify=verify)
+    return read_part(paths[-1], part, trust=trust, verify=verify)
 
 
-def read_part(path: Path, part: str = "", *, trust: bool = False) -> dict[str, Tensor]:
+def read_part(
+    path: Path, part: str = "", *, trust: bool = False, verify: bool = True
+) -> dict[str, Tensor]:
     """The parameters and buffers of a submodule, by their names in it, on the CPU.
 
     Args:
         path: A checkpoint of Lightning: a file, or a folder of shards.
         part: Dotted name of the submodule; all of the module without one.
         trust: Whether to read files whose reading may run code.
+        verify: Whether to compare what is read with its checksums.
 
     Raises:
         ConfigurationError: There is no such checkpoint, or it has no such part.
-        CheckpointError: The file is damaged.
+        CheckpointError: The file, or what is read of the folder, is damaged.
     """
     path = newest(path)
     if not path.exists():
         raise ConfigurationError(f"there is no checkpoint {path}")
     if is_sharded(path):
-        source = FolderSource(path)
+        source = FolderSource(path, verify=verify)
         own_names = _inside(source.shapes, part)
         found = source.tensors(own_names)
     else:
+        if verify:
+            verify_file(path)
         found = _state_dict(path, trust=trust)
         own_names = _inside(found, part)
     prefix = f"{part}." if part else ""

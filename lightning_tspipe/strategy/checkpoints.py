@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_tspipe.strategy import progress
+from lightning_tspipe.strategy.folders import IS_SUMMED
 from lightning_tspipe.strategy.sharded import ShardedHooks
 from lightning_tspipe.strategy.shards import GRADIENTS
 
@@ -47,6 +48,7 @@ class CheckpointHooks(ShardedHooks):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         # Of shards that were made one file, in which nothing that is empty is left.
         apart = checkpoint.pop(GRADIENTS, {})
+        checkpoint.pop(IS_SUMMED, None)
         for state in checkpoint.get("optimizer_states", ()):
             state.setdefault("state", {})
         if self._trainer.state.fn == "fit":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +12,9 @@ import torch
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.failures import first_line
+from lightning_tspipe.strategy.checksums import DamageError
 from lightning_tspipe.strategy.worlds import installed_worlds, world_of
+from lightning_tspipe.strategy.zips import compare_records, is_archive
 
 _PART = ".part"
 _MANY = 3
@@ -68,7 +69,7 @@ def system_error(error: BaseException) -> OSError | None:
 
 @contextmanager
 def explain_damage(path: Any) -> Iterator[None]:
-    """Say what is wrong with a checkpoint that can't be read since it is not whole.
+    """Say what is wrong with a checkpoint that can't be read since it is damaged.
 
     torch.save writes its table of contents last.
 
@@ -77,20 +78,71 @@ def explain_damage(path: Any) -> Iterator[None]:
     """
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:  # torch reads on, into whatever comes of it
         file = Path(path)
-        if isinstance(error, PermissionError) or not file.is_file() or zipfile.is_zipfile(file):
+        if isinstance(error, PermissionError) or not file.is_file():
             raise
+        if is_archive(file):
+            told = _damage_behind(error, file)
+            if told is None:
+                raise
+            raise damaged(file, told) from None
         raise CheckpointError(
             f"{str(file)!r} is no complete checkpoint (it has {file.stat().st_size:,} bytes; "
             f"{first_line(error)}): it was cut off when it was written or copied. "
-            f"Give ckpt_path another one{_others(file)}"
+            f"Give ckpt_path another one{others_beside(file)}"
         ) from None
 
 
-def _others(file: Path) -> str:
-    """The newest checkpoints beside one."""
-    found = [other for other in file.parent.glob(f"*{file.suffix}") if other.name != file.name]
+def _damage_behind(error: Exception, file: Path) -> str | None:
+    """What is wrong with a file that could not be read; None if nothing is."""
+    try:
+        compare_records(file)
+    except DamageError as found:
+        return str(found)
+    return first_line(error) if "PytorchStreamReader" in str(error) else None
+
+
+def verify_file(path: Path) -> bool:
+    """Compare a file by ``torch.save`` with the checksums in it; it is read once.
+
+    Returns:
+        Whether it has checksums, if it is such a file; True for others, which nobody can compare.
+
+    Raises:
+        CheckpointError: Something in it differs from what was written.
+    """
+    if not is_archive(path):
+        return True
+    try:
+        return compare_records(path)
+    except DamageError as error:
+        raise damaged(path, str(error), is_summed=True) from None
+
+
+def damaged(path: Path, what: str, *, is_summed: bool = False) -> CheckpointError:
+    """The error for a checkpoint that is not what was written.
+
+    Args:
+        path: The checkpoint.
+        what: Is wrong with it.
+        is_summed: Whether only a checksum told.
+    """
+    skip = "; TSPipeStrategy(verify_checkpoint=False) would read it as it is" if is_summed else ""
+    return CheckpointError(
+        f"{str(path)!r} is damaged: {what}. Give ckpt_path another one{others_beside(path)}{skip}"
+    )
+
+
+def others_beside(file: Path) -> str:
+    """The newest checkpoints beside one, for a message."""
+    found = [
+        other
+        for other in file.parent.glob(f"*{file.suffix}")
+        if other.name != file.name and not other.name.startswith(".")
+    ]
     found.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     names = ", ".join(repr(other.name) for other in found[:_MANY])
     return f"; beside it lie {names}" if names else ""
@@ -142,6 +194,6 @@ def load_mapped(path: Path, weights_only: bool | None) -> Any:
     Returns:
         The checkpoint; None if the file is none that this can be done with.
     """
-    if not path.is_file() or not zipfile.is_zipfile(path):
+    if not is_archive(path):
         return None
     return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)

@@ -23,13 +23,12 @@ from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.weights import LOSS_RANK, Shards
 from lightning_tspipe.strategy.evaluating import EvaluationHooks
-from lightning_tspipe.strategy.files import innermost, is_usual, load_mapped
+from lightning_tspipe.strategy.files import innermost, is_usual, load_mapped, verify_file
 from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.progress import gradients_of_replica
 from lightning_tspipe.strategy.shards import (
     GRADIENTS,
-    META_FILE,
     FileSource,
     FolderSource,
     aside,
@@ -52,6 +51,7 @@ class ShardedHooks(EvaluationHooks):
     """The part of the strategy for modules that are never whole."""
 
     _save_distributed: bool | Literal["auto"]
+    _verify_checkpoint: bool
     _construction: Construction
     _source: Source | None
     _restores_optimizers: bool
@@ -284,15 +284,9 @@ class ShardedHooks(EvaluationHooks):
         self.forget_other_modules()
         path = newest(Path(checkpoint_path))
         if is_sharded(path):
-            source = FolderSource(path)
-            checkpoint = torch.load(
-                path / META_FILE, map_location="cpu", weights_only=weights_only is not False
-            )
-            checkpoint["state_dict"] = {}
-            if source.num_optimizers:
-                checkpoint["optimizer_states"] = []
-            self._source = source
-            return checkpoint
+            return self._load_folder(path, weights_only)
+        if self._verify_checkpoint:
+            self._tell_unverified(path, has_checksums=verify_file(path))
         self._source = None
         if self._spread is None and not is_on_meta(self._module):
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -303,6 +297,25 @@ class ShardedHooks(EvaluationHooks):
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         self._source = FileSource(checkpoint)
         return checkpoint
+
+    def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        trusts = weights_only is False
+        source = FolderSource(path, verify=self._verify_checkpoint, trusts=trusts)
+        checkpoint = source.rest()
+        self._tell_unverified(path, has_checksums=source.has_checksums)
+        checkpoint["state_dict"] = {}
+        if source.num_optimizers:
+            checkpoint["optimizer_states"] = []
+        self._source = source
+        return checkpoint
+
+    def _tell_unverified(self, path: Path, *, has_checksums: bool) -> None:
+        if self._verify_checkpoint and not has_checksums and self.is_global_zero:
+            warnings.warn(
+                f"{str(path)!r} was written without checksums: it is loaded, and not verified. One "
+                "that is saved by this run has them",
+                stacklevel=2,
+            )
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import CheckpointError
+from lightning_tspipe.strategy.files import others_beside
+from lightning_tspipe.strategy.folders import CONTENTS_FILE, META_FILE, Folder
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-META_FILE = "meta.pt"
 GRADIENTS = "lightning_tspipe_gradients"
 """Accumulated gradients, by replica; each rank writes its own."""
 
 Group = dict[str, Any]
-_Stored = TensorStorageMetadata
 
 
 def is_sharded(path: Path) -> bool:
     """Whether a path is a folder of shards.
 
     Raises:
-        ConfigurationError: It is a folder in which something is missing.
+        CheckpointError: It is a folder in which something is missing.
     """
     if not path.is_dir():
         return False
-    if not (path / ".metadata").is_file() or not (path / META_FILE).is_file():
-        raise ConfigurationError(
-            f"{path} is a folder, but not a whole checkpoint: .metadata or {META_FILE} is missing"
+    missing = [name for name in (CONTENTS_FILE, META_FILE) if not (path / name).is_file()]
+    if missing:
+        found = sorted(entry.name for entry in path.iterdir())
+        raise CheckpointError(
+            f"{str(path)!r} is a folder, but not a whole checkpoint of shards: "
+            f"{' and '.join(missing)} is missing (it holds {', '.join(found[:5]) or 'nothing'}). "
+            f"Give ckpt_path another one{others_beside(path)}"
         )
     return True
 
@@ -71,62 +69,60 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """Without the warning that a single process reads: it is meant to."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 class FolderSource:
     """A folder of shards.
 
     Args:
         path: The folder.
+        verify: Whether what is read is compared with its checksums.
+        trusts: Whether values are read of which reading may run code.
 
     Attributes:
         shapes: Of the parameters and buffers.
         num_optimizers: Optimizers whose state it holds.
+        has_checksums: Whether there are any, to compare with.
+
+    Raises:
+        CheckpointError: The folder is damaged, or of another kind.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        metadata = FileSystemReader(path).read_metadata()
-        self._metadata = metadata.state_dict_metadata
-        self._paths: dict[tuple[Any, ...], str] = {p: k for k, p in metadata.planner_data.items()}
+    def __init__(self, path: Path, *, verify: bool = True, trusts: bool = False) -> None:
+        self._folder = Folder(path, verify=verify, trusts=trusts)
+        self._places = self._folder.places
         self.shapes = {
-            str(place[1]): tuple(entry.size)
-            for place, key in self._paths.items()
-            if place[0] == "model" and isinstance(entry := self._metadata[key], _Stored)
+            str(place[1]): entry.shape
+            for place, entry in self._places.items()
+            if place[0] == "model" and entry.dtype is not None
         }
         self.num_optimizers = len(
-            {place[0] for place in self._paths if str(place[0]).startswith("optimizer_")}
+            {place[0] for place in self._places if str(place[0]).startswith("optimizer_")}
         )
+        self.has_checksums = self._folder.has_checksums
+
+    def rest(self) -> dict[str, Any]:
+        """What Lightning keeps beside the weights and the optimizers.
+
+        Raises:
+            CheckpointError: It is damaged, or holds what may run code.
+        """
+        return self._folder.rest()
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Some parameters and buffers, on the CPU."""
-        state: dict[str, dict[str, Any]] = {"model": {}}
-        for name in names:
-            state["model"][name] = self._empty(("model", name))
-        if names:
-            self._load(state)
-        return state["model"]
+        return {name: self._folder.read(("model", name)) for name in names}
 
     def optimizer_groups(self, index: int, groups: Sequence[Group]) -> list[Group]:
         """The parameter groups of an optimizer, in the form of its own."""
-        name = f"optimizer_{index}"
-        known = {place[2:] for place in self._paths if place[:2] == (name, "param_groups")}
-        template = [
-            {key: value for key, value in group.items() if (place, key) in known}
-            for place, group in enumerate(groups)
-        ]
-        state = {name: {"param_groups": template}}
-        self._load(state)
-        loaded = state[name]["param_groups"]
+        own = f"optimizer_{index}"
+        places = {place[2:]: place for place in self._places if place[:2] == (own, "param_groups")}
         return [
-            {**group, **saved, "params": group["params"]}
-            for group, saved in zip(groups, loaded, strict=True)
+            {
+                key: value
+                if key == "params" or (number, key) not in places
+                else self._folder.read(places[number, key])
+                for key, value in group.items()
+            }
+            for number, group in enumerate(groups)
         ]
 
     def optimizer_state(
@@ -136,34 +132,18 @@ class FolderSource:
         del names
         own = f"optimizer_{index}"
         found: dict[str, dict[str, Any]] = {}
-        for place in self._paths:
+        for place in self._places:
             if place[:2] == (own, "state") and place[2] in wanted:
-                found.setdefault(place[2], {})[place[3]] = self._empty(place)
-        state = {own: {"state": found}}
-        if found:
-            self._load(state)
-        return state[own]["state"]
+                found.setdefault(place[2], {})[place[3]] = self._folder.read(place)
+        return found
 
     def gradients(self, wanted: Collection[str]) -> list[dict[str, Tensor]]:
         """What each replica had accumulated for some parameters."""
         found: dict[str, dict[str, Any]] = {}
-        for place in self._paths:
+        for place in self._places:
             if place[0] == GRADIENTS and place[2] in wanted:
-                found.setdefault(place[1], {})[place[2]] = self._empty(place)
-        state = {GRADIENTS: found}
-        if found:
-            self._load(state)
+                found.setdefault(place[1], {})[place[2]] = self._folder.read(place)
         return [found[replica] for replica in sorted(found, key=int)]
-
-    def _empty(self, place: tuple[Any, ...]) -> Tensor | None:
-        entry = self._metadata[self._paths[place]]
-        if not isinstance(entry, _Stored):
-            return None
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
-
-    def _load(self, state: dict[str, Any]) -> None:
-        with alone():
-            load(state, storage_reader=FileSystemReader(self._path), no_dist=True)
 
 
 class FileSource:

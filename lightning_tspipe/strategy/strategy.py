@@ -83,6 +83,7 @@ class PipelineHooks(EndHooks):
         compile: bool | Mapping[str, Any] = False,  # noqa: A002 - as in torch and Lightning
         queue_depth: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: Literal["auto"] | bool = "auto",
+        verify_checkpoint: bool = True,
         ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
@@ -126,6 +127,8 @@ class PipelineHooks(EndHooks):
             save_distributed_checkpoint: Whether a checkpoint is a folder to which every rank
                 writes what it holds. ``"auto"``: for a module that was built on the meta device
                 (``configure_model``), of which there is no whole.
+            verify_checkpoint: Whether a checkpoint is compared with its checksums when it is
+                loaded; each rank compares what it reads.
             ranks_per_device: Processes that share a device; on a GPU their tensors then travel
                 through pinned host memory.
             timeout: How long to wait for a rank that says nothing.
@@ -149,6 +152,7 @@ class PipelineHooks(EndHooks):
         self._spread: Engine | None = None
         self._kept_of: nn.Module | None = None
         self._save_distributed = save_distributed_checkpoint
+        self._verify_checkpoint = verify_checkpoint
         self._evaluations: dict[Any, Evaluation] = {}
         self._resumed: dict[str, Any] | None = None
         self._resumed_replicas: list[dict[str, Any]] | None = None

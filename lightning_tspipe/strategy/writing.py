@@ -3,7 +3,7 @@
 What the ranks must agree upon is agreed before anybody writes. What is left then can be done by a
 thread, and one exchange at its end tells rank 0 that all files are complete::
 
-    rank 0   plan ─┬─ write own ─┬─ contents, meta.pt ─ rename
+    rank 0   plan ─┬─ write own ─┬─ contents, meta.pt, checksums ─ rename
     rank 1   plan ─┴─ write own ─┘
              main    a thread, if the training goes on
 """
@@ -15,21 +15,24 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from typing_extensions import override
 
+from lightning_tspipe.strategy.checksums import TABLE_FILE, SummedStream, Sums, sums_of, to_json
 from lightning_tspipe.strategy.files import system_error, unsaved
-from lightning_tspipe.strategy.shards import META_FILE, take_place_of
+from lightning_tspipe.strategy.folders import IS_SUMMED, META_FILE
+from lightning_tspipe.strategy.shards import take_place_of
 
 
 class ShardWriter:
@@ -128,7 +131,7 @@ class ShardWriter:
         if self._is_first:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-        planner, writer = DefaultSavePlanner(), FileSystemWriter(part)
+        planner, writer = DefaultSavePlanner(), SummingWriter(part)
         planner.set_up_planner(states, writer.storage_meta(), self._is_first)
         writer.set_up_storage_writer(self._is_first)
         own = planner.create_local_plan()
@@ -136,16 +139,19 @@ class ShardWriter:
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[self._place])
         content = io.BytesIO()
         if self._is_first:
-            torch.save(rest, content)
+            torch.save({**rest, IS_SUMMED: True}, content)
 
         def write() -> Any:
             done = writer.write_data(plan, planner)
             done.wait()
-            return done.value()
+            return done.value(), writer.sums
 
         def complete(results: list[Any]) -> None:
-            writer.finish(metadata, results)
+            writer.finish(metadata, [written for written, _ in results])
             _write_through(content.getvalue(), part / META_FILE)
+            files = {name: one for _, sums in results for name, one in sums.items()}
+            files |= {**writer.sums, META_FILE: sums_of(content.getvalue())}
+            _write_through(to_json(files).encode(), part / TABLE_FILE)
             _sync_folder(part)
             take_place_of(part, path)
 
@@ -178,6 +184,43 @@ class ShardWriter:
         values: list[Any] = [None] * self._group.size()
         dist.all_gather_object(values, value, group=self._group)
         return values
+
+
+class SummingWriter(FileSystemWriter):
+    """Writes shards, and knows their checksums without reading them again.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = self._files = _SummingFiles()
+
+    @property
+    def sums(self) -> dict[str, Sums]:
+        """Of the files that this process wrote, by name."""
+        return self._files.sums
+
+
+class _SummingFiles(FileSystem):
+    """Files of this machine, summed while they are written."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Sums] = {}
+
+    @contextmanager
+    @override
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with super().create_stream(path, mode) as file:
+            stream = SummedStream(file)
+            yield cast("io.IOBase", stream)
+        self.sums[Path(path).name] = stream.sums
+
+    @override
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
 def _outcome(write: Callable[[], Any]) -> Any:

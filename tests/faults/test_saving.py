@@ -20,7 +20,8 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.files import explain_damage, write_whole
-from lightning_tspipe.strategy.shards import META_FILE, FolderSource
+from lightning_tspipe.strategy.folders import META_FILE
+from lightning_tspipe.strategy.shards import FolderSource
 from tests.faults.breaking import (
     BYOL,
     SAVED,

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA, TSPipeStrategy
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy import writing
 from lightning_tspipe.strategy.shards import is_sharded, newest, take_place_of
 from tests.exactness.modules import CASES, make_epochs
@@ -189,7 +189,7 @@ def test_shards_are_resumed_by_any_number_of_ranks_and_without_a_pipeline(tmp_pa
     assert sorted(path.name for path in saved.parent.iterdir()) == [
         f"epoch={n}.ckpt" for n in range(3)
     ]
-    assert {path.suffix for path in saved.iterdir()} == {"", ".distcp", ".pt"}
+    assert {path.suffix for path in saved.iterdir()} == {"", ".distcp", ".json", ".pt"}
     three = replace(LATE, num_ranks=3, sizes=THREE_EPOCHS)
     ranks = run(train_on_meta, three, str(saved), num_ranks=3, folder=others[0])
     assert_goes_on(expected, together(ranks))
@@ -377,7 +377,7 @@ def test_a_replacement_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.Mon
     take_place_of(part, path)
     assert newest(path) == path
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
-    with pytest.raises(ConfigurationError, match="not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
         is_sharded(path)
 
 
