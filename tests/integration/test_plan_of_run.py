@@ -9,22 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.strategy.options import load_plan
 from tests.integration.jobs import run
 from tests.integration.planned import Planned, Went, train
 
 SLOW = pytest.mark.slow
 ASYNCHRONOUS = Planned("plain", {"schedule": "1f1b"})
-MICRO_BATCHES = Planned("batchnorm", per_micro_batch=0.2)
+MICRO_BATCHES = Planned("batchnorm", per_micro_batch=50.0)
 FROZEN = Planned("dropout", frozen={1: 2, 2: 3}, trainer={"max_epochs": 3}, num_ranks=4)
 HEADS = Planned("heads", {"num_microbatches": 1})
-RELAYED = Planned("blocks", relay={"mode": "ahd"}, num_ranks=3)
+RELAYED = Planned("blocks", relay={"mode": "dpu"}, num_ranks=3)
 RUNS = {
     "asynchronous": ASYNCHRONOUS,
     "micro-batches": MICRO_BATCHES,
-    "frozen": FROZEN,
+    "repacked": FROZEN,
+    "frozen": replace(FROZEN, repack=False, num_ranks=2),
     "heads": HEADS,
     "relayed": RELAYED,
     "dropout": Planned("dropout"),
@@ -38,9 +36,8 @@ def fit(it: Planned, folder: Path) -> list[Went]:
 
 
 def other(it: Planned, **changes: Any) -> Planned:
-    """The same on a machine that finds other costs."""
-    slower = 0.0 if it.per_micro_batch else it.per_micro_batch
-    return replace(it, costs="falling", per_micro_batch=slower, saves=False, **changes)
+    """The same where other costs are measured."""
+    return replace(it, costs="falling", per_micro_batch=0.0, saves=False, **changes)
 
 
 def assert_same(ranks: list[Went], whole: list[Went]) -> None:
@@ -64,14 +61,13 @@ def test_a_run_that_goes_on_goes_by_the_plan_of_the_one_that_was_stopped(
     apart.mkdir()
     elsewhere = fit(other(it), apart)  # where costs are others, so is the plan, and what comes out
     assert elsewhere[0].placements != whole[0].placements
-    assert any(
-        not torch.equal(value, whole[0].weights[key]) for key, value in elsewhere[0].weights.items()
-    )
+    same = [torch.equal(v, whole[0].weights[key]) for key, v in elsewhere[0].weights.items()]
+    assert all(same) == (name == "heads")  # whose trunk is never trained
     last = len(whole[0].losses)
-    for step in (3, 4, last - 3):
+    for step in (3, 4, last - 3) if name != "asynchronous" else (3,):
         ranks = fit(other(it, resume=str(tmp_path / f"step-{step}.ckpt")), apart)
         assert_same(ranks, whole)
-        assert "that of the checkpoint" in str(ranks[0].notes)
+        assert step != 3 or "that of the checkpoint" in str(ranks[0].notes)
         assert [rank.told for rank in ranks] == [[]] * it.num_ranks
 
 
