@@ -84,9 +84,10 @@ class Repacking:
             )
         self.freezing, self._shares = Freezing(is_on=True), False
         self.freezing.read(strategy.plan_of_run.freezing)
-        self.repacks = repack and strategy.total_ranks > 1
         if not self.freezing.is_shared:
             self.freezing.num_joined = strategy.num_replicas
+        # One device divides nothing, but may go on with the global batches of several.
+        self.repacks = repack and max(strategy.total_ranks, self.freezing.num_joined) > 1
         self.freezing.is_shared = self.repacks
         if self.repacks and not strategy._module.automatic_optimization:
             raise ConfigurationError(

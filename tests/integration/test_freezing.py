@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -174,6 +175,44 @@ def test_a_checkpoint_between_transitions(step: int, cache: bool, tmp_path: Path
     assert [entry["num_frozen"] for entry in ranks[0].history] == [2, 4]
     torch.testing.assert_close(ranks[0].weights, expected.weights, **CLOSE)
     torch.testing.assert_close(ranks[0].optimizer["state"], expected.optimizer["state"], **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 3, 4, 6])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_run_goes_on_with_other_devices(num_ranks: int, step: int, tmp_path: Path) -> None:
+    """Global batches are two of the loader, whatever the number of replicas."""
+    case = Case(options={"num_stages": 2, "num_microbatches": 2}, num_ranks=4, repack={2: 1},
+                batch_size=4, num_samples=22, save_at=step)  # fmt: skip
+    whole = together(case, tmp_path)
+    # 3 batches per epoch; replicas: 2, and 4 from the second epoch on.
+    assert [rank.replicas for rank in whole] == [4] * 4
+    other = replace(case, num_ranks=num_ranks, options={"num_microbatches": 2}, resume=True)
+    ranks = together(other, tmp_path)
+    assert ranks[0].replicas == num_ranks
+    torch.testing.assert_close(ranks[0].weights, whole[0].weights, **CLOSE)
+    torch.testing.assert_close(ranks[0].optimizer["state"], whole[0].optimizer["state"], **CLOSE)
+    read = sorted(index for rank in ranks for index in rank.read[-1])
+    assert read == sorted(index for rank in whole for index in rank.read[-1])
+
+
+def resume_and_warn(case: Case) -> list[str]:
+    """What users are told."""
+    with warnings.catch_warnings(record=True) as caught:
+        train(case)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.slow
+def test_statistics_of_other_replicas_are_told(tmp_path: Path) -> None:
+    case = Case(options=by_hand(2, num_microbatches=1), num_ranks=2, normalised=True,
+                frozen={1: 2}, repack={2: 1}, num_samples=24, save_at=2)  # fmt: skip
+    together(case, tmp_path)
+    for options, num_ranks in ((case.options, 2), ({"num_microbatches": 1}, 1)):
+        other = replace(case, num_ranks=num_ranks, options=options, resume=True)
+        told = run(resume_and_warn, other, num_ranks=num_ranks, folder=tmp_path)[0]
+        is_told = any("BatchNorm normalises by the samples of a replica" in one for one in told)
+        assert is_told == (num_ranks == 1)
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.strategy.options import load_plan
 from tests.integration.jobs import run
 from tests.integration.planned import Planned, Went, train
 
@@ -83,3 +86,75 @@ def test_deterministic_runs_have_one_plan(name: str, pinned: str, tmp_path: Path
     assert_same(second, first)
     assert len(second[0].losses) == len(first[0].losses)
     assert "made from floating-point operations" in str(first[0].notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("asynchronous", "a layer's stage decides which version of its weights it reads"),
+        ("dropout", "draws from the generator of the rank"),
+        ("plain", ""),
+        ("heads", ""),
+    ],
+)
+def test_other_devices_change_what_is_told(name: str, changed: str, tmp_path: Path) -> None:
+    it = replace({**RUNS, "plain": Planned("plain")}[name], saves=True)
+    whole = fit(it, tmp_path)
+    ranks = fit(replace(it, num_ranks=3, resume="step-5.ckpt", saves=False), tmp_path)
+    assert ranks[1].told == ranks[2].told == []
+    if not changed:
+        assert ranks[0].told == []
+        assert "devices (2 then, 3 now)" in str(ranks[0].notes)
+        torch.testing.assert_close(ranks[0].weights, whole[0].weights, rtol=1e-9, atol=1e-12)
+        return
+    (told,) = ranks[0].told
+    assert "devices (2 then, 3 now)" in told
+    assert changed in told
+    assert "start it as the first run was started" in told
+
+
+@pytest.mark.slow
+def test_micro_batches_that_are_given_are_not_those_of_the_checkpoint(tmp_path: Path) -> None:
+    it = replace(MICRO_BATCHES, saves=True)
+    whole = fit(it, tmp_path)
+    assert whole[0].placements[0].num_microbatches == 1
+    two = replace(it, options={"num_microbatches": 2}, resume="step-5.ckpt", saves=False)
+    ranks = fit(two, tmp_path)
+    assert ranks[0].placements[0].num_microbatches == 2
+    (told,) = ranks[0].told
+    assert "num_microbatches ('auto' then, 2 now)" in told
+    assert "BatchNorm normalises by micro-batches: 1 per call then, 2 now" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_shards", [False, True])
+def test_a_checkpoint_is_a_plan(as_shards: bool, tmp_path: Path) -> None:
+    options = {"save_distributed_checkpoint": as_shards}
+    it = replace(ASYNCHRONOUS, options={**ASYNCHRONOUS.options, **options}, saves=True)
+    whole = fit(it, tmp_path)
+    path = tmp_path / "step-5.ckpt"
+    file = path / "meta.pt" if as_shards else path
+    [entry] = torch.load(file, weights_only=True)["lightning_tspipe"]
+    plan = Plan.from_json(entry["plan"])
+    assert load_plan(path) == plan
+    assert plan.placement == whole[0].placements[0]
+    given = fit(other(it, options={**it.options, "plan": path}), tmp_path)
+    assert given[0].placements == whole[0].placements
+    if not as_shards:
+        assert_same(given, whole)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "the checkpoint has no plan"),
+        ({"lightning_tspipe": [{"plan": None}]}, "whose partition was given"),
+        ({"callback": Planned()}, "can't be read without running code from it"),
+    ],
+    ids=str,
+)
+def test_a_file_without_a_plan(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "other.ckpt")
+    with pytest.raises(ConfigurationError, match=message):
+        load_plan(tmp_path / "other.ckpt")
