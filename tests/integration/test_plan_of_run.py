@@ -74,14 +74,12 @@ def test_a_run_that_goes_on_goes_by_the_plan_of_the_one_that_was_stopped(
         assert [rank.told for rank in ranks] == [[]] * it.num_ranks
 
 
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("pinned", ["deterministic", pytest.param("costs", marks=SLOW)])
-def test_deterministic_runs_have_one_plan(name: str, pinned: str, tmp_path: Path) -> None:
-    it = RUNS[name]
-    if pinned == "deterministic":
-        it = replace(it, trainer={**it.trainer, "deterministic": True})
+@pytest.mark.parametrize("name", [*SOME, pytest.param("by option", marks=SLOW)])
+def test_deterministic_runs_have_one_plan(name: str, tmp_path: Path) -> None:
+    if name == "by option":
+        it = replace(ASYNCHRONOUS, options={**ASYNCHRONOUS.options, "costs": "flops"})
     else:
-        it = replace(it, options={**it.options, "costs": "flops"})
+        it = replace(RUNS[name], trainer={**RUNS[name].trainer, "deterministic": True})
     first, second = fit(it, tmp_path), fit(other(it), tmp_path)
     assert_same(second, first)
     assert len(second[0].losses) == len(first[0].losses)
