@@ -27,12 +27,14 @@ _UPDATE_FLOPS_PER_BYTE = 500.0
 write two of them), and an accelerator does about a hundred operations while it moves one."""
 
 
-def profile_step(
+def profile_step(  # noqa: PLR0913 - what to measure, where, and how
     captured: Captured,
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
     microbatch_counts: Sequence[int],
     flops_per_second: float | None = None,
+    *,
+    only_counts: bool = False,
 ) -> StepProfile:
     """Measure the networks of a step on this device.
 
@@ -42,13 +44,16 @@ def profile_step(
         optimizers: Of the module.
         microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
         flops_per_second: Of a device that is not here: then nothing is measured, but calculated.
+        only_counts: Whether to calculate for these numbers of micro-batches only, so that the
+            network can run each; else for any.
     """
     plan, networks = captured.plan, captured.networks
     if flops_per_second is None:
         profiles = _measure(plan, networks, microbatch_counts, device)
         update = _UPDATE_SECONDS_PER_BYTE
     else:
-        profiles = _estimate(plan, networks, flops_per_second)
+        counts = microbatch_counts if only_counts else ()
+        profiles = _estimate(plan, networks, flops_per_second, counts)
         update = _UPDATE_FLOPS_PER_BYTE / flops_per_second
     teacher = networks.get("teacher")
     return StepProfile(
@@ -64,7 +69,10 @@ def profile_step(
 
 
 def profile_forwards(
-    captured: Captured, device: torch.device, microbatch_counts: Sequence[int] = (1,)
+    captured: Captured,
+    device: torch.device,
+    microbatch_counts: Sequence[int] = (1,),
+    flops_per_second: float | None = None,
 ) -> dict[NetworkName, NetworkProfile]:
     """Measure the forwards of a step that is never trained, by default for the whole batch.
 
@@ -72,7 +80,10 @@ def profile_forwards(
         captured: The step, captured without gradients.
         device: Where they would run; networks that are elsewhere come atom by atom.
         microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
+        flops_per_second: If given, nothing is measured, but calculated by it.
     """
+    if flops_per_second is not None:
+        return _estimate(captured.plan, captured.networks, flops_per_second, microbatch_counts)
     return _measure(captured.plan, captured.networks, microbatch_counts, device)
 
 
@@ -136,7 +147,7 @@ def _measure(
     for name, network in networks.items():
         spec = _largest_input(plan, name)
         batch = spec.shape[0]
-        sizes = sorted({max(1, math.ceil(batch / number)) for number in microbatch_counts})
+        sizes = _sizes(batch, microbatch_counts)
         log.info("measuring the %s at %s samples", name, sizes)
         records = profile_atoms(
             network.atoms,
@@ -151,8 +162,16 @@ def _measure(
     return profiles
 
 
+def _sizes(batch: int, microbatch_counts: Sequence[int]) -> list[int]:
+    """Samples of a micro-batch, by the number of them."""
+    return sorted({max(1, math.ceil(batch / number)) for number in microbatch_counts})
+
+
 def _estimate(
-    plan: StepPlan, networks: Mapping[NetworkName, ChainNetwork], flops_per_second: float
+    plan: StepPlan,
+    networks: Mapping[NetworkName, ChainNetwork],
+    flops_per_second: float,
+    microbatch_counts: Sequence[int],
 ) -> dict[NetworkName, NetworkProfile]:
     profiles: dict[NetworkName, NetworkProfile] = {}
     for name, network in networks.items():
@@ -164,6 +183,7 @@ def _estimate(
                 flops_per_second,
                 trainable=_is_trained(plan, name),
                 wanted=network.wanted,
+                sizes=_sizes(spec.shape[0], microbatch_counts),
             )
         profiles[name] = NetworkProfile(tuple(records))
     return profiles

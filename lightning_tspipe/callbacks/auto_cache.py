@@ -53,7 +53,7 @@ class AutoCache(Callback):
         dtype: In which activations are kept, such as ``torch.bfloat16`` or ``"bfloat16"``; None: as
             they are.
         ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
-        always: Cache without measuring.
+        always: Cache without measuring, as with ``Trainer(deterministic=True)``.
 
     Attributes:
         shared: The cache of this fit, and its settings.
@@ -102,7 +102,7 @@ class AutoCache(Callback):
         self.shared.follow(trainer)
         if pipelined is not None:
             trunk = pl_module.get_submodule(self.network)
-            self._front = KeptFeatures(self.shared, trunk, always=self.always)
+            self._front = KeptFeatures(self.shared, trunk, always=self.keeps_always(trainer))
             pipelined.use_features(self._front)
 
     @override
@@ -112,7 +112,8 @@ class AutoCache(Callback):
         self._release()
         assert self.network is not None
         network = pl_module.get_submodule(self.network)
-        self._front = FrozenFront(self.shared, trainer, network, self.network, always=self.always)
+        always = self.keeps_always(trainer)
+        self._front = FrozenFront(self.shared, trainer, network, self.network, always=always)
         step = pl_module.training_step
 
         @functools.wraps(step)
@@ -178,6 +179,14 @@ class AutoCache(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._release()
         self.shared.close()
+
+    def keeps_always(self, trainer: Trainer) -> bool:
+        """Whether to cache without measuring: as said, or where nothing may follow from times."""
+        pipelined = pipelined_of(trainer)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if pipelined is not None:
+            is_deterministic = not pipelined.decides_by_times
+        return self.always or is_deterministic
 
     def _release(self) -> None:
         while self._undo:

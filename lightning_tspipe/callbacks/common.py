@@ -39,6 +39,7 @@ class Pipelined(Protocol):
     is_loss_rank: bool
     num_stages: int
     bubble_ratio: float | None
+    decides_by_times: bool
     data_parallel_size: int
     delay: int
     predicts_teacher: bool

@@ -171,7 +171,7 @@ class FreezeAndRepack(Callback):
         if pipelined is not None:
             pipelined.freezes(repack=bool(self.repack))
             if self.cache is not None:
-                shared, always = self.cache.shared, self.cache.always
+                shared, always = self.cache.shared, self.cache.keeps_always(trainer)
                 self._front = PipelineFront(shared, trainer, ", ".join(names), always=always)
                 pipelined.use_front(self._front)
         self._place = {name: i for i, layer in enumerate(self._layers) for name in layer.parameters}

@@ -14,19 +14,21 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.chain import Atom, OutputRef
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.profiler import weigh_atoms
 from lightning_tspipe.planning.profile import AtomProfile
 
 
-def estimate_atoms(
+def estimate_atoms(  # noqa: PLR0913 - what to price, and how
     atoms: Sequence[Atom],
     inputs: Tensor,
     flops_per_second: float,
     *,
     trainable: bool,
     wanted: Collection[OutputRef] | None = None,
+    sizes: Collection[int] = (),
 ) -> list[AtomProfile]:
     """Price every atom of a chain without running it: networks and inputs may be on ``meta``.
 
@@ -37,18 +39,42 @@ def estimate_atoms(
             addition and a multiplication are two.
         trainable: Whether to price backward passes too.
         wanted: The outputs that the loss gets; None stands for all that the atoms emit.
+        sizes: Numbers of samples to price, up to that of the input. One that the network can't run
+            is left out: BatchNorm refuses a single value per channel. Not given: any number.
 
     Returns:
         One record per atom, as :func:`~.profiler.profile_atoms` measures them.
+
+    Raises:
+        PartitionError: The network can run none of the sizes.
     """
-    with torch.set_grad_enabled(trainable):
-        records = weigh_atoms(atoms, inputs, wanted)
-        flops = _forward_flops(atoms, inputs)
     samples = len(inputs)
+    priced = [size for size in sorted(sizes) if _runs(atoms, inputs[:size])] if sizes else [1]
+    if not priced:
+        raise PartitionError(
+            f"the network cannot run {samples} samples or fewer in its present modes; use larger "
+            "batches"
+        )
+    times = sorted({*priced, *([] if sizes else [samples])})
+    with torch.set_grad_enabled(trainable):
+        whole = inputs[: times[-1]]
+        records = weigh_atoms(atoms, whole, wanted)
+        flops = _forward_flops(atoms, whole)
     return [
-        _priced(record, amount / samples / flops_per_second, samples, trainable, place == 0)
+        _priced(record, amount / len(whole) / flops_per_second, times, trainable, place == 0)
         for place, (record, amount) in enumerate(zip(records, flops, strict=True))
     ]
+
+
+def _runs(atoms: Sequence[Atom], x: Tensor) -> bool:
+    received: Tensors = (x,)
+    try:
+        with torch.no_grad():
+            for atom in atoms:
+                received, _ = atom(*received)
+    except ValueError:  # a BatchNorm that needs more samples
+        return False
+    return True
 
 
 def _forward_flops(atoms: Sequence[Atom], x: Tensor) -> list[int]:
@@ -66,12 +92,12 @@ def _forward_flops(atoms: Sequence[Atom], x: Tensor) -> list[int]:
 def _priced(
     record: AtomProfile,
     seconds: float,
-    samples: int,
+    sizes: Sequence[int],
     trainable: bool,
     is_first: bool,
 ) -> AtomProfile:
     def times(factor: float) -> dict[int, float]:
-        return {size: factor * seconds * size for size in {1, samples}}
+        return {size: factor * seconds * size for size in sizes}
 
     if not trainable:
         return replace(record, forward=times(1))

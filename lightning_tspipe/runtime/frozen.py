@@ -170,7 +170,7 @@ def with_frozen(
         The captured step, and the number of frozen atoms; 0 if the first atom is trained.
     """
     student = captured.networks.get("student")
-    number = 0 if student is None else num_frozen_atoms(student, frozen)
+    number = 0 if student is None else num_frozen_atoms(parameter_names(student), frozen)
     if student is None or number == 0:
         return captured, 0
     part = FrozenPart(student, number)
@@ -179,14 +179,23 @@ def with_frozen(
     return replace(captured, networks=networks), number
 
 
-def num_frozen_atoms(student: ChainNetwork, frozen: Collection[str]) -> int:
+def parameter_names(network: ChainNetwork) -> tuple[tuple[str, ...], ...]:
+    """For each atom, the names of its parameters."""
+    return tuple(tuple(atom.parameter_names) for atom in network.atoms)
+
+
+def num_frozen_atoms(parameters: Sequence[Sequence[str]], frozen: Collection[str]) -> int:
     """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
 
     What follows it without parameters may be random (dropout), and belongs to the next layer.
+
+    Args:
+        parameters: For each atom, the names of its parameters.
+        frozen: Names of the parameters that are frozen.
     """
     last = 0
-    for index, atom in enumerate(student.atoms):
-        names = set(atom.parameter_names)
+    for index, own in enumerate(parameters):
+        names = set(own)
         if names - set(frozen):
             break
         if names:

@@ -120,6 +120,11 @@ class ChainNetwork:
         return tuple(link.name for link in self._links if isinstance(link, Block))
 
     @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The declared submodules and all that are in them."""
+        return tuple(self._modules)
+
+    @property
     def wanted(self) -> frozenset[OutputRef]:
         """The outputs of atoms that the step uses."""
         return frozenset(self._refs.values())

@@ -24,7 +24,8 @@ from lightning_tspipe.runtime.relay.blocks import BlockPair, BlockShapes
 from lightning_tspipe.runtime.relay.profiler import measure_block
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.strategy.deciding import HOST_LINK, memory_limit
+from lightning_tspipe.strategy.deciding import HOST_LINK
+from lightning_tspipe.strategy.limits import memory_limit, nominal_rate
 
 
 class BlockCosts:
@@ -37,6 +38,7 @@ class BlockCosts:
         device: Where to measure.
         context: The precision plugin's forward context.
         memory: What a device may hold.
+        by_flops: Whether costs are calculated from operations, instead of measured.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - what blocks need to run, and where
@@ -47,6 +49,8 @@ class BlockCosts:
         device: torch.device,
         context: Callable[[], AbstractContextManager[None]],
         memory: int | str | None,
+        *,
+        by_flops: bool = False,
     ) -> None:
         self._module = module
         self._options = options
@@ -54,6 +58,7 @@ class BlockCosts:
         self._device = device
         self._context = context
         self._memory = memory
+        self._rate = nominal_rate(device) if by_flops else None
 
     def plan(
         self,
@@ -82,7 +87,8 @@ class BlockCosts:
         if plan is not None and self._memory is None:
             return plan
         profile = self.profile(pairs, shapes, batch, samples, optimizers, widths)
-        limit = memory_limit(self._memory, self._device)
+        by_flops = self._rate is not None
+        limit = memory_limit(self._memory, self._device, whatever_is_free=by_flops)
         if plan is not None:
             return within(limit, described(plan, profile))
         return plan_mode(options.mode, profile, num_ranks, limit)
@@ -151,6 +157,7 @@ class BlockCosts:
             steps=self._options.profile_steps,
             moments=max(map(_moments, optimizers), default=0),
             context=self._context,
+            flops_per_second=self._rate,
         )
         took = time.perf_counter() - started
         rank_zero_info(
@@ -163,7 +170,7 @@ class BlockCosts:
         self, pairs: Sequence[BlockPair], shapes: BlockShapes, sizes: Sequence[int]
     ) -> Path | None:
         where = self._options.profile_cache
-        if where is None:
+        if where is None or self._rate is not None:
             return None
         if where == "auto":
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -36,6 +36,8 @@ class CheckpointHooks(ShardedHooks):
     ) -> None:
         if "optimizer_states" in checkpoint:  # not with weights_only
             found = self._left if self._engine is None else self._progress()
+            if found is not None and self.is_global_zero:
+                found |= self.plan_of_run.to_entries(self.repacking.freezing)
             if self.is_loss_rank:
                 # Of shards no rank has the teacher that a callback would go on from.
                 declared = None if self.saves_shards else self._declared_delay
@@ -55,12 +57,10 @@ class CheckpointHooks(ShardedHooks):
             replicas = checkpoint.get(ENTRY, [])
             for index, gradients in apart.items():
                 replicas[int(index)]["gradients"] = gradients
-            self._resumed = progress.of_replica(replicas, self.replica, self.num_replicas)
-            self._resumed_replicas = replicas
-            # A callback that changes the mesh will set up the one of the checkpoint.
-            repacks = any(key.startswith("FreezeAndRepack") for key in checkpoint["callbacks"])
+            self.plan_of_run.resume(replicas[0] if replicas else {})
+            self._go_on_with(replicas, is_shared=self.plan_of_run.shares_batches)
             repeats = progress.repeats_data(checkpoint, self._resumed)
-            if self.is_global_zero and repeats and not repacks:
+            if self.is_global_zero and repeats:
                 warnings.warn(REPEATED, stacklevel=2)
         return checkpoint
 
@@ -68,11 +68,19 @@ class CheckpointHooks(ShardedHooks):
     def reconnect(self, num_ranks: int) -> None:
         super().reconnect(num_ranks)
         if self._resumed_replicas is not None and self._engine is None:
-            replicas = self._resumed_replicas
-            self._resumed = progress.of_replica(replicas, self.replica, self.num_replicas)
-            if len(replicas) > 0 and len(replicas) != self.num_replicas:
-                # The mesh changes between two epochs, and the next one's order stays what it was.
-                self._resumed = progress.between_epochs(replicas[0])
+            self._go_on_with(self._resumed_replicas, is_shared=True)
+
+    def _go_on_with(self, replicas: list[dict[str, Any]], *, is_shared: bool) -> None:
+        """This replica goes on with what those of the checkpoint were at.
+
+        Args:
+            replicas: What ``progress.collect`` gave for each.
+            is_shared: Whether all read parts of the same batches, as where the mesh changes: their
+                order stays what it was.
+        """
+        find = progress.of_shared_batches if is_shared else progress.of_replica
+        self._resumed_replicas = replicas
+        self._resumed = find(replicas, self.replica, self.num_replicas)
 
     @override
     def on_train_end(self) -> None:

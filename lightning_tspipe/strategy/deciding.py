@@ -14,16 +14,19 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.recomputing import keep_or_recompute
+from lightning_tspipe.planning.run_plan import RunPlan, Source
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import is_paired, profile_step
+from lightning_tspipe.runtime.frozen import parameter_names
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.strategy.freezing import Freezing, of_plan, place_frozen
+from lightning_tspipe.strategy.limits import memory_limit, nominal_rate
 from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.origin import Origin
+from lightning_tspipe.strategy.plan_of_run import FROZEN, PlanOfRun, made_for
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -42,24 +45,20 @@ def agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     origin: Origin,
     freezing: Freezing,
     num_frozen: int,
-) -> tuple[Placement, CostTable | None]:
+    run: PlanOfRun,
+) -> RunPlan:
     """Who gets what, on all ranks.
 
     Raises:
         PartitionError: The networks can't be cut as wished.
     """
     num_ranks = transport.num_ranks
+    wanted = made_for(options, num_ranks, replicas.number, captured, num_frozen)
     if origin.placement is not None:
-        return origin.placement, None
-    if num_frozen and (freezing.plan is not None or _needs_no_measuring(options, num_ranks)):
-        number = 1 if options.num_microbatches == "auto" else options.num_microbatches
-        num_atoms = len(captured.networks["student"].atoms)
-        return place_frozen(freezing, num_atoms, num_frozen, num_ranks, number)
-    if options.plan is not None:
-        _check_plan(options.plan, captured, num_ranks, replicas.number)
-        return options.plan.placement, options.plan.costs
-    if num_ranks == 1:
-        return _single(captured, options), None
+        return RunPlan(wanted, "given", origin.placement)
+    known = _known(wanted, captured, options, freezing, run)
+    if known is not None:
+        return known
     decided = None
     if replicas.is_first:
         if transport.rank == num_ranks - 1:
@@ -67,10 +66,43 @@ def agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         decided = transport.broadcast_object(decided, num_ranks - 1)
     # Measured apart, they would not agree, and peers would hold different stages.
     decision: _Decision = replicas.broadcast(decided)
-    freezing.learn(decision.profile, decision.plan, replicas.number)
+    parameters = parameter_names(captured.networks["student"])
+    freezing.learn(decision.profile, decision.plan, replicas.number, parameters)
     if transport.rank == LOSS_RANK and replicas.is_first:
         log.info("%s", decision.summary)
-    return decision.placement, decision.costs
+    source = "given" if decision.plan is None else _source(options)
+    return RunPlan(wanted, source, decision.placement, decision.plan)
+
+
+def _known(
+    wanted: dict[str, Any],
+    captured: Captured,
+    options: SetupOptions,
+    freezing: Freezing,
+    run: PlanOfRun,
+) -> RunPlan | None:
+    """What was given, or decided before: by the run that this one goes on with, or on freezing.
+
+    Raises:
+        PartitionError: The plan that was given is one for something else.
+    """
+    num_ranks, num_frozen = wanted["devices per pipeline"], wanted[FROZEN]
+    if options.plan is not None and not num_frozen:
+        _check_plan(options.plan, captured, num_ranks, wanted["devices"] // num_ranks)
+        return RunPlan(wanted, "given", options.plan.placement, options.plan)
+    found = run.reuse(wanted) if freezing.plan is None else None
+    if found is not None:
+        return found
+    if num_frozen and (freezing.plan is not None or _needs_no_measuring(options, num_ranks)):
+        number = 1 if options.num_microbatches == "auto" else options.num_microbatches
+        num_atoms = len(captured.networks["student"].atoms)
+        placement, plan = place_frozen(freezing, num_atoms, num_frozen, num_ranks, number)
+        return RunPlan(wanted, _source(options) if plan else "given", placement, plan)
+    return RunPlan(wanted, "given", _single(captured, options)) if num_ranks == 1 else None
+
+
+def _source(options: SetupOptions) -> Source:
+    return "flops" if options.plans_by_flops else "times"
 
 
 def _needs_no_measuring(options: SetupOptions, num_ranks: int) -> bool:
@@ -83,7 +115,6 @@ class _Decision:
     """Who gets what, why, and what it was decided by."""
 
     placement: Placement
-    costs: CostTable | None
     summary: str
     profile: StepProfile | None = None
     plan: Plan | None = None
@@ -160,7 +191,10 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     partition = options.partition
     if isinstance(partition, Mapping):
         return _by_hand(partition, captured, options, num_ranks, paired=paired)
-    profile = profile_step(captured, device, optimizers, options.microbatch_counts)
+    profile = profile_step(
+        captured, device, optimizers, options.microbatch_counts,
+        nominal_rate(device) if options.plans_by_flops else None, only_counts=True,
+    )  # fmt: skip
     profile = profile.recomputing(options.recomputed([atom.name for atom in profile.student.atoms]))
 
     def best(profile: StepProfile) -> Plan:
@@ -179,21 +213,24 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
             text = "\nactivation_checkpointing='auto' was switched on: nothing else fits as fast"
     else:
         decided = best(profile)
-    return _Decision(
-        of_plan(decided, num_frozen), decided.costs, f"{decided}{text}", profile, decided
-    )
+    return _Decision(of_plan(decided, num_frozen), f"{decided}{text}", profile, decided)
 
 
 def _is_limited(options: SetupOptions, device: torch.device) -> bool:
     """Whether memory may keep out a plan."""
-    limits = memory_limit(options.memory_limit, device), options.state_limit
+    limits = _memory_limit(options, device), options.state_limit
     return any(limit is not None for limit in limits)
+
+
+def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
+    by_flops = options.plans_by_flops
+    return memory_limit(options.memory_limit, device, whatever_is_free=by_flops)
 
 
 def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:
     """What the user and the machine say about every plan of this run."""
     return {
-        "memory_limit": memory_limit(options.memory_limit, device),
+        "memory_limit": _memory_limit(options, device),
         "schedule": options.schedule,
         "num_microbatches": options.num_microbatches,
         "split": False if options.compile else options.split_backward,
@@ -231,15 +268,7 @@ def _by_hand(
     if paired:
         teacher_ranks = ranks[: len(teacher) - 1]
     placement = Placement(num_ranks, cuts["student"], ranks, teacher, teacher_ranks, number)
-    return _Decision(placement, None, f"partition by hand: {cuts}")
-
-
-def memory_limit(said: int | str | None, device: torch.device) -> int | None:
-    """Bytes that a device may hold: as said, else most of what is free on a GPU."""
-    if said is None and device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * 0.9)
-    return parse_bytes(said)
+    return _Decision(placement, f"partition by hand: {cuts}")
 
 
 def _state_limit(options: SetupOptions, profile: StepProfile) -> int | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import StepPlan, ValueRef
@@ -23,14 +24,15 @@ from lightning_tspipe.heads.training import refuse_trained_trunk
 from lightning_tspipe.planning.heads import HeadCost, TrunkCost, spread
 from lightning_tspipe.planning.pieces import WHOLE, Pieces, choose_pieces
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.planning.run_plan import RunPlan
 from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
-
-if TYPE_CHECKING:
-    from lightning_tspipe.strategy.options import SetupOptions
+from lightning_tspipe.strategy.limits import memory_limit, nominal_rate
+from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.plan_of_run import PlanOfRun, made_for
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -120,9 +122,9 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
     step: Step,
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer] | None,
-    memory_limit: int | None,
     reading: float = 0.0,
-) -> Placement:
+    run: PlanOfRun | None = None,
+) -> RunPlan:
     """Measure trunk and heads on one rank, and agree on who gets what.
 
     Args:
@@ -132,26 +134,30 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
         step: The step.
         batch: Its batch, on all ranks.
         optimizers: Of the heads; None where nothing is trained.
-        memory_limit: Bytes that a rank may hold.
         reading: Seconds that the data rank takes to read a batch.
+        run: Knows the plan of the checkpoint that a training goes on from.
 
     Raises:
         PartitionError: Nothing fits the memory.
     """
     transport = engine.transport
     planner = transport.num_ranks - 1
+    wanted = made_for(options, transport.num_ranks, 1, captured, 0)
+    wanted["heads"] = list(captured.heads.student.names) if captured.heads is not None else []
+    found = None if run is None else run.reuse(wanted)
+    if found is not None and engine.heads is not None and engine.heads.cache is None:
+        return found
     decided: Placement | PartitionError | None = None
     if transport.rank == planner:
         try:
-            decided = _decide(
-                engine, captured, options, step, batch, optimizers, memory_limit, reading
-            )
+            decided = _decide(engine, captured, options, step, batch, optimizers, reading)
         except PartitionError as error:
             decided = error
     decided = transport.broadcast_object(decided, planner)
     if isinstance(decided, PartitionError):
         raise decided
-    return decided
+    # Measured for the cache only, if there is a plan already.
+    return found or RunPlan(wanted, "flops" if options.plans_by_flops else "times", decided)
 
 
 def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
@@ -161,7 +167,6 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     step: Step,
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer] | None,
-    memory_limit: int | None,
     reading: float,
 ) -> Placement:
     num_ranks = engine.transport.num_ranks
@@ -175,14 +180,15 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         if optimizers is None:
             costs = [HeadCost(cost.name, sum(trunk.seconds) / 10) for cost in costs]
         else:
-            costs = _measure(engine, captured.plan, step, batch, optimizers)
+            rate = nominal_rate(engine.device) if options.plans_by_flops else None
+            costs = _measure(engine, captured.plan, step, batch, optimizers, rate)
     else:
         atoms = len(captured.networks["teacher"].atoms)
         trunk = TrunkCost((0.0,) * atoms, (0,) * atoms, (0.0,) * atoms, ("",) * atoms)
     number = 1 if options.num_microbatches == "auto" else options.num_microbatches
-    limit = math.inf if memory_limit is None else memory_limit
+    limit = _memory_limit(options, engine.device, trains=optimizers is not None)
     beside = [0.0] * num_ranks
-    if num_ranks > 1:
+    if num_ranks > 1 and not options.plans_by_flops:
         beside[-1] = reading + _prologue_seconds(engine, captured.plan, step, batch)
     cuts = _given_cuts(options, trunk, num_ranks)
     found = spread(trunk, costs, num_ranks, limit, cuts, beside)
@@ -197,6 +203,16 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         cache.consider(sum(trunk.seconds) / len(found.ranks), features)
     depth = options.queue_depth
     return found.placement(len(found.ranks) if depth == "auto" else depth, number, pieces)
+
+
+def _memory_limit(options: SetupOptions, device: torch.device, *, trains: bool) -> float:
+    """Bytes that a rank may hold."""
+    said = options.memory_limit
+    if trains:
+        limit = memory_limit(said, device, whatever_is_free=options.plans_by_flops)
+    else:
+        limit = parse_bytes(said)
+    return math.inf if limit is None else limit
 
 
 def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tuple[int, ...] | None:
@@ -227,7 +243,8 @@ def _trunk_cost(
     given = 1 if options.num_microbatches == "auto" else options.num_microbatches
     batch_size = max(spec.shape[0] for spec in calls)
     counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
-    profile = profile_forwards(captured, engine.device, counts)["teacher"]
+    rate = nominal_rate(engine.device) if options.plans_by_flops else None
+    profile = profile_forwards(captured, engine.device, counts, rate)["teacher"]
     size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
     if ends:
         whole = next(spec for spec in calls if spec.shape[0] == batch_size)
@@ -270,14 +287,18 @@ def _ends(engine: Engine, captured: Captured, options: SetupOptions) -> list[int
     ]
 
 
-def _measure(
+def _measure(  # noqa: PLR0913, PLR0917 - what a head's step needs
     engine: Engine,
     plan: StepPlan,
     step: Step,
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
+    rate: float | None,
 ) -> list[HeadCost]:
-    """Time each head's own step on stand-ins for the features; nothing of it is left."""
+    """Time each head's own step on stand-ins for the features; nothing of it is left.
+
+    With a rate, in operations per second, its operations are counted instead.
+    """
     module, heads = engine.module, engine.heads
     assert heads is not None
     student = heads.student
@@ -289,22 +310,39 @@ def _measure(
         for name in student.names:
             head = student.heads[name]
             with swap.attributes_restored(list(head.modules()), tensors=True):
-                seconds = []
-                for _ in range(1 + _NUM_TIMED):
-                    started = time.perf_counter()
+
+                def run(name: str = name) -> None:
                     with student.trains((name,), rehearses=True), engine.context():
                         loss = runner.replay(step, batch, 0, lambda c, r: features[c, r])
                     loss.backward()
-                    if engine.device.type == "cuda":
-                        torch.cuda.synchronize(engine.device)
-                    seconds.append(time.perf_counter() - started)
+
+                seconds = _timed(run, engine.device) if rate is None else _counted(run) / rate
             for parameter in head.parameters():
                 parameter.grad = None
             size = sum(p.nbytes for p in head.parameters())
             held = round(size * (2 + _moments(head, optimizers)))
             update = held * _UPDATE_SECONDS_PER_BYTE
-            costs.append(HeadCost(name, min(seconds[1:]) + update, held))
+            costs.append(HeadCost(name, seconds + update, held))
     return costs
+
+
+def _timed(run: Callable[[], None], device: torch.device) -> float:
+    """Seconds of the fastest of some runs, after one that is not counted."""
+    seconds = []
+    for _ in range(1 + _NUM_TIMED):
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
+
+
+def _counted(run: Callable[[], None]) -> int:
+    """Floating-point operations of a run."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
 
 
 def _prologue_seconds(engine: Engine, plan: StepPlan, step: Step, batch: Any) -> float:

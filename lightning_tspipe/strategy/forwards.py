@@ -54,8 +54,8 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     materializer = share_weights(module, networks, transport, replicas, origin)
     captured = engine.capture(step, batch, training=False)
     if heads is not None:
-        limit = parse_bytes(options.memory_limit)
-        placement = place_heads(engine, captured, options, step, batch, None, limit)
+        placement = place_heads(engine, captured, options, step, batch, None).placement
+        assert placement is not None
         engine.place(captured, placement, "gpipe", None, materializer)
         return engine
     planner = transport.num_ranks - 1

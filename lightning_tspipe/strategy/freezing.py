@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -19,7 +20,6 @@ from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import seconds_of_forward
 from lightning_tspipe.runtime.frozen import Call, Front, FrozenPart
 from lightning_tspipe.runtime.programs import Captured
-from lightning_tspipe.simulation.cost import CostTable
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -34,6 +34,10 @@ class Freezing:
     Attributes:
         is_on: Whether layers may freeze in this fit.
         names: Parameters that are frozen.
+        parameters: For each atom of the student, the names of its parameters, once it is known.
+        num_known: Behind so many atoms something was known when it was chosen last.
+        num_joined: So many batches of the loader are a global batch: replicas at the start.
+        is_shared: Whether each replica reads its part of every global batch.
         profile: Of the whole step, as it was measured for the first plan; its batch is that of one
             replica then. None if nothing was measured.
         num_replicas: Replicas then.
@@ -45,6 +49,10 @@ class Freezing:
 
     is_on: bool = False
     names: frozenset[str] = frozenset()
+    parameters: tuple[tuple[str, ...], ...] = ()
+    num_known: int = 0
+    num_joined: int = 1
+    is_shared: bool = False
     profile: StepProfile | None = None
     num_replicas: int = 1
     memory: int | None = None
@@ -52,11 +60,46 @@ class Freezing:
     plan: Plan | None = None
     front: Front | None = None
 
-    def learn(self, profile: StepProfile | None, plan: Plan | None, num_replicas: int) -> None:
+    def learn(
+        self,
+        profile: StepProfile | None,
+        plan: Plan | None,
+        num_replicas: int,
+        parameters: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
         """Keep what the first plan was made from, if it was."""
         if self.profile is None and profile is not None and plan is not None:
             self.profile, self.num_replicas = profile, num_replicas
-            self.memory = max(plan.memory_bytes)
+            self.memory, self.parameters = max(plan.memory_bytes), parameters
+
+    def to_json(self) -> str | None:
+        """For a checkpoint, what batches and the next plan follow; None if nothing freezes."""
+        if not self.is_on:
+            return None
+        known = self.num_known if self.front is None else max(self.num_known, self.front.num_known)
+        return json.dumps(
+            {
+                "num_joined": self.num_joined,
+                "is_shared": self.is_shared,
+                "profile": None if self.profile is None else self.profile.to_json(),
+                "num_replicas": self.num_replicas,
+                "memory": self.memory,
+                "parameters": self.parameters,
+                "num_known": known,
+            }
+        )
+
+    def read(self, text: str | None) -> None:
+        """Know what another run did, from :meth:`to_json`."""
+        if text is None:
+            return
+        data = json.loads(text)
+        self.num_joined, self.is_shared = data["num_joined"], data["is_shared"]
+        if data["profile"] is not None:
+            self.profile = StepProfile.from_json(data["profile"])
+        self.num_replicas, self.memory = data["num_replicas"], data["memory"]
+        self.parameters = tuple(map(tuple, data["parameters"]))
+        self.num_known = data["num_known"]
 
 
 @dataclass(frozen=True)
@@ -146,9 +189,10 @@ def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
     """
     if freezing.front is None or profile.teacher is None:
         return profile
+    freezing.num_known = max(freezing.num_known, freezing.front.num_known)
     atoms = tuple(
         replace(atom, forward=dict.fromkeys(atom.forward, 0.0))
-        if index < freezing.front.num_known
+        if index < freezing.num_known
         else atom
         for index, atom in enumerate(profile.teacher.atoms)
     )
@@ -217,7 +261,7 @@ def ask_front(
 
 def place_frozen(
     freezing: Freezing, num_atoms: int, num_frozen: int, num_ranks: int, num_microbatches: int
-) -> tuple[Placement, CostTable | None]:
+) -> tuple[Placement, Plan | None]:
     """Who gets what: as planned, or, where nothing was measured, as many atoms each.
 
     Args:
@@ -232,7 +276,7 @@ def place_frozen(
     """
     plan = freezing.plan
     if plan is not None and plan.pipeline.num_ranks == num_ranks:
-        return of_plan(plan, num_frozen), plan.costs
+        return of_plan(plan, num_frozen), plan
     number = min(freezing.num_stages or num_ranks, num_atoms - num_frozen)
     if freezing.num_stages is not None and number < freezing.num_stages:
         raise PartitionError(

@@ -9,10 +9,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.strategy.asynchronous import check_options
+from lightning_tspipe.strategy.plan_files import read_plan
 
 _MICROBATCHES = (1, 2, 4, 8)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -40,6 +43,7 @@ class SetupOptions:
     queue_depth: Literal["auto"] | int = "auto"
     weights: str | None = None
     drain_epochs: bool = True
+    costs: Literal["auto", "measured", "flops"] = "auto"
     averages: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +59,11 @@ class SetupOptions:
         if isinstance(self.partition, str) and self.partition != "auto":
             raise ConfigurationError(
                 f"partition={self.partition!r}: 'auto', or the number of atoms of each stage"
+            )
+        if self.costs not in {"auto", "measured", "flops"}:
+            raise ConfigurationError(
+                f"costs={self.costs!r}: 'measured', 'flops', or 'auto': 'flops' where torch is to "
+                "be deterministic"
             )
         depth = self.queue_depth
         if depth != "auto" and depth < 0:
@@ -107,6 +116,13 @@ class SetupOptions:
         return frozenset(found)
 
     @property
+    def plans_by_flops(self) -> bool:
+        """Whether plans are made from operations, and nothing is decided by times."""
+        return self.costs == "flops" or (
+            self.costs == "auto" and torch.are_deterministic_algorithms_enabled()
+        )
+
+    @property
     def microbatch_counts(self) -> tuple[int, ...]:
         """Numbers of micro-batches whose sizes are worth measuring."""
         if self.num_microbatches != "auto":
@@ -129,16 +145,9 @@ def parse_bytes(amount: int | str | None) -> int | None:
 
 
 def load_plan(plan: Plan | str | Path | None) -> Plan | None:
-    """A plan, also from its file.
+    """A plan, also from its file, or from a checkpoint of a run that went by it.
 
     Raises:
         ConfigurationError: There is no such file, or something else is in it.
     """
-    if plan is None or isinstance(plan, Plan):
-        return plan
-    path = Path(plan)
-    if not path.is_file():
-        raise ConfigurationError(
-            f"plan={str(plan)!r}: there is no such file; `tspipe plan --save {path.name}` writes it"
-        )
-    return Plan.from_json(path.read_text(encoding="utf-8"))
+    return plan if plan is None or isinstance(plan, Plan) else read_plan(Path(plan))

@@ -68,6 +68,11 @@ class Pipelined:
         return self._strategy.is_loss_rank
 
     @property
+    def decides_by_times(self) -> bool:
+        """Whether decisions may follow measured times, so that another run may decide otherwise."""
+        return not self._strategy.options.plans_by_flops
+
+    @property
     def data_parallel_size(self) -> int:
         """Replicas of the pipeline."""
         return self._strategy.num_replicas

@@ -120,6 +120,22 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
     return {**replicas[0], **nothing, "gradients": gradients}
 
 
+def of_shared_batches(
+    replicas: list[dict[str, Any]], index: int, number: int
+) -> dict[str, Any] | None:
+    """Where a replica goes on, if all replicas read parts of the same batches.
+
+    Args:
+        replicas: What :func:`collect` gave for each replica of the run that was stopped.
+        index: The replica.
+        number: Replicas of this run; with another number than before, each reads another part.
+    """
+    if not replicas or len(replicas) == number:
+        return of_replica(replicas, index, number)
+    gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
+    return {**between_epochs(replicas[0]), "gradients": gradients}
+
+
 def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
     """Where every replica of another mesh goes on: the number of the step, the order of the data.
 

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.relay_modes import passes
-from lightning_tspipe.runtime.relay.blocks import infer_shapes
+from lightning_tspipe.planning.run_plan import RunPlan, Source, plain
+from lightning_tspipe.runtime.randomness import draws
+from lightning_tspipe.runtime.relay.blocks import BlockPair, BlockShapes, infer_shapes
 from lightning_tspipe.runtime.relay.engine import NETWORKS, RelayEngine, RelayOptions
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.block_costs import BlockCosts
 from lightning_tspipe.strategy.optimizers import plain_optimizer
+from lightning_tspipe.strategy.options import SetupOptions
 from lightning_tspipe.strategy.origin import Origin, share_weights
+from lightning_tspipe.strategy.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.support import refuse_compiled
 
 if TYPE_CHECKING:
@@ -75,7 +82,8 @@ class Relaying:
             batch,
             [plain_optimizer(optimizer) for optimizer in strategy.optimizers],
             strategy._origin(),  # noqa: SLF001
-            strategy.options.memory_limit,
+            strategy.options,
+            strategy.plan_of_run,
         )
 
     def training_step(self, step: Callable[[Any], Any], batch: Any, batch_idx: int) -> Any:
@@ -140,6 +148,62 @@ class Relaying:
             module.rounds = None
 
 
+def _made_for(
+    options: Any, memory: Any, pairs: Sequence[BlockPair], num_ranks: int
+) -> dict[str, Any]:
+    """What runs must have in common to give each rank the same blocks."""
+    chosen = (options.mode, options.partition, options.widths, memory)
+    names = ("mode", "partition", "widths", "memory_limit")
+    return {
+        "devices": num_ranks,
+        "devices per pipeline": num_ranks,
+        "blocks": len(pairs),
+        **dict(zip(names, map(plain, chosen), strict=True)),
+    }
+
+
+def _source(chosen: SetupOptions, blocks: RelayPlan) -> Source:
+    if not blocks.stage_seconds:
+        return "given"
+    return "flops" if chosen.plans_by_flops else "times"
+
+
+def _changes(
+    found: RunPlan,
+    plan: RelayPlan,
+    pairs: Sequence[BlockPair],
+    is_random: Callable[[BlockPair], bool],
+    *,
+    syncs: bool | str,
+) -> list[str]:
+    """What is computed differently where blocks lie otherwise than in the run that was stopped."""
+    before = found.blocks
+    if before is None:
+        return ["its blocks were not relayed"]
+    told = {
+        "BatchNorm in blocks that devices share normalises by the samples of each "
+        "(sync_batchnorm=False)": syncs is False
+        and _shares(before) != _shares(plan)
+        and any(pair.has_batchnorm for pair in pairs),
+        "dropout, or whatever else in the blocks is random, draws from the generator of the rank "
+        "that runs it": any(map(is_random, pairs)),
+    }
+    return [text for text, is_so in told.items() if is_so]
+
+
+def _shares(plan: RelayPlan) -> list[int]:
+    """For each block, how many devices share it."""
+    stages = zip(pairwise(plan.cuts), plan.widths, strict=True)
+    return [width for (first, last), width in stages for _ in range(first, last)]
+
+
+def _draws(pair: BlockPair, shapes: BlockShapes, samples: int) -> bool:
+    """Whether a block draws random numbers."""
+    spec = shapes.input_spec(pair.index, samples)
+    blocks: tuple[nn.Module, ...] = (pair.teacher, pair.student)
+    return any(draws(block.modules(), block, spec) for block in blocks)
+
+
 def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     module: Any,
     options: Any,
@@ -149,9 +213,12 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     origin: Origin,
-    memory: int | str | None = None,
+    chosen: SetupOptions | None = None,
+    run: PlanOfRun | None = None,
 ) -> RelayEngine:
     """Make this rank ready to train blocks.
+
+    ``options`` is the callback, ``chosen`` the strategy's; ``run`` knows the plan of a checkpoint.
 
     Raises:
         ConfigurationError: Blocks that don't fit together.
@@ -165,10 +232,24 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     x = module.block_input(batch, "weights")
     shapes = infer_shapes(pairs, module.block_loss, x, batch, context)
     captured = engine.capture_blocks(pairs, module.block_input, batch)
-    memory = memory if options.memory_limit is None else options.memory_limit
-    costs = BlockCosts(module, options, transport, device, context, memory)
-    plan = costs.plan(pairs, shapes, batch, len(x), optimizers)
+    chosen, run = chosen or SetupOptions(), run or PlanOfRun()
+    memory = chosen.memory_limit if options.memory_limit is None else options.memory_limit
+    costs = BlockCosts(
+        module, options, transport, device, context, memory, by_flops=chosen.plans_by_flops
+    )
+    wanted = _made_for(options, memory, pairs, transport.num_ranks)
+    found = run.reuse(wanted)
+    if found is None or found.blocks is None:
+        blocks = costs.plan(pairs, shapes, batch, len(x), optimizers)
+        found = RunPlan(wanted, _source(chosen, blocks), blocks=blocks)
+    plan = found.blocks
+    assert plan is not None
     options.plan = plan
+    is_random = partial(_draws, shapes=shapes, samples=len(x))
+    tell = partial(
+        _changes, plan=plan, pairs=pairs, is_random=is_random, syncs=options.sync_batchnorm
+    )
+    run.place(found, tell if transport.rank == LOSS_RANK else None)
     if transport.rank == LOSS_RANK:
         rank_zero_info(f"BlockwiseRelay, mode {options.mode!r}\n{plan}")
     walks = passes(options.mode, plan)

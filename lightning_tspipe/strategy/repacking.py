@@ -21,7 +21,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.failures import waiting
-from lightning_tspipe.runtime.frozen import Front, num_frozen_atoms
+from lightning_tspipe.runtime.frozen import Front, num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.sharing_batches import share_batches
 from lightning_tspipe.runtime.weights import LOSS_RANK
@@ -56,7 +56,6 @@ class Repacking:
         self._strategy = strategy
         self.freezing = Freezing()
         self.repacks = False
-        self._joined = 1
         self._wanted: int | None = None
         self._shares = False
         self._begun: float | None = None
@@ -84,8 +83,12 @@ class Repacking:
                 "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
             )
         self.freezing, self._shares = Freezing(is_on=True), False
-        self.repacks = repack and strategy.total_ranks > 1
-        self._joined = strategy.num_replicas
+        self.freezing.read(strategy.plan_of_run.freezing)
+        if not self.freezing.is_shared:
+            self.freezing.num_joined = strategy.num_replicas
+        # One device divides nothing, but may go on with the global batches of several.
+        self.repacks = repack and max(strategy.total_ranks, self.freezing.num_joined) > 1
+        self.freezing.is_shared = self.repacks
         if self.repacks and not strategy._module.automatic_optimization:
             raise ConfigurationError(
                 "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that "
@@ -155,9 +158,14 @@ class Repacking:
 
     def _choose(self, engine: Engine | None) -> Plan | None:
         strategy = self._strategy
-        if engine is None or not strategy.is_global_zero:
+        if not strategy.is_global_zero:
             return None
-        number = num_frozen_atoms(engine.captured.networks["student"], self.freezing.names)
+        parameters = self.freezing.parameters  # of the run that this one goes on with
+        if engine is not None:
+            parameters = parameter_names(engine.captured.networks["student"])
+        number = num_frozen_atoms(parameters, self.freezing.names)
+        if strategy.plan_of_run.has_frozen(number):
+            return None
         wishes = planning_wishes(strategy.options, strategy.root_device)
         choices = Choices(strategy.total_ranks, self._meshes(), HOST_LINK, wishes)
         return choose(self.freezing, number, choices)
@@ -220,7 +228,7 @@ class Repacking:
         length = sized_len(getattr(loader, "dataset", None))
         if not size or length is None:
             return _MANY, _MANY
-        size *= self._joined
+        size *= self.freezing.num_joined
         last = length % size or size
         return size, size if getattr(loader, "drop_last", False) else last
 
@@ -231,10 +239,10 @@ class Repacking:
             ConfigurationError: Its batches can't be divided before they are read.
         """
         strategy = self._strategy
-        self._shares = self.repacks and max(strategy.num_replicas, self._joined) > 1
+        self._shares = self.repacks and max(strategy.num_replicas, self.freezing.num_joined) > 1
         if not self._shares:
             return loader
-        return share_batches(loader, strategy.replicas, self._joined)
+        return share_batches(loader, strategy.replicas, self.freezing.num_joined)
 
     def weight(self, num_samples: int) -> float:
         """How much more a replica's mean counts than the others', for its number of samples.

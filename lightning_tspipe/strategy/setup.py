@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.planning.run_plan import RunPlan
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.frozen import refuse_teacher, with_frozen
 from lightning_tspipe.runtime.heads import FeatureCache
@@ -20,12 +21,13 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.asynchronous import policy_for, use_optimizers
-from lightning_tspipe.strategy.deciding import agree, memory_limit
+from lightning_tspipe.strategy.deciding import agree
 from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.fanout import heads_of, place_heads
 from lightning_tspipe.strategy.freezing import Freezing, ask_front
 from lightning_tspipe.strategy.options import SetupOptions
 from lightning_tspipe.strategy.origin import Origin, share_weights
+from lightning_tspipe.strategy.plan_of_run import PlanOfRun, changes
 
 
 def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
@@ -40,12 +42,14 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     replicas: Replicas,
     origin: Origin,
     freezing: Freezing,
+    run: PlanOfRun,
     features: FeatureCache | None = None,
     reading: float = 0.0,
 ) -> Engine:
     """Make this rank ready to train; all ranks of its pipeline have the same first batch.
 
-    What is not said elsewhere: ``reading`` is how many seconds the data rank takes to read a batch.
+    What is not said elsewhere: ``reading`` is how many seconds the data rank takes to read a batch,
+    and ``run`` knows the plan of the checkpoint that the run goes on from.
 
     Raises:
         CaptureError: The step can't be captured.
@@ -63,16 +67,22 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         refuse_teacher(captured)
     captured, num_frozen = with_frozen(captured, freezing.names, freezing.front)
     ask_front(captured, freezing, engine.context, device)
-    costs = None
     if engine.heads is not None:
-        limit = memory_limit(options.memory_limit, device)
-        placement = place_heads(engine, captured, options, step, batch, optimizers, limit, reading)
+        plan = place_heads(engine, captured, options, step, batch, optimizers, reading, run)
     else:
-        placement, costs = agree(
-            captured, options, transport, device, optimizers, replicas, origin, freezing, num_frozen
-        )
-        placement = _executed_as_wished(placement, captured, options)
-    engine.place(captured, placement, options.schedule, costs, materializer, policy_for(options))
+        plan = agree(
+            captured, options, transport, device, optimizers, replicas, origin, freezing,
+            num_frozen, run,
+        )  # fmt: skip
+        plan = _executed_as_wished(plan, captured, options)
+    placement = plan.placement
+    assert placement is not None
+    tell = partial(changes, plan=plan, captured=captured, repacks=freezing.is_on)
+    is_first = transport.rank == LOSS_RANK and replicas.is_first
+    run.place(plan, tell if is_first else None)
+    engine.place(
+        captured, placement, options.schedule, plan.costs, materializer, policy_for(options)
+    )
     if engine.weights is not None:
         use_optimizers(engine.weights, optimizers)
     if materializer is not None:
@@ -83,13 +93,13 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     return engine
 
 
-def _executed_as_wished(
-    placement: Placement, captured: Captured, options: SetupOptions
-) -> Placement:
-    """The placement with the atoms that run again; what runs again or is compiled is not split."""
+def _executed_as_wished(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:
+    """The plan with the atoms that run again; what runs again or is compiled is not split."""
+    placement = plan.placement
+    assert placement is not None
     again = options.recomputed([atom.name for atom in captured.networks["student"].atoms])
     if again:
         placement = replace(placement, recomputed=again)
     if again or options.compile:
         placement = replace(placement, split=frozenset())
-    return placement
+    return replace(plan, placement=placement)

@@ -39,6 +39,7 @@ from lightning_tspipe.strategy.heads_here import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.options import SetupOptions, load_plan
 from lightning_tspipe.strategy.pipelined import Pipelined
+from lightning_tspipe.strategy.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
@@ -74,6 +75,7 @@ class PipelineHooks(EndHooks):
         schedule: Literal["tspipe", "gpipe", "sequential", "1f1b"] = "tspipe",
         weights: Literal["pipeoptim", "pipedream", "2bw", "spectrain"] | None = None,
         drain_epochs: bool = True,
+        costs: Literal["auto", "measured", "flops"] = "auto",
         partition: Partition = "auto",
         split_backward: Literal["auto"] | bool = "auto",
         memory_limit: int | str | None = None,
@@ -108,6 +110,9 @@ class PipelineHooks(EndHooks):
                 default), ``pipedream``, ``2bw`` or ``spectrain``.
             drain_epochs: With ``1f1b``, whether the pipeline is empty where an epoch ends. If not,
                 the first batches of the next epoch are read, and begun, before its hooks run.
+            costs: What plans are made from: times that are ``measured`` at the first batch, or
+                ``flops``, floating-point operations, which are the same in each run. ``"auto"``:
+                ``flops`` with ``Trainer(deterministic=True)``, else ``measured``.
             partition: Number of atoms of each stage, in order; a mapping gives ``student`` and
                 ``teacher`` apart. ``"auto"``: measured and simulated.
             split_backward: Whether backwards may run in two halves to fill bubbles.
@@ -115,8 +120,9 @@ class PipelineHooks(EndHooks):
                 limit (on a GPU: what is free).
             state_limit: The same for parameters, gradients, optimizer state and teacher alone; a
                 fraction such as ``0.6`` is one of what all ranks hold together.
-            plan: A plan, or the file that ``tspipe plan --save`` wrote: instead of measuring. It
-                decides ``schedule``, ``num_microbatches``, ``partition`` and ``split_backward``.
+            plan: A plan, the file that ``tspipe plan --save`` wrote, or a checkpoint of a run that
+                went by one: instead of measuring. It decides ``schedule``, ``num_microbatches``,
+                ``partition`` and ``split_backward``.
             activation_checkpointing: Whether the student's stages keep their inputs only and run
                 again in the backward; a list of patterns (``"backbone.layer[12]*"``) names the
                 atoms that do. ``"auto"``: if nothing else fits the memory, or is as fast in it.
@@ -143,7 +149,7 @@ class PipelineHooks(EndHooks):
         self.options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
-            activation_checkpointing, compile, queue_depth, weights, drain_epochs,
+            activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
         )  # fmt: skip
         self._engine: Engine | None = None
         self._construction = Construction()
@@ -183,6 +189,7 @@ class PipelineHooks(EndHooks):
         self.heads_here = HeadsHere(self)
         self.pipelined = Pipelined(self)
         self.repacking = Repacking(self)
+        self.plan_of_run = PlanOfRun()
 
     @property
     def engine(self) -> Engine | None:
@@ -301,6 +308,7 @@ class PipelineHooks(EndHooks):
         self.options = replace(self.options, averages={})
         self._engine = None
         self._resumed = self._resumed_replicas = None
+        self.plan_of_run.forget()
         self._restores_optimizers = False
         self._evaluations = {}
         self._is_whole = self._is_forward_only = False

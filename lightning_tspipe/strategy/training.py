@@ -25,6 +25,7 @@ from lightning_tspipe.strategy.heads_here import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.optimizers import hyperparameters, parameters_of, plain_optimizer
 from lightning_tspipe.strategy.origin import Origin
+from lightning_tspipe.strategy.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.progress import late_teacher, restore
 from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.repacking import Repacking
@@ -56,6 +57,7 @@ class TrainingHooks(DataHooks):
     _relaying: Relaying
     heads_here: HeadsHere
     repacking: Repacking
+    plan_of_run: PlanOfRun
     _resumed_replicas: list[dict[str, Any]] | None
 
     @override
@@ -160,6 +162,7 @@ class TrainingHooks(DataHooks):
                 self.replicas,
                 self._origin(),
                 self.repacking.freezing,
+                self.plan_of_run,
                 self.heads_here.cache,
                 self.pipelined.shortest_reading,
             )

@@ -177,6 +177,37 @@ def test_a_checkpoint_between_transitions(step: int, cache: bool, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "step"), [(1, 2), (1, 4), (2, 3), (2, 6), (3, 4)])
+def test_a_run_goes_on_with_other_devices(num_ranks: int, step: int, tmp_path: Path) -> None:
+    """Global batches are two of the loader, whatever the number of replicas."""
+    case = Case(options={"num_stages": 2, "num_microbatches": 2}, num_ranks=4, repack={2: 1},
+                batch_size=4, num_samples=22, save_at=step)  # fmt: skip
+    whole = together(case, tmp_path)
+    # 3 batches per epoch; replicas: 2, and 4 from the second epoch on.
+    assert [rank.replicas for rank in whole] == [4] * 4
+    other = replace(case, num_ranks=num_ranks, options={"num_microbatches": 2}, resume=True)
+    ranks = together(other, tmp_path)
+    assert ranks[0].replicas == num_ranks
+    torch.testing.assert_close(ranks[0].weights, whole[0].weights, **CLOSE)
+    torch.testing.assert_close(ranks[0].optimizer["state"], whole[0].optimizer["state"], **CLOSE)
+    read = sorted(index for rank in ranks for index in rank.read[-1])
+    assert read == sorted(index for rank in whole for index in rank.read[-1])
+
+
+@pytest.mark.slow
+def test_statistics_of_other_replicas_are_told(tmp_path: Path) -> None:
+    case = Case(options=by_hand(2, num_microbatches=1), num_ranks=2, normalised=True,
+                frozen={1: 2}, repack={2: 1}, num_samples=24, save_at=2)  # fmt: skip
+    together(case, tmp_path)
+    for options, num_ranks in ((case.options, 2), ({"num_microbatches": 1}, 1)):
+        other = replace(case, num_ranks=num_ranks, options=options, resume=True)
+        job = run_job(train, other, num_ranks=num_ranks, folder=tmp_path)  # a warning ends it
+        told = "BatchNorm normalises by the samples of a replica" in job.errors[0]
+        assert told == (num_ranks == 1)
+        assert any(job.errors) == told
+
+
+@pytest.mark.slow
 def test_a_step_draws_the_same_after_a_transition(tmp_path: Path) -> None:
     case = Case(options=by_hand(2), frozen={1: 2}, num_samples=24, draws=True)
     stays, moves = (together(replace(case, repack=r), tmp_path) for r in (False, {2: 1}))

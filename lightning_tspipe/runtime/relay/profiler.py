@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.planning.relay import BlockProfile
 from lightning_tspipe.runtime.relay.blocks import BlockLoss, BlockPair, BlockShapes, tensors_of
@@ -33,6 +34,7 @@ def measure_block(  # noqa: PLR0913, PLR0917 -- what a block needs to run
     steps: int,
     moments: int,
     context: Callable[[], AbstractContextManager[None]],
+    flops_per_second: float | None = None,
 ) -> BlockProfile:
     """Run a block as a training would, for each number of samples; nothing of it changes.
 
@@ -46,7 +48,14 @@ def measure_block(  # noqa: PLR0913, PLR0917 -- what a block needs to run
         steps: Times to run, of which the median counts; fewer where they take long.
         moments: Tensors that the optimizer keeps for each parameter.
         context: The precision plugin's forward context.
+        flops_per_second: If given, operations are counted, and priced by it.
     """
+
+    def seconds(run: Callable[[], Any]) -> float:
+        if flops_per_second is not None:
+            return _num_flops(run) / flops_per_second
+        return _seconds(run, device, steps)
+
     teacher: dict[int, float] = {}
     student: dict[int, float] = {}
     activations = 0
@@ -72,12 +81,12 @@ def measure_block(  # noqa: PLR0913, PLR0917 -- what a block needs to run
                 if loss.requires_grad:
                     loss.backward()
 
-            teacher[samples] = _seconds(forward, device, steps)
-            student[samples] = _seconds(train, device, steps)
+            teacher[samples] = seconds(forward)
+            student[samples] = seconds(train)
             with _counted() as counter:
                 train()
             activations = max(activations, -(-counter[0] // samples))
-        update = _seconds(lambda: _touch(trained), device, steps)
+        update = seconds(lambda: _touch(trained))
     first = shapes.input_spec(pair.index, 1)
     gradients = sum(p.nbytes for p in trained)
     held = sum(t.nbytes for t in tensors_of((pair.teacher, pair.student)))
@@ -116,6 +125,13 @@ def _seconds(run: Callable[[], Any], device: torch.device, steps: int) -> float:
         if len(found) >= _FEWEST and time.perf_counter() - started > _LONGEST:
             break
     return median(found)
+
+
+def _num_flops(run: Callable[[], Any]) -> int:
+    """Floating-point operations of a run, in products of matrices and convolutions."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return int(counter.get_total_flops())
 
 
 def _synchronize(device: torch.device) -> None:

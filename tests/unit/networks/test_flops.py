@@ -5,6 +5,7 @@ import torch
 import torchvision
 from torch import nn
 
+from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.atoms import atomize
 from lightning_tspipe.networks.flops import estimate_atoms
 
@@ -44,3 +45,13 @@ def test_a_teacher_has_forwards_only() -> None:
     assert record.forward[5] > 0
     assert not record.backward
     assert record.trainable_bytes == 0
+
+
+def test_only_sizes_that_the_network_can_run() -> None:
+    network = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to("meta")
+    inputs = torch.empty(6, 8, device="meta")
+    records = estimate_atoms(atomize(network).atoms, inputs, RATE, trainable=True, sizes=(1, 3, 6))
+    assert {tuple(record.forward) for record in records} == {(3, 6)}
+    assert records[0].forward == pytest.approx({3: 3 * 2 * 8 * 4 / RATE, 6: 6 * 2 * 8 * 4 / RATE})
+    with pytest.raises(PartitionError, match="use larger batches"):
+        estimate_atoms(atomize(network).atoms, inputs, RATE, trainable=True, sizes=(1,))
