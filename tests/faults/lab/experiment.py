@@ -18,12 +18,15 @@ from tests.faults.lab.instant import switch_on
 from tests.faults.lab.isolation import Place, adopt_orphans, isolate
 from tests.faults.lab.jobs import Ended, Job, Reaper, wait_for
 from tests.faults.lab.striking import BALLAST
-from tests.faults.lab.training import RESULT, SAVED, Task
+from tests.faults.lab.training import AT_END, RESULT, SAVED, Task, result_of
 
 STOP_TIMEOUT = 8.0
 """Of the strategy, where a rank is stopped; nowhere else does the timeout matter."""
 _DISK = "24m"
-_PAUSES = {"SIGTERM": 0.1, "two jobs": 0.02}
+_PAUSES = {"SIGTERM": 0.25, "two jobs": 0.02}
+"""Seconds before each batch: a SIGTERM is heard about once a second."""
+_OF_TORCHRUN = "torchelastic_"
+"""The folder of its logs, which it keeps."""
 _OWN_FILES = {"script.py", "task.json", "output.txt", "root", "struck", "heads", "cache", SAVED, RESULT}
 
 
@@ -171,13 +174,12 @@ class Experiment:
 
     def _difference(self, job: Job) -> float | None:
         """Between a job's result and the reference's."""
-        files = [folder / RESULT for folder in (job.folder, self._reference.folder)]
-        if not all(file.exists() for file in files):
+        folders = [job.folder, self._reference.folder]
+        if not all((folder / RESULT).exists() for folder in folders):
             return None
-        first, second = (torch.load(file, weights_only=False) for file in files)
-        for kept in (first, second):
-            del kept["batches"]
-        return largest_difference(first, second)
+        first, second = (result_of(folder) for folder in folders)
+        known = first.keys() & second.keys()
+        return largest_difference(*({name: it[name] for name in known} for it in (first, second)))
 
     def _left(self, *jobs: Job) -> list[str]:
         """What jobs have left behind, and should not have."""
@@ -195,10 +197,10 @@ def unwanted(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         name = path.name
         if name == "tmp":
-            yield from path.iterdir()
+            yield from (kept for kept in path.iterdir() if not kept.name.startswith(_OF_TORCHRUN))
         elif name == SAVED:
             yield from (kept for kept in path.iterdir() if not _is_checkpoint(kept))
-        elif name not in _OWN_FILES and not name.startswith(("pid-", "at-end-", RESULT)):
+        elif name not in _OWN_FILES and not name.startswith(("pid-", AT_END, RESULT)):
             yield path
 
 

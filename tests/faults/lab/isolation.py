@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ _PRIVATE, _RECURSIVE = 1 << 18, 1 << 14
 _SUBREAPER = 36
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1
 _LISTENING = "0A"
+_CLOSING = 2.0
+"""Seconds in which the system closes what ended processes had."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - looked at, or mounted over
 
 
@@ -64,6 +67,12 @@ class Place:
 
     def listeners(self) -> list[str]:
         """The ports on which somebody listens; none are known where others have the same."""
+        deadline = time.monotonic() + _CLOSING
+        while (found := self._listeners()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _listeners(self) -> list[str]:
         if not self.is_own:
             return []
         found = []

@@ -12,6 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 
 from tests.faults.lab.drawing import SLOW_SECONDS, Fault
@@ -245,6 +246,7 @@ _task: Task
 def arm() -> None:
     """In every process that runs the script, as a script or as a worker's main module."""
     global striker, _task  # noqa: PLW0603 - one job in a process
+    torch.set_default_dtype(torch.float64)
     _task = Task.read(Path("task.json"))
     nothing = Fault("nothing", "never")
     striker = Striker(_task.fault or nothing)

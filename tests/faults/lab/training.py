@@ -35,7 +35,7 @@ from tests.integration import freezing, relayed
 
 BATCH_SIZE = 4
 SAVED = "saved"
-RESULT = "result.pt"
+RESULT, AT_END = "result.pt", "at-end-"
 WIDTH = fanout.WIDTH
 
 
@@ -250,24 +250,22 @@ def _freezes(it: Configuration) -> FreezeAndRepack:
 
 
 class Report(Callback):
-    """Writes what a run has come to, on rank 0, and waits before batches."""
+    """Writes what each rank has at the end, and waits before batches."""
 
     def __init__(self, pause: float) -> None:
         self._pause = pause
-        self.num_batches = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
         time.sleep(self._pause)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.num_batches += 1
-
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         states = [trainer.strategy.optimizer_state(one) for one in trainer.optimizers]
         rates = [group["lr"] for one in trainer.optimizers for group in one.param_groups]
-        self.found = {"optimizers": states, "rates": rates, "steps": trainer.global_step}
-        if trainer.is_global_zero:
-            torch.save({**self.found, "batches": self.num_batches}, f"at-end-{RESULT}")
+        found = {
+            "states": [state.get("state", {}) for state in states], "rates": rates,
+            "steps": trainer.global_step,
+        }  # fmt: skip
+        torch.save(found, f"{AT_END}{trainer.global_rank}.pt")
 
 
 def trainer_of(task: Task, *callbacks: Any) -> Trainer:
@@ -297,6 +295,21 @@ def run(task: Task, *callbacks: Any) -> None:
     is_first = task.launcher in {"spawn", "fork", "forkserver"} or trainer.global_rank == 0
     if is_first:  # whose module is whole
         part = Path(f"{RESULT}.{os.getpid()}")
-        at_end = torch.load(f"at-end-{RESULT}", weights_only=False)
-        torch.save({**at_end, "weights": module.state_dict()}, part)
+        torch.save(module.state_dict(), part)
         part.replace(RESULT)
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    """What a run has come to: weights, the optimizers' state of all ranks, rates and steps.
+
+    Only weights, if there was nothing left to be trained.
+    """
+    found = {"weights": torch.load(folder / RESULT, weights_only=False)}
+    ranks = [torch.load(path, weights_only=False) for path in sorted(folder.glob(f"{AT_END}*"))]
+    if ranks:
+        found["states"] = [
+            {name: state for rank in ranks for name, state in rank["states"][index].items()}
+            for index in range(len(ranks[0]["states"]))
+        ]
+        found |= {name: ranks[0][name] for name in ("rates", "steps")}
+    return found
