@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -80,12 +81,13 @@ def report(results: Sequence[tables.Result], wanted: int, seconds: float) -> str
     """What was seen, in words."""
     tried = [result for result in results if not result.not_possible]
     survived = sum(result.survived for result in tried)
+    missing = len(results) - len(tried)
     lines = [
         tables.as_text(tables.rows(results)), "",
         *(": ".join(row) for row in tables.by_label(results)),
         "",
-        f"{survived} of {len(tried)} survived ({wanted} wanted, {len(results) - len(tried)} not "
-        f"possible here), {seconds / 60:.1f} minutes, {_load()}",
+        f"{survived} of {len(tried)} survived ({wanted} wanted, {missing} not possible here), "
+         f"{seconds / 60:.1f} minutes, {_load()}",
         f"limits: {checks.limits()}",
         *(f"FAILED {result.command}   # {', '.join(result.failures)}"
           for result in results if result.failures),
@@ -116,6 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
             say(str(draw(options.seed, index)))
         return 0
     started = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what it started ends too
     from tests.faults.lab import imports  # noqa: PLC0415 - seconds, which --list does without
 
     folder = options.folder or Path(tempfile.mkdtemp(prefix="laboratory-"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.faults.lab.checks import Seen, must_complete
 from tests.faults.lab.drawing import DAMAGES, Configuration, Draw
 from tests.faults.lab.instant import switch_on
-from tests.faults.lab.isolation import Place, adopt_orphans, isolate
+from tests.faults.lab.isolation import SHARED_MEMORY, Place, adopt_orphans, isolate
 from tests.faults.lab.jobs import Ended, Job, Reaper, wait_for
 from tests.faults.lab.striking import BALLAST
 from tests.faults.lab.training import AT_END, RESULT, SAVED, Task, result_of
@@ -27,7 +27,17 @@ _PAUSES = {"SIGTERM": 0.25, "two jobs": 0.02}
 """Seconds before each batch: a SIGTERM is heard about once a second."""
 _OF_TORCHRUN = "torchelastic_"
 """The folder of its logs, which it keeps."""
-_OWN_FILES = {"script.py", "task.json", "output.txt", "root", "struck", "heads", "cache", SAVED, RESULT}
+_OWN_FILES = {
+    "script.py",
+    "task.json",
+    "output.txt",
+    "root",
+    "struck",
+    "heads",
+    "cache",
+    SAVED,
+    RESULT,
+}
 
 
 class NotPossible(Exception):  # noqa: N818 - no error
@@ -183,7 +193,7 @@ class Experiment:
 
     def _left(self, *jobs: Job) -> list[str]:
         """What jobs have left behind, and should not have."""
-        found = [f"/dev/shm/{name}" for name in self._place.shared_files()]
+        found = [str(SHARED_MEMORY / name) for name in self._place.shared_files()]
         found += [f"a listener on port {port}" for port in self._place.listeners()]
         for job in jobs:
             found += [str(path.relative_to(self._folder)) for path in unwanted(job.folder)]
@@ -256,22 +266,27 @@ def _remove(path: Path) -> None:
 
 def largest_difference(first: Any, second: Any) -> float:
     """Between two trees of numbers; infinite where they are not alike."""
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        if first.shape != second.shape:
-            return math.inf
-        if first.numel() == 0:
-            return 0.0
-        found = (first.double() - second.double()).abs().max().item()
-        return math.inf if math.isnan(found) else found
     if isinstance(first, dict) and isinstance(second, dict):
-        if set(first) != set(second):
+        if first.keys() != second.keys():
             return math.inf
-        return max((largest_difference(first[key], second[key]) for key in first), default=0.0)
+        return _largest((first[key], second[key]) for key in first)
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
         if len(first) != len(second):
             return math.inf
-        pairs = zip(first, second, strict=True)
-        return max((largest_difference(*pair) for pair in pairs), default=0.0)
-    if isinstance(first, int | float) and isinstance(second, int | float):
-        return abs(first - second)
+        return _largest(zip(first, second, strict=True))
+    if isinstance(first, Tensor | float | int) and isinstance(second, Tensor | float | int):
+        return _distance(torch.as_tensor(first), torch.as_tensor(second))
     return 0.0 if first == second else math.inf
+
+
+def _largest(pairs: Iterable[tuple[Any, Any]]) -> float:
+    return max((largest_difference(*pair) for pair in pairs), default=0.0)
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    if first.shape != second.shape:
+        return math.inf
+    if first.numel() == 0:
+        return 0.0
+    found = (first.double() - second.double()).abs().max().item()
+    return math.inf if math.isnan(found) else found

@@ -8,7 +8,7 @@ import torch.distributed.elastic.agent.server.local_elastic_agent
 import torch.distributed.elastic.rendezvous.c10d_rendezvous_backend
 import torch.distributed.launcher.api
 import torch.fx
-import torch.optim._multi_tensor  # noqa: PLC2701 - so that no job does it
+import torch.optim._multi_tensor
 
 from tests.faults.lab import running, striking, training
 from tests.integration import preloaded

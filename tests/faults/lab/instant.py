@@ -22,6 +22,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -30,6 +31,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 _SEED_OF_TORCH = 67280421310721
 _MAIN_PROCESS: Any = type(multiprocessing.process.current_process())  # imported by a main process
@@ -75,6 +77,7 @@ def _spawn_instantly(path: Any, args: Sequence[Any], passfds: Iterable[int]) -> 
 def switch_on() -> None:
     """From now on, this process and its descendants start new interpreters by forking."""
     subprocess.Popen = Instant  # type: ignore[misc]
+    vars(subprocess_handler)["Popen"] = Instant  # torchrun's
     multiprocessing.util.spawnv_passfds = _spawn_instantly  # type: ignore[attr-defined]
 
 
@@ -153,8 +156,7 @@ def _forget() -> None:
     server._preload_modules = ["__main__"]
     sys.excepthook, sys.stdout, sys.stderr = sys.__excepthook__, sys.__stdout__, sys.__stderr__
     sys.path_importer_cache.clear()
-    with suppress(ImportError):
-        importlib.import_module("tempfile").tempdir = None
+    vars(tempfile)["tempdir"] = None
     random.seed()
     torch.manual_seed(_SEED_OF_TORCH)
     torch.set_default_dtype(torch.float32)

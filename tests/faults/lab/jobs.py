@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.lab.drawing import HAVE_PARENT, Launcher
+from tests.faults.lab.drawing import HAVE_PARENT
 from tests.faults.lab.instant import Instant
 from tests.faults.lab.striking import ROOT, SCRIPT, STRUCK, pid_file
 from tests.faults.lab.training import Task
@@ -148,9 +148,9 @@ class Job:
         }  # fmt: skip
         with (self.folder / "output.txt").open("ab") as output:
             process = kind(
-                [sys.executable, *before, str(self.folder / "script.py")], cwd=self.folder, stdout=output,
-                stderr=output, stdin=subprocess.DEVNULL, env={**kept, **own, **environment},
-                start_new_session=True,
+                [sys.executable, *before, str(self.folder / "script.py")], cwd=self.folder,
+                stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+                env={**kept, **own, **environment}, start_new_session=True,
             )  # fmt: skip
         self.roots[name] = process.pid
         process.returncode = 0  # it is reaped elsewhere

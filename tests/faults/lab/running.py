@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from tests.faults.lab.checks import failures
 from tests.faults.lab.drawing import SHARED, Draw, draw
 from tests.faults.lab.experiment import NotPossible, Reference, make_reference, try_out
+from tests.faults.lab.jobs import descendants
 from tests.faults.lab.tables import Result
 
 _FORKS = multiprocessing.get_context("fork")
@@ -150,8 +152,16 @@ def try_all(
                 return
             yield from _collect(running)
     finally:
-        for process in running.values():
-            process.kill()
+        _end_all(running.values())
+
+
+def _end_all(workers: Iterable[Any]) -> None:
+    """Nothing goes on when the laboratory is interrupted: jobs too descend from it."""
+    for worker in workers:
+        if worker.is_alive():
+            for _, pid in [*descendants(worker.pid), (0, worker.pid)]:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
 
 def _collect(running: dict[Connection, Any]) -> Iterator[Result]:

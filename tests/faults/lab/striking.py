@@ -210,7 +210,7 @@ def patch(task: Task) -> None:
     if fault is not None and fault.kind == "SIGSTOP":
         # Ranks may differ in their starts by the time of imports, which nobody waits for here.
         processes = importlib.import_module(f"{PACKAGE}.processes")
-        assert processes._START > timedelta(seconds=task.timeout)
+        assert timedelta(seconds=task.timeout) < processes._START
         vars(processes)["_START"] = timedelta(seconds=task.timeout)
     if fault is not None and fault.place in {"sync", "rename"}:
         _patch_files()

@@ -83,9 +83,7 @@ class Samples(Dataset[Any]):
         shape = {"freeze": (4,), "relay": (3, 8, 8)}.get(mode, (WIDTH,))
         self._x = torch.randn(number, *shape, generator=generator)
         if mode == "fanout":
-            columns = [
-                torch.randint(n, (number,), generator=generator) for n in fanout.NUM_CLASSES
-            ]
+            columns = [torch.randint(n, (number,), generator=generator) for n in fanout.NUM_CLASSES]
             self._y = torch.stack(columns, 1)
         else:
             self._y = torch.randint(3, (number,), generator=generator)
@@ -289,9 +287,7 @@ def run(task: Task, *callbacks: Any) -> None:
     module = module_of(task.configuration)
     trainer = trainer_of(task, *callbacks, Report(task.pause))
     torch.manual_seed(3)
-    trainer.fit(
-        module, *loaders(task.configuration), ckpt_path=task.checkpoint, weights_only=False
-    )
+    trainer.fit(module, *loaders(task.configuration), ckpt_path=task.checkpoint, weights_only=False)
     is_first = task.launcher in {"spawn", "fork", "forkserver"} or trainer.global_rank == 0
     if is_first:  # whose module is whole
         part = Path(f"{RESULT}.{os.getpid()}")
