@@ -1,0 +1,246 @@
+"""What must hold after a fault: each check is a function of what was seen, and can fail."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.faults.lab.drawing import DAMAGES, HARMLESS, HAVE_PARENT, Draw
+from tests.faults.lab.jobs import AFTER_FAULT, AFTER_TIMEOUT, Ended
+from tests.faults.lab.striking import TEXT
+
+TOLERANCE = 1e-12
+"""Between a run that was stopped and one that was not; float64."""
+_NO_SPACE = "No space left on device"
+
+
+@dataclass
+class Seen:
+    """Everything that is known about a draw when it is over.
+
+    Attributes:
+        draw: What was drawn.
+        ended: What became of the job.
+        difference: For runs that must come to their end: the largest difference to the reference;
+            None if there is no result.
+        other: The second of two jobs.
+        other_difference: The same for it.
+        files: Files that a job should not leave, shared memory and sockets.
+        checkpoint: The last one's name; "" if there is none.
+        broken: Checkpoints that can't be read, and why.
+        resumed: What became of the job that goes on from the last one.
+        resumed_difference: Of its result.
+    """
+
+    draw: Draw
+    ended: Ended
+    difference: float | None = None
+    other: Ended | None = None
+    other_difference: float | None = None
+    files: list[str] = field(default_factory=list)
+    checkpoint: str = ""
+    broken: list[str] = field(default_factory=list)
+    resumed: Ended | None = None
+    resumed_difference: float | None = None
+
+
+Check = Callable[[Seen], str]
+"""What is wrong; "" if nothing is."""
+
+
+def was_struck(seen: Seen) -> str:
+    """A fault that never happens shows nothing; from outside it may come too late."""
+    fault = seen.draw.fault
+    if seen.ended.was_struck or fault.moment in {"any", "resume"}:
+        return ""
+    return f"the moment was never reached: {fault}"
+
+
+def all_ended(seen: Seen) -> str:
+    """No process is left after the limit."""
+    texts = []
+    jobs = {"the job": seen.ended, "the other job": seen.other, "the resumed job": seen.resumed}
+    for name, job in jobs.items():
+        if job is not None and job.left:
+            texts.append(f"{name} had not ended after {job.seconds:.1f} s: {job.left}")
+    return "; ".join(texts)
+
+
+def exit_codes(seen: Seen) -> str:
+    """As the guide says: 0 only for a run that is complete."""
+    jobs = [(seen.ended, _codes(seen))]
+    jobs += [(job, _complete) for job in (seen.other, seen.resumed) if job is not None]
+    for job, is_right in jobs:
+        wrong = {name: code for name, code in job.codes.items() if not is_right(name, code)}
+        if wrong and not job.left:
+            return f"exit codes {wrong}\n{job.output}"
+    return ""
+
+
+_IsRight = Callable[[str, int | None], bool]
+
+
+def _complete(_name: str, code: int | None) -> bool:
+    return code == 0
+
+
+def _failed(_name: str, code: int | None) -> bool:
+    return code not in {0, None}
+
+
+def must_complete(seen: Seen) -> bool:
+    """Whether the run comes to its end as if nothing had been."""
+    return seen.draw.fault.kind in HARMLESS or not (
+        seen.ended.was_struck or seen.draw.fault.kind in DAMAGES
+    )
+
+
+def _codes(seen: Seen) -> _IsRight:
+    fault, ended = seen.draw.fault, seen.ended
+    if must_complete(seen):
+        return _complete
+    if fault.kind == "flipped" and seen.difference is not None:
+        return _complete  # where nothing reads: then the result must be right
+    if fault.kind == "SIGKILL":
+        return _signalled(seen, {-signal.SIGKILL})
+    if fault.kind == "SIGTERM":
+        return _signalled(seen, _after_sigterm(seen))
+    if fault.kind == "SIGSTOP" and ended.was_continued:
+        return _failed
+    return _failed
+
+
+def _after_sigterm(seen: Seen) -> set[int]:
+    """Of the process that got it: before and after the training it ends as any process does."""
+    fault = seen.draw.fault
+    if fault.moment in {"start-up", "teardown"}:
+        return {-signal.SIGTERM}
+    if fault.moment == "any":
+        return {-signal.SIGTERM, 143}
+    if fault.target == "parent" or seen.draw.launcher == "torchrun":
+        return {-signal.SIGTERM, 1}
+    return {143}
+
+
+def _signalled(seen: Seen, allowed: set[int]) -> _IsRight:
+    """Codes of the one that got the signal, and of the others: they fail."""
+    draw, fault = seen.draw, seen.draw.fault
+    together = allowed == {143}
+
+    def is_right(name: str, code: int | None) -> bool:
+        is_target = name == f"rank {fault.rank}" or (
+            name == "parent" and (fault.target == "parent" or together)
+        )
+        if is_target or together:
+            return code in allowed
+        if fault.moment == "teardown" and draw.launcher not in HAVE_PARENT:
+            return code is not None  # the training is complete, and a rank may be gone already
+        return _failed(name, code)
+
+    return is_right
+
+
+def one_cause(seen: Seen) -> str:
+    """At most one traceback, and a line that names the rank."""
+    if must_complete(seen):
+        return ""
+    output = seen.ended.output
+    number, allowed = num_tracebacks(output), _tracebacks(seen)
+    if number > allowed:
+        return f"{number} tracebacks, and not {allowed} at most\n{output}"
+    missing = _missing(seen, output)
+    return f"{missing}\n{output}" if missing else ""
+
+
+def num_tracebacks(output: str) -> int:
+    """How often something explains itself; a loader's worker is quoted by its rank."""
+    parts = len(re.findall(r"(?<!Original )Traceback \(most recent call last\)", output))
+    chained = r"During handling of the above exception|the direct cause of the following exception"
+    return parts - len(re.findall(chained, output))
+
+
+def _tracebacks(seen: Seen) -> int:
+    """A parent's quotes the worker's, and torchrun has one of its own."""
+    own = int(seen.draw.fault.kind in {"exception", "full disk", *DAMAGES})
+    return own + (seen.draw.launcher in HAVE_PARENT)
+
+
+def _missing(seen: Seen, output: str) -> str:
+    """What the output does not say."""
+    draw, fault = seen.draw, seen.draw.fault
+    wanted = {"exception": TEXT, "full disk": _NO_SPACE, "truncated": seen.checkpoint}
+    text = wanted.get(fault.kind, "")
+    if fault.kind == "flipped" and seen.difference is None:
+        text = seen.checkpoint
+    if text not in output:
+        return f"nobody says {text!r}"
+    rank = seen.ended.struck_rank
+    has_others = draw.configuration.num_ranks > 1
+    if rank is None or not has_others or fault.moment == "teardown" or fault.kind in DAMAGES:
+        return ""
+    if "all ranks stop after this batch" in output and fault.kind == "SIGTERM":
+        return ""
+    return "" if names_rank(output, rank) else f"nobody names rank {rank}"
+
+
+def names_rank(output: str, rank: int) -> bool:
+    """Whether a line tells of a rank, other than that it stops too."""
+    told = re.sub(rf"^.*\brank {rank} stops too:", "", output, flags=re.MULTILINE)
+    return re.search(rf"\brank {rank}\b", told) is not None
+
+
+def nothing_left(seen: Seen) -> str:
+    """No file beside those that were asked for, no shared memory, no socket."""
+    if all_ended(seen):  # these are theirs
+        return ""
+    return f"left: {', '.join(seen.files)}" if seen.files else ""
+
+
+def checkpoints_load(seen: Seen) -> str:
+    """Whatever has the name of a checkpoint is whole."""
+    return f"checkpoints that can't be read: {'; '.join(seen.broken)}" if seen.broken else ""
+
+
+def results_equal(seen: Seen) -> str:
+    """What was not stopped, and what went on, is the run that nobody stopped."""
+    found: list[tuple[str, float | None]] = []
+    if must_complete(seen) or (seen.difference is not None and seen.draw.fault.kind in DAMAGES):
+        found.append(("the result", seen.difference))
+    if seen.other is not None:
+        found.append(("the other job's result", seen.other_difference))
+    if seen.resumed is not None:
+        found.append((f"the result from {seen.checkpoint}", seen.resumed_difference))
+    texts = []
+    for name, difference in found:
+        if difference is None:
+            texts.append(f"{name} is missing")
+        elif not difference <= TOLERANCE:
+            texts.append(f"{name} is {difference:.1e} off")
+    return "; ".join(texts)
+
+
+CHECKS: dict[str, Check] = {
+    "the fault happened": was_struck,
+    "all ended in time": all_ended,
+    "exit codes": exit_codes,
+    "one cause": one_cause,
+    "nothing left": nothing_left,
+    "checkpoints load": checkpoints_load,
+    "results equal": results_equal,
+}
+
+
+def failures(seen: Seen) -> dict[str, str]:
+    """What is wrong, by check."""
+    found = {name: check(seen) for name, check in CHECKS.items()}
+    return {name: text for name, text in found.items() if text}
+
+
+def limits() -> str:
+    """In words, for the report."""
+    return (
+        f"{AFTER_FAULT:.0f} s after a fault, timeout + {AFTER_TIMEOUT:.0f} s for a stopped rank; "
+        f"results within {TOLERANCE:g}"
+    )
