@@ -8,8 +8,13 @@ way across the end of a step must not travel on them.
 from __future__ import annotations
 
 from enum import IntEnum, unique
+from itertools import permutations
+from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_tspipe.ir.lowering import Message
+from lightning_tspipe.ir.lowering import Message, Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 @unique
@@ -40,7 +45,7 @@ class Channel(IntEnum):
 
     # Between ranks that train heads
     PACE = 12
-    """How far they are."""
+    """Objects: how far they are."""
     LOGS = 13
     """Objects: what they log."""
 
@@ -48,14 +53,65 @@ class Channel(IntEnum):
     RELAY_INPUT = 14
     RELAY_ACTIVATION = 15
     RELAY_TOKENS = 16
-    """How far the ranks behind are."""
+    """Objects: how far the ranks behind are."""
     SHARED_GRADIENTS = 17
     SHARED_STATISTICS = 18
     """Between the ranks of one stage."""
 
 
-BESIDE_PROGRAMS = frozenset({Channel.FIELDS, Channel.EARLY_FIELDS, Channel.SHARED_GRADIENTS})
-"""Tensors whose place among the messages of a program is not fixed."""
+@unique
+class Lane(IntEnum):
+    """The queues of an edge, for transports that know no tags: in each, order is everything.
+
+    A program lists what its sender sends in the order in which it does; whatever has no fixed place
+    among that has a lane of its own.
+    """
+
+    PROGRAM = 0
+    FIELDS = 1
+    EARLY_FIELDS = 2
+    SHARED_STATISTICS = 3
+    SHARED_GRADIENTS = 4
+
+
+_BESIDE = {
+    Channel.FIELDS: Lane.FIELDS,
+    Channel.EARLY_FIELDS: Lane.EARLY_FIELDS,
+    Channel.SHARED_STATISTICS: Lane.SHARED_STATISTICS,
+    Channel.SHARED_GRADIENTS: Lane.SHARED_GRADIENTS,
+}
+
+
+def lane_of(channel: Channel) -> Lane:
+    """The queue that tensors of a channel wait in."""
+    return _BESIDE.get(channel, Lane.PROGRAM)
+
+
+class Edge(NamedTuple):
+    """One queue of tensors from one rank to another, by their places in the pipeline."""
+
+    source: int
+    target: int
+    lane: Lane
+
+
+def program_edges(program: Program) -> set[Edge]:
+    """The edges over which a program's tensors travel."""
+    return {
+        Edge(message.source, message.target, Lane.PROGRAM)
+        for message in program.messages
+        if message.payload != "batch"
+    }
+
+
+def edges_from(source: int, targets: Iterable[int], lane: Lane) -> set[Edge]:
+    """The edges from one rank to others; none to itself."""
+    return {Edge(source, target, lane) for target in targets if target != source}
+
+
+def edges_among(ranks: Sequence[int], *lanes: Lane) -> set[Edge]:
+    """The edges from each of some ranks to each other one."""
+    return {Edge(a, b, lane) for a, b in permutations(ranks, 2) for lane in lanes}
 
 
 _STUDENT = {

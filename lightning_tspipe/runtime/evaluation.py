@@ -20,7 +20,7 @@ from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
-from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.channels import Channel, Lane, edges_from, program_edges
 from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.header import StepHeader
 from lightning_tspipe.runtime.programs import layout
@@ -82,6 +82,11 @@ class Evaluation:
         )
         self._pipeline = layout(captured, ranks, cuts, 1, engine.transport.num_ranks)
         self._program = _forward_program(self._pipeline)
+        edges = program_edges(self._program)
+        if plan.batch_fields:
+            data_rank = engine.placement.data_rank
+            edges |= edges_from(data_rank, self._pipeline.loss_ranks, Lane.FIELDS)
+        engine.transport.open(edges)
         actions = self._program.schedule.ranks[engine.rank]
         reads, executed = Op.LOSS, _FORWARD_OPS
         if not self._pipeline.is_chain:

@@ -10,7 +10,6 @@ and every rank with heads reads the others by itself::
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture import swap
-from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.failures import waiting
-from lightning_tspipe.runtime.transport import Receipt, Transport
+from lightning_tspipe.runtime.transport import Transport
 
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.engine import Engine
@@ -168,18 +166,15 @@ class Pace:
         self._transport = transport
         self._before = sorted({a for a, b in edges if b == own != a})
         self._behind = sorted({b for a, b in edges if a == own != b})
-        self._asked: deque[list[Receipt]] = deque()
+        self._num_begun = 0
         self._slack = slack
 
     def begin_step(self) -> None:
         """Wait until the step may begin; every rank calls it."""
         for rank in self._before:
-            self._transport.send([torch.zeros(1, dtype=torch.uint8)], rank, Channel.PACE)
-        token = TensorSpec((1,), torch.uint8)
-        self._asked.append(
-            [self._transport.receive([token], r, Channel.PACE) for r in self._behind]
-        )
-        if len(self._asked) > self._slack:
+            self._transport.send_object(None, rank, Channel.PACE)
+        self._num_begun += 1
+        if self._num_begun > self._slack:
             with waiting("the ranks that read what this one makes"):
-                for receipt in self._asked.popleft():
-                    receipt.wait()
+                for rank in self._behind:
+                    self._transport.receive_object(rank, Channel.PACE)

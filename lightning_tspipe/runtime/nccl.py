@@ -1,34 +1,34 @@
-"""Ranks with a GPU each: tensors travel by NCCL, objects by gloo."""
+"""Ranks with a GPU each: tensors travel by NCCL, one communicator for each edge in use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import GroupMember
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import TensorSpec
-from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.transport import GlooTransport, Receipt
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.channels import Channel, Edge, lane_of
+from lightning_tspipe.runtime.ordered import Wire, Work
+from lightning_tspipe.runtime.replicas import default_group
 
 
-class NcclTransport(GlooTransport):
-    """One communicator per directed edge, since NCCL knows no tags: order is everything.
+class NcclWire(Wire):
+    """One communicator for each lane of each edge that this rank uses; no other rank takes part.
 
-    On an edge, messages are received in the order in which they are sent; the receiver posts them
-    in that order because a program lists them so. What travels beside a program (the fields of a
-    batch) has communicators of its own.
+    A rank of a chain has four: to and from each of two neighbours.
 
     Args:
         ranks: The global ranks of the pipeline, in its order.
         device: This rank's GPU.
-        timeout: How long a receive waits for a message of a live peer.
-        aside: Channels that travel beside the program.
+        timeout: How long a transfer may take before NCCL's watchdog ends it.
+        backend: Of ``torch.distributed``.
     """
 
     def __init__(
@@ -36,53 +36,83 @@ class NcclTransport(GlooTransport):
         ranks: Sequence[int],
         device: torch.device,
         timeout: timedelta,
-        aside: frozenset[Channel] = frozenset(),
+        backend: str = "nccl",
     ) -> None:
-        super().__init__(ranks, device, timeout)
-        self._aside = aside
-        self.receives_early = False
-        # Every rank makes all groups in the same order; a communicator starts at its first use.
-        self._edges: dict[tuple[int, int, int], Any] = {
-            (source, target, beside): dist.new_group(
-                sorted((ranks[source], ranks[target])), timeout=timeout, backend="nccl"
-            )
-            for source in range(len(ranks))
-            for target in range(len(ranks))
-            if source != target
-            for beside in (0, *sorted(aside))
-        }
+        self._pipeline = GroupMember.WORLD  # groups are made of it, and under its keys
         self._ranks = tuple(ranks)
+        self._rank = self._ranks.index(dist.get_rank())
+        self._device = device
+        self._timeout = timeout
+        self._backend = backend
+        self._groups: dict[Edge, Any] = {}
 
-    def _beside(self, channel: Channel) -> int:
-        return channel if channel in self._aside else 0
-
-    @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
-        group = self._edges[self.rank, target, self._beside(channel)]
-        for tensor in tensors:
-            payload = tensor.detach().contiguous()
-            work = dist.isend(payload, dst=self._ranks[target], group=group)
-            self._sent.append((work, payload))
-
-    @override
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
-        group = self._edges[source, self.rank, self._beside(channel)]
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
-        works = [dist.irecv(buffer, src=self._ranks[source], group=group) for buffer in buffers]
-        return _NcclReceipt(buffers, works)
+    @property
+    def num_communicators(self) -> int:
+        """Communicators that this rank takes part in."""
+        return len(self._groups)
 
     @override
-    def recycle(self, tensors: Sequence[Tensor]) -> None:
-        """CUDA's caching allocator does this better."""
+    def open(self, edges: Sequence[Edge]) -> None:
+        with default_group(self._pipeline):
+            for edge in edges:
+                self._groups[edge] = self._connect(edge)
 
-
-@dataclass
-class _NcclReceipt(Receipt):
-    buffers: list[Tensor]
-    works: list[Any]
+    def _connect(self, edge: Edge) -> Any:
+        group: Any = dist.new_group(
+            sorted((self._ranks[edge.source], self._ranks[edge.target])),
+            timeout=self._timeout,
+            backend=self._backend,
+            use_local_synchronization=True,  # these two ranks make it, and no other
+            group_desc=f"tspipe {edge.source}>{edge.target} {edge.lane.name.lower()}",
+            device_id=self._device if self._device.type == "cuda" else None,
+        )
+        hello = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if edge.source == self._rank:
+            _begun(
+                dist.isend(hello, group=group, group_dst=_place(edge.target, edge.source))
+            ).wait()
+        else:
+            _begun(
+                dist.irecv(hello, group=group, group_src=_place(edge.source, edge.target))
+            ).wait()
+        return group
 
     @override
-    def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()  # the current stream waits, not the host
-        return self.buffers
+    def isend(self, tensor: Tensor, target: int, channel: Channel) -> Work:
+        group = self._group(self._rank, target, channel)
+        return _begun(dist.isend(tensor, group=group, group_dst=_place(target, self._rank)))
+
+    @override
+    def irecv(self, tensor: Tensor, source: int, channel: Channel) -> Work:
+        group = self._group(source, self._rank, channel)
+        return _begun(dist.irecv(tensor, group=group, group_src=_place(source, self._rank)))
+
+    def _group(self, source: int, target: int, channel: Channel) -> Any:
+        edge = Edge(source, target, lane_of(channel))
+        group = self._groups.get(edge)
+        if group is None:
+            raise TransportError(
+                f"{channel.name} from rank {source} to rank {target}: this edge was not opened "
+                "when the stages were placed. Please report it, with the step and the strategy"
+            )
+        return group
+
+    @override
+    def close(self) -> None:
+        groups, self._groups = self._groups, {}
+        for group in groups.values():
+            # A peer that has failed would be waited for otherwise.
+            with suppress(RuntimeError):
+                group.abort()
+            with suppress(RuntimeError), default_group(self._pipeline):
+                dist.destroy_process_group(group)
+
+
+def _place(rank: int, other: int) -> int:
+    """A rank's place in the group of the two."""
+    return int(rank > other)
+
+
+def _begun(work: Work | None) -> Work:
+    assert work is not None, "this rank is no member of the edge's group"
+    return work

@@ -124,9 +124,19 @@ class Programs:
         self.announced = max(self.lookahead) + (schedule == ASYNCHRONOUS and any(self.lookahead))
 
     @property
+    def steps_early(self) -> int:
+        """How many steps before another rank has to know of a batch the data rank tells of it."""
+        return self.announced - min(self.lookahead)
+
+    @property
     def tells_early(self) -> bool:
-        """Whether the data rank tells of a batch steps before any other rank has to know of it."""
-        return self.announced > min(self.lookahead)
+        """Whether that is any."""
+        return self.steps_early > 0
+
+    @property
+    def fullest(self) -> Program:
+        """The step of which all others are parts: nothing was done before, all may run ahead."""
+        return self.of(fresh=True, ahead=max(self.lookahead))
 
     def of(self, *, fresh: bool, ahead: int) -> Program:
         """The program of a step.

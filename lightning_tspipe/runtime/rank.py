@@ -22,7 +22,7 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.ahead import Lookahead
 from lightning_tspipe.runtime.announcements import Announcements
 from lightning_tspipe.runtime.averages import followed_tensors
-from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.channels import Channel, Edge, Lane, edges_from, program_edges
 from lightning_tspipe.runtime.execution import Execution, InPieces
 from lightning_tspipe.runtime.executor import Executor
 from lightning_tspipe.runtime.frozen import Front, FrozenPart
@@ -183,6 +183,7 @@ class Rank:
         self.announcements = Announcements(
             self.transport, placement.data_rank, self._hear_word, self._ask_early
         )
+        self.transport.open(self._edges(plan))
         self.shards = Shards(self.module, captured.held, self.cuts, self.ranks, placement.holders)
         self.shards.follow(captured.followed)
         self.materializer = materializer
@@ -214,13 +215,25 @@ class Rank:
             self.executor.weights = stage_weights(
                 weights, self.rank, self.transport.num_ranks, self.module, self._trained_names()
             )
+        # Between two steps, as in a checkpoint, no rank may wait for what another one asks for in
+        # a later step.
+        self.transport.steps_under_way = max(1, self._programs.steps_early)
         if captured.heads is not None and not self.transport.is_tight:
             slack = max(1, placement.depth + 1 - len(placement.teacher_ranks))
             self.pace = Pace(self.transport, self.pipeline, slack)
+            self.transport.steps_under_way = max(self.transport.steps_under_way, slack + 1)
         self._lookahead = Lookahead(
             self.module, plan, self.executor, is_loss_rank=self.is_loss_rank,
             is_frozen=captured.is_frozen,
         )  # fmt: skip
+
+    def _edges(self, plan: StepPlan) -> set[Edge]:
+        """The edges that this pipeline's steps use."""
+        found = program_edges(self._programs.fullest)
+        if plan.batch_fields:
+            data_rank = self.placement.data_rank
+            found |= edges_from(data_rank, self.pipeline.loss_ranks, Lane.EARLY_FIELDS)
+        return found
 
     @property
     def _front(self) -> Front | None:

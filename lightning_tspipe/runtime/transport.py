@@ -11,7 +11,7 @@ import pickle
 import queue
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.channels import Channel, Edge
 
 _FRAME = 4096
 _LENGTH_BYTES = 8
@@ -34,7 +34,10 @@ class Receipt(ABC):
 
     @abstractmethod
     def wait(self) -> list[Tensor]:
-        """Its tensors, as soon as they are here.
+        """Its tensors, for what computes on the device from now on.
+
+        On a GPU the device waits for them and the host goes on: to hold the host until another
+        rank has come so far, use an object.
 
         Raises:
             TransportError: The peer died, or nothing came within the time limit.
@@ -57,6 +60,12 @@ class Transport(ABC):
     receives_early = True
     steps_under_way = 1
     is_tight: bool = False
+
+    def open(self, edges: Iterable[Edge]) -> None:  # noqa: B027 - most connect all ranks anyway
+        """Get ready for tensors on these edges, before any of them is used.
+
+        Every rank calls it at the same point of its program, with the same edges.
+        """
 
     @abstractmethod
     def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
@@ -203,6 +212,43 @@ class LocalTransport(Transport):
         return pickle.loads(mailbox.take(mailbox.ask()))  # noqa: S301 - own data
 
 
+class Outgoing:
+    """What a rank has sent: it is kept until it has left.
+
+    A dropped handle would lose the message, a changed tensor would spoil it.
+    """
+
+    def __init__(self) -> None:
+        self._now: list[tuple[Any, Tensor]] = []
+        self._before: deque[list[tuple[Any, Tensor]]] = deque()
+
+    def add(self, work: Any, tensor: Tensor) -> None:
+        """One more transfer, of this tensor."""
+        self._now.append((work, tensor))
+
+    def finish_step(self, steps_under_way: int, wait: Callable[[Any], None]) -> None:
+        """Wait for what was sent so many calls ago, or before.
+
+        It has been consumed by now, or its consumer is behind: then this rank waits for it, so that
+        it can't run ahead without bounds.
+        """
+        while len(self._before) >= steps_under_way:
+            for work, _ in self._before.popleft():
+                wait(work)
+        self._before.append(self._now)
+        self._now = []
+
+
+def failure(rank: int, verb: str, peer: int | None, error: Exception) -> TransportError:
+    """The error of a transfer that failed since a peer did."""
+    who = "a peer" if peer is None else f"rank {peer}"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
+    return TransportError(
+        f"rank {rank} could not {verb} {who}: it ended or stalled ({reason}). "
+        "The cause is in the output of that rank"
+    )
+
+
 class GlooTransport(Transport):
     """Ranks are processes; CPU tensors travel directly, CUDA tensors through pinned memory.
 
@@ -220,8 +266,7 @@ class GlooTransport(Transport):
         self._device = device
         self._group: Any = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         self._pool: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        self._sent: list[tuple[Any, Tensor]] = []
-        self._sent_before: deque[list[tuple[Any, Tensor]]] = deque()
+        self._outgoing = Outgoing()
 
     @override
     def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
@@ -230,9 +275,8 @@ class GlooTransport(Transport):
             try:
                 work = dist.isend(host, group=self._group, group_dst=target, tag=channel)
             except RuntimeError as error:
-                raise self._failure("send to", target, error) from error
-            # A dropped handle would lose the message, a changed tensor would spoil it.
-            self._sent.append((work, host))
+                raise failure(self.rank, "send to", target, error) from error
+            self._outgoing.add(work, host)
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
@@ -252,7 +296,7 @@ class GlooTransport(Transport):
             try:
                 work = dist.irecv(buffer, group=self._group, group_src=source, tag=channel)
             except RuntimeError as error:
-                raise self._failure("receive from", source, error) from error
+                raise failure(self.rank, "receive from", source, error) from error
             buffers.append(buffer)
             works.append(work)
         return _GlooReceipt(self, buffers, works, source)
@@ -272,28 +316,16 @@ class GlooTransport(Transport):
 
     @override
     def finish_step(self) -> None:
-        # What was sent so long ago has been consumed by now, or its consumer is behind: then this
-        # rank waits for it, so that it can't run ahead without bounds.
-        while len(self._sent_before) >= self.steps_under_way:
-            for work, _ in self._sent_before.popleft():
-                self.wait(work, "send to", None)
-        self._sent_before.append(self._sent)
-        self._sent = []
+        self._outgoing.finish_step(
+            self.steps_under_way, lambda work: self.wait(work, "send to", None)
+        )
 
     def wait(self, work: Any, verb: str, peer: int | None) -> None:
         """Wait for one transfer."""
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._failure(verb, peer, error) from error
-
-    def _failure(self, verb: str, peer: int | None, error: Exception) -> TransportError:
-        who = "a peer" if peer is None else f"rank {peer}"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
-        return TransportError(
-            f"rank {self.rank} could not {verb} {who}: it ended or stalled ({reason}). "
-            "The cause is in the output of that rank"
-        )
+            raise failure(self.rank, verb, peer, error) from error
 
     def on_device(self, tensor: Tensor) -> Tensor:
         """A received tensor, where it is needed."""
@@ -317,7 +349,7 @@ class GlooTransport(Transport):
             parts.append(_bytes_tensor(payload[_FRAME - _LENGTH_BYTES :]))
         for part in parts:
             work = dist.isend(part, group=self._group, group_dst=target, tag=channel)
-            self._sent.append((work, part))
+            self._outgoing.add(work, part)
 
     @override
     def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
@@ -334,7 +366,7 @@ class GlooTransport(Transport):
         try:
             work = dist.irecv(buffer, group=self._group, group_src=source, tag=channel)
         except RuntimeError as error:
-            raise self._failure("receive from", source, error) from error
+            raise failure(self.rank, "receive from", source, error) from error
         self.wait(work, "receive from", source)
         return buffer.numpy().tobytes()
 

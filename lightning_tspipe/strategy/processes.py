@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
-from lightning_tspipe.runtime.channels import BESIDE_PROGRAMS
-from lightning_tspipe.runtime.nccl import NcclTransport
+from lightning_tspipe.runtime.nccl import NcclWire
+from lightning_tspipe.runtime.ordered import OrderedTransport
 from lightning_tspipe.runtime.parents import watch_launcher
 from lightning_tspipe.runtime.rendezvous import Job, current_job, meet, stay_on_this_machine
 from lightning_tspipe.runtime.replicas import (
@@ -255,7 +255,7 @@ class ProcessHooks(_Base):
 
     def _connect(self) -> None:
         """Make the groups, and the transport within this rank's pipeline."""
-        has_nccl = self.root_device.type == "cuda" and self.ranks_per_device == 1
+        has_nccl = self._ordered_backend == "nccl"
         pipeline, peers = make_groups(
             self.num_ranks, self.num_replicas, "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
             self._timeout,
@@ -266,18 +266,25 @@ class ProcessHooks(_Base):
         with default_group(pipeline):
             self._transport = self._make_transport()
 
+    @property
+    def _ordered_backend(self) -> str:
+        """The backend that tensors travel by in order, without tags; "" where there is none."""
+        # NCCL refuses two ranks on one GPU: then tensors go through pinned host memory.
+        return "nccl" if self.root_device.type == "cuda" and self.ranks_per_device == 1 else ""
+
     def _make_transport(self) -> Transport:
         ranks, device = range(self.num_ranks), self.root_device
         if self.num_ranks == 1:
             return LocalTransport(LocalNetwork(1), 0)
-        if device.type == "cuda" and self.ranks_per_device == 1:
-            return NcclTransport(ranks, device, self._timeout, BESIDE_PROGRAMS)
+        backend = self._ordered_backend
+        if backend:
+            wire = NcclWire(ranks, device, self._timeout, backend)
+            return OrderedTransport(GlooTransport(ranks, device, self._timeout), wire, device)
         first = self.replica * self.num_ranks
         last = first + self.num_ranks - 1
         on_one_node = first // self.num_processes == last // self.num_processes
         if device.type == "cpu" and on_one_node and shared_memory.is_available():
             return shared_memory.SharedMemoryTransport(ranks, self._timeout, self.num_processes)
-        # NCCL refuses two ranks on one GPU: then tensors go through pinned host memory.
         return GlooTransport(ranks, device, self._timeout)
 
     # Collectives of values: among peers, so that those on the loss ranks wait for no others. Of

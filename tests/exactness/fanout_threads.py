@@ -21,9 +21,11 @@ from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.heads import Heads
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.ordered import OrderedTransport
+from lightning_tspipe.runtime.transport import LocalTransport
 from tests.exactness.fanout import Batch, Tasks, make_batches, make_optimizer
 from tests.exactness.pipelined import even_cuts
+from tests.strict import CPU, StrictNetwork, StrictWire
 from tests.threads import run_on_threads
 
 _COLLECTING = threading.Lock()
@@ -81,11 +83,12 @@ class Found:
     began: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Counting(LocalTransport):
+class Counting(OrderedTransport):
     """Adds up what is sent."""
 
-    def __init__(self, network: LocalNetwork, rank: int, found: Found) -> None:
-        super().__init__(network, rank)
+    def __init__(self, network: StrictNetwork, rank: int, found: Found) -> None:
+        objects = LocalTransport(network.objects, rank)
+        super().__init__(objects, StrictWire(network, rank), CPU)
         self._found = found
 
     @override
@@ -103,7 +106,7 @@ class Silent(Tasks):
 
 def train_on_threads(fan: Fan, num_epochs: int = 2) -> Found:
     """Train all heads as one pipeline."""
-    network, found = LocalNetwork(fan.num_ranks, timeout=30), Found()
+    network, found = StrictNetwork(fan.num_ranks, timeout=30), Found()
     modules = [Silent(fan.num_heads).double() for _ in range(fan.num_ranks)]
 
     def work(rank: int) -> None:

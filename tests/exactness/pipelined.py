@@ -16,24 +16,20 @@ from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.programs import Captured
-from lightning_tspipe.runtime.transport import (
-    GlooTransport,
-    LocalNetwork,
-    LocalTransport,
-    Transport,
-)
+from lightning_tspipe.runtime.transport import GlooTransport, Transport
 from tests.exactness.modules import Trained
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
+from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 
 
 def run_pipelined(setting: Setting) -> Record:
     """Train on ``setting.num_ranks`` threads, as one pipeline."""
-    network = LocalNetwork(setting.num_ranks, timeout=30)
+    network = StrictNetwork(setting.num_ranks, timeout=30)
     modules = [setting.build() for _ in range(setting.num_ranks)]
 
     def work(rank: int) -> Record:
-        return train_rank(setting, modules[rank], LocalTransport(network, rank))
+        return train_rank(setting, modules[rank], network.transport(rank))
 
     return merge(run_on_threads(work, setting.num_ranks, seconds=100))
 

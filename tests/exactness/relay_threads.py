@@ -16,7 +16,8 @@ from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.relay_modes import Mode, passes
 from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.relay.engine import NETWORKS, RelayEngine, RelayOptions
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.runtime.transport import Transport
+from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 
 WIDTHS = (3, 5, 4, 6, 4, 5, 3, 4, 5)
@@ -134,11 +135,11 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 def run_split(split: Split) -> Result:
     """Train on as many threads as there are ranks."""
     num_ranks = sum(split.widths)
-    network = LocalNetwork(num_ranks, timeout=30)
+    network = StrictNetwork(num_ranks, timeout=30)
     modules = [split.build() for _ in range(num_ranks)]
 
     def work(rank: int) -> Any:
-        return _train_rank(split, modules[rank], LocalTransport(network, rank))
+        return _train_rank(split, modules[rank], network.transport(rank))
 
     found = run_on_threads(work, num_ranks)
     engines: Sequence[RelayEngine] = [engine for engine, _, _ in found]

@@ -18,9 +18,10 @@ from lightning_tspipe.planning.in_flight import num_copies
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.stage_weights import Read
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weight_policies import policy_of
 from tests.exactness.asynchronous import Emulated, Recurrent, emulate
+from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 
 POLICIES = ("pipedream", "2bw", "pipeoptim", "spectrain")
@@ -155,16 +156,16 @@ class Rank:
 
 
 def run_pipelined(case: Case) -> list[Rank]:
-    network = LocalNetwork(case.num_stages, timeout=20)
+    network = StrictNetwork(case.num_stages, timeout=20)
     made = [make(case) for _ in range(case.num_stages)]
 
     def work(rank: int) -> Rank:
-        return train(case, *made[rank], LocalTransport(network, rank))
+        return train(case, *made[rank], network.transport(rank))
 
     return run_on_threads(work, case.num_stages)
 
 
-def train(case: Case, module: Module, epochs: list[list[Any]], transport: LocalTransport) -> Rank:
+def train(case: Case, module: Module, epochs: list[list[Any]], transport: Transport) -> Rank:
     engine = place(case, module, epochs, transport)
     optimizer = OPTIMIZERS[case.optimizer](module.student.parameters())
     weights = engine.weights
@@ -235,7 +236,7 @@ def step(module: Module, index: int, batch: Any) -> Tensor:
     return module.training_step(batch, index)
 
 
-def place(case: Case, module: Module, epochs: list[list[Any]], transport: LocalTransport) -> Engine:
+def place(case: Case, module: Module, epochs: list[list[Any]], transport: Transport) -> Engine:
     networks = Networks(("student",), ("teacher",) if case.has_teacher else ())
     engine = Engine(module, networks, transport, torch.device("cpu"))
     captured = engine.capture(partial(step, module, 0), epochs[0][0])

@@ -86,8 +86,10 @@ def report(results: Sequence[tables.Result], wanted: int, seconds: float) -> str
         tables.as_text(tables.rows(results)), "",
         *(": ".join(row) for row in tables.by_label(results)),
         "",
-        f"{survived} of {len(tried)} survived ({wanted} wanted, {missing} not possible here), "
-         f"{seconds / 60:.1f} minutes, {_load()}",
+        (
+            f"{survived} of {len(tried)} survived ({wanted} wanted, {missing} not possible here), "
+            f"{seconds / 60:.1f} minutes, {_load()}"
+        ),
         f"limits: {checks.limits()}",
         *(f"FAILED {result.command}   # {', '.join(result.failures)}"
           for result in results if result.failures),

@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 import torch
 
+from tests import strict_backend
+
 Launcher = Literal["script", "torchrun", "slurm"]
 _CONTEXT = multiprocessing.get_context("forkserver")
 _ROOT = Path(__file__).resolve().parents[2]
@@ -165,10 +167,14 @@ def _main(
     os.chdir(folder)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
+    if strict_backend.VARIABLE in os.environ:
+        strict_backend.install()
     value, error = None, ""
     code: Any = None
     try:
         value = function(*args)
+        if strict_backend.VARIABLE in os.environ:
+            strict_backend.check_end()
     except BaseException as caught:  # noqa: BLE001 - whatever leaves a script ends it
         error = f"{type(caught).__name__}: {caught}"
         # As at the end of a script; multiprocessing would not ask the hook.
@@ -189,17 +195,18 @@ def _main(
 def _environment(rank: int, num_ranks: int, port: int, launcher: Launcher) -> dict[str, str]:
     if num_ranks == 1:
         return {}
+    rules = {name: os.environ[name] for name in [strict_backend.VARIABLE] if name in os.environ}
     if launcher == "slurm":
         number = str(num_ranks)
         return {
             "SLURM_NTASKS": number, "SLURM_NTASKS_PER_NODE": number, "SLURM_NNODES": "1",
             "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0",
             "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "no-such-host",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(port), **rules,
         }  # fmt: skip
     environment = {
         "LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **rules,
     }  # fmt: skip
     if launcher == "torchrun":
         environment |= {

@@ -18,17 +18,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import NetworkName, TensorSpec
+from lightning_tspipe.capture.plan import NetworkName, StepPlan
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay_modes import Pass
-from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.channels import Channel, Edge
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.header import StepHeader
@@ -38,7 +37,6 @@ from lightning_tspipe.runtime.relay.early import EarlyBackwards
 from lightning_tspipe.runtime.relay.walk import BlockOutcome, Blocks, RelayedPass
 
 NETWORKS = Networks(("student",), ("teacher",))
-_TOKEN = TensorSpec((1,), torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -118,6 +116,7 @@ class RelayEngine(Engine):
         self.options = options
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
         self.pipeline = self.passes[0].pipeline
+        self.transport.open({edge for walk in self.passes for edge in walk.edges})
         sources, targets = (
             set().union(*sets)
             for sets in zip(*(walk.neighbours for walk in self.passes), strict=True)
@@ -128,6 +127,10 @@ class RelayEngine(Engine):
         self._header: StepHeader | None = None
         self._round_inputs: list[Tensor] = []
         self._batch: Any = None
+
+    @override
+    def _edges(self, plan: StepPlan) -> set[Edge]:
+        return set()  # those of its passes, which are made of what is placed
 
     @property
     @override
@@ -208,7 +211,7 @@ class RelayEngine(Engine):
         """The step is over on this rank."""
         started = time.perf_counter()
         for source in self._sources:
-            self.transport.send([torch.zeros(1, dtype=torch.uint8)], source, Channel.RELAY_TOKENS)
+            self.transport.send_object(None, source, Channel.RELAY_TOKENS)
         for target in self._owed:
             self._owed[target] += 1
         with waiting(f"the end of batch {self._index}"):
@@ -226,7 +229,7 @@ class RelayEngine(Engine):
         for target, owed in self._owed.items():
             for _ in range(owed - most):
                 with waiting(f"rank {target}, which is {owed} batches behind"):
-                    self.transport.receive([_TOKEN], target, Channel.RELAY_TOKENS).wait()
+                    self.transport.receive_object(target, Channel.RELAY_TOKENS)
                 self._owed[target] -= 1
         self.executor.recorder.paused("send", started)
 

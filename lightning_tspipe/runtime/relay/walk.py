@@ -25,7 +25,14 @@ from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.shares import overlap, share
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.relay_modes import Pass
-from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.channels import (
+    Channel,
+    Edge,
+    Lane,
+    edges_among,
+    edges_from,
+    program_edges,
+)
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.relay.batchnorm import shared_statistics
@@ -131,6 +138,17 @@ class RelayedPass:
     def trained(self) -> tuple[BlockPair, ...]:
         """The blocks that this rank trains in this pass."""
         return tuple(self._blocks.pairs[index] for index in self._work.trained)
+
+    @property
+    def edges(self) -> set[Edge]:
+        """The edges that the ranks of this pass use."""
+        data_rank = self._pipeline.data_rank
+        found = program_edges(self._program)
+        for work in self._walk.stages:
+            found |= edges_among(work.ranks, Lane.SHARED_STATISTICS, Lane.SHARED_GRADIENTS)
+            if self._fields_of(work.trained):
+                found |= edges_from(data_rank, work.ranks, Lane.FIELDS)
+        return found
 
     @property
     def neighbours(self) -> tuple[set[int], set[int]]:

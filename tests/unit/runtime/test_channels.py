@@ -6,10 +6,11 @@ import pytest
 
 from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.runtime.channels import channel_of
+from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.runtime.channels import Lane, channel_of, edges_from, program_edges
 from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.registry import build_schedule, build_step
 from lightning_tspipe.simulation.cost import CostTable
 
 
@@ -39,3 +40,24 @@ def test_what_is_in_order_by_itself_has_a_channel_by_itself(kind: str) -> None:
     assert len(set(orders.values())) == len(orders) > 1
     for message in sent:
         assert channel_of(message) == orders[message.channel[2:]]
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), [("gpipe", 1), ("gpipe", 2), ("1f1b", 1)])
+def test_a_rank_has_as_many_communicators_as_neighbours(
+    num_ranks: int, schedule: str, stages_per_rank: int
+) -> None:
+    stages = num_ranks * stages_per_rank
+    ranks = default_ranks(stages, num_ranks)
+    student = network(*ranks, pieces=1 if schedule == "1f1b" else 2)
+    teacher = None if schedule == "1f1b" else network(*ranks)
+    pipeline = Pipeline(num_ranks, student, teacher, num_ranks - 1)
+    costs = CostTable.uniform(pipeline)
+    ahead = num_ranks if schedule == "1f1b" else 0
+    step = build_step(schedule, pipeline, costs, fresh=True, ahead=ahead)
+    edges = program_edges(lower(step))
+    for lane in (Lane.FIELDS, Lane.EARLY_FIELDS):
+        edges |= edges_from(pipeline.data_rank, pipeline.loss_ranks, lane)
+    of_rank = [sum(rank in edge[:2] for edge in edges) for rank in range(num_ranks)]
+    assert max(of_rank) <= 8
+    assert min(of_rank) >= 2

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.ir.shares import share
+from lightning_tspipe.runtime.channels import Lane, edges_among
 from lightning_tspipe.runtime.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.relay.group import StageGroup
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-12}
@@ -28,10 +29,12 @@ def test_equals_one_device(size: int, momentum: float | None, affine: bool) -> N
     expected = whole(leaf)
     (expected * weights).sum().backward()
     copies = [copy.deepcopy(layer) for _ in range(3)]
-    network = LocalNetwork(3, timeout=20)
+    network = StrictNetwork(3, timeout=20)
 
     def work(unit: int) -> tuple[Tensor, Tensor]:
-        group = StageGroup(LocalTransport(network, unit), (0, 1, 2))
+        transport = network.transport(unit)
+        transport.open(edges_among((0, 1, 2), Lane.SHARED_STATISTICS, Lane.SHARED_GRADIENTS))
+        group = StageGroup(transport, (0, 1, 2))
         start, stop = share(unit, 3, size)
         own = x[start:stop].clone().requires_grad_()
         with shared_statistics([copies[unit]], group.exchange):

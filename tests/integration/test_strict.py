@@ -1,0 +1,44 @@
+"""Real Trainers over processes whose tensors travel by NCCL's rules.
+
+The tests are those of other files: what they compare must be equal whatever carries the tensors.
+Each rank of theirs ends with as few communicators as it has neighbours, and leaves none open.
+"""
+
+# ruff: noqa: F401 - what is imported is collected here once more
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import strict_backend
+from tests.integration.jobs import run, run_job
+from tests.integration.test_asynchronous import (
+    test_a_run_goes_on_with_the_batches_in_flight,
+    test_more_trainers_train_as_the_emulation,
+)
+from tests.integration.test_data_parallel import test_replicas_train_what_one_device_trains
+from tests.integration.test_evaluation import test_a_fit_evaluates_parts_of_its_networks
+from tests.integration.test_exact import test_a_strategy_by_name
+from tests.integration.test_fanout import (
+    test_a_resumed_run_gives_what_one_gives_that_went_through,
+    test_each_head_over_two_ranks_is_as_if_it_were_alone,
+)
+from tests.integration.test_freezing import (
+    test_a_frozen_part_runs_ahead_and_a_shorter_pipeline_trains_the_rest,
+)
+from tests.integration.test_relay import (
+    test_modes_on_two_ranks,
+    test_rounds_alternate_on_all_ranks,
+    test_shared_stages_on_four_ranks,
+)
+from tests.integration.trainings import Training, train
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def _over_the_strict_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(strict_backend.VARIABLE, "1")
