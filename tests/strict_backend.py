@@ -17,7 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroupGloo  # type: ignore[attr-defined] # it is documented
+from torch.distributed import (  # type: ignore[attr-defined] # they are documented
+    PrefixStore,
+    ProcessGroupGloo,
+)
 from torch.futures import Future
 
 from lightning_tspipe.runtime.ordered import WIRE_TYPES
@@ -128,7 +131,7 @@ class StrictGroup(dist.ProcessGroup):
 
     def _connect(self) -> None:
         """Hold the host until the other rank makes its first call."""
-        store = dist.PrefixStore("strict", self._store)
+        store = PrefixStore("strict", self._store)
         self._gloo = ProcessGroupGloo(store, self.rank(), self.size(), self._timeout)
         threading.Thread(target=self._work_off, daemon=True, name="strict").start()
 
