@@ -45,13 +45,11 @@ def held() -> dict[str, float]:
     """
     rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    own = sum(
-        int(kb) for kb in re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+)", rollup, re.MULTILINE)
-    )
+    private = re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+)", rollup, re.MULTILINE)
     (shared,) = re.findall(r"^RssShmem:\s+(\d+)", status, re.MULTILINE)
     (threads,) = re.findall(r"^Threads:\s+(\d+)", status, re.MULTILINE)
     return {
-        "own": own / 1024,
+        "own": sum(map(int, private)) / 1024,
         "shared": int(shared) / 1024,
         "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - without a look at each
         "maps": Path("/proc/self/maps").read_bytes().count(b"\n"),

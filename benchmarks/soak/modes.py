@@ -125,8 +125,7 @@ def saving() -> list[Callback]:
 def freezing() -> list[Callback]:
     """Two layers are frozen at the second epoch; what they return is kept."""
     return [
-        FreezeAndRepack(ScheduledFreeze({1: 2})),
-        AutoCache("student", memory="8MB", always=True),
+        FreezeAndRepack(ScheduledFreeze({1: 2}), cache=AutoCache(memory="8MB", always=True)),
     ]
 
 
