@@ -103,7 +103,7 @@ class Failures:
         self._ends_last = ends_last
         self._is_over = threading.Event()
         self._is_settled = self._has_claimed = False
-        self._last_words: tuple[BaseException, str, bool] | None = None
+        self._last_words: tuple[BaseException, bool] | None = None
         self._thread: threading.Thread | None = None
         self._patrol: Patrol | None = None
         if job is not None:
@@ -219,6 +219,8 @@ class Failures:
         else:
             self._lead(exception)
         self.end_watch()
+        if self._ends_last and not self._has_claimed:
+            self._let_end(self._rank_of_cause())
 
     def _lead(self, exception: BaseException) -> None:
         """A failure for a reason of its own: the cause, unless another rank has failed before."""
@@ -251,14 +253,12 @@ class Failures:
     def _stop_too(self, exception: BaseException, text: str) -> None:
         line = f"rank {self._rank} stops too: {text}{self._because()}"
         self._tell_at_the_end(exception, line)
-        if self._ends_last:
-            self._let_end(self._rank_of_cause())
 
     def _tell_at_the_end(
         self, exception: BaseException, line: str, *, with_traceback: bool = False
     ) -> None:
         """Print a line if the exception ends this process, after the traceback or in its place."""
-        self._last_words = exception, line, with_traceback
+        self._last_words = exception, with_traceback
         previous = sys.excepthook
 
         def hook(
@@ -272,12 +272,14 @@ class Failures:
         sys.excepthook = hook
 
     def tell_now(self, exception: BaseException) -> bool:
-        """Print that line where no hook is asked; whether no traceback is to follow."""
-        if self._last_words is None or self._last_words[0] is not exception:
+        """Print what the end of the process would, where it ends without; whether another failed.
+
+        A launcher may not get to see the exception: it looks at the process that ends first.
+        """
+        if self._job is None or self._last_words is None or self._last_words[0] is not exception:
             return False
-        _, line, with_traceback = self._last_words
-        say(line)
-        return not with_traceback
+        sys.excepthook(type(exception), exception, exception.__traceback__)
+        return not self._last_words[1]
 
     def _rank_of_cause(self) -> int | None:
         first = (self._cause() or "None").partition(" ")[0]

@@ -126,7 +126,7 @@ class EndHooks(CheckpointHooks):
                 self._transport.close()
 
     def tell_now(self, exception: BaseException) -> bool:
-        """Print why this rank ends, where nothing else would; whether nothing is to follow."""
+        """Print why this rank ends, where nothing else would; whether because of another rank."""
         return self._failures is not None and self._failures.tell_now(exception)
 
     @override

@@ -229,9 +229,10 @@ def _print_no_traceback_of_the_parent(exception: BaseException, job: Launched) -
     if isinstance(exception, ProcessRaisedException):
         text = exception.msg.partition("error:\n")[2].rstrip() or exception.msg
     elif isinstance(exception, ProcessExitedException):
-        text = "" if job.has_told else f"The job ends, because {_end_of(exception, job)}"
+        text = f"The job ends, because {_end_of(exception, job)}"
     else:
         return
+    text = "" if job.has_told else text
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

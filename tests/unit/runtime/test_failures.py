@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -42,7 +43,7 @@ def child() -> Iterator[int]:
     os.waitpid(pid, 0)
 
 
-def failures_of(folder: Path, child: int, rank: int = 0) -> Failures:
+def failures_of(folder: Path, child: int, rank: int = 0, *, ends_last: bool = False) -> Failures:
     """Of rank 0, which is this process; or of another one, for which this process stands in."""
     notes = FolderNotes(folder)
     members = Members(rank, 3, notes)
@@ -51,7 +52,7 @@ def failures_of(folder: Path, child: int, rank: int = 0) -> Failures:
     if rank != 1:
         notes.claim("member/1", dumps(asdict(other)))
     job = Job(members, notes, folder, None)  # type: ignore[arg-type] # not asked here
-    return Failures(rank, job, 3)
+    return Failures(rank, job, 3, ends_last=ends_last)
 
 
 def said(exception: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
@@ -110,7 +111,24 @@ def test_it_is_told_at_once_where_no_hook_is_asked(
     mistake, another = ValueError("a mistake"), KeyError("another")
     first.settle(mistake)
     second.settle(another)
-    assert not first.tell_now(mistake)  # its traceback follows
+    assert not first.tell_now(mistake)
     assert second.tell_now(another)
+    assert not second.tell_now(mistake)
     text = capsys.readouterr().err
     assert text.count("The job ends, because") == text.count("stops too") == 1
+    assert text.count("ValueError: a mistake") == 1
+
+
+def test_the_cause_does_not_wait_for_one_that_lets_it_end_first(tmp_path: Path, child: int) -> None:
+    """Each would wait until the other one's patience ends, and the traceback come too late."""
+    mistake, consequence = ValueError("a mistake"), TransportError("nothing from rank 0")
+    failures_of(tmp_path, child).settle(mistake)
+    last = failures_of(tmp_path, child, rank=2, ends_last=True)
+    lets = threading.Thread(target=last.settle, args=(consequence,))
+    lets.start()
+    deadline = time.monotonic() + 3
+    while not (tmp_path / "run-3-over-2").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert lets.is_alive()  # this process, which stands for rank 0, has not ended
+    lets.join()
