@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import lightning_tspipe  # noqa: F401 - registers its strategies
 from tests.faults.lab import checks, drawing, striking, tables
 from tests.faults.lab.checks import Seen, failures
 from tests.faults.lab.drawing import Configuration, Draw, Fault, draw
-from tests.faults.lab.experiment import hurt, largest_difference, unwanted
+from tests.faults.lab.experiment import STOP_TIMEOUT, hurt, largest_difference, unwanted
 from tests.faults.lab.jobs import Ended
 from tests.faults.lab.running import groups, try_all
 from tests.faults.lab.tables import Result
@@ -79,6 +80,10 @@ def test_only_what_can_happen_is_drawn() -> None:
 def test_what_is_patched_is_there(place: str) -> None:
     owner, name = striking.owner_of(place)
     assert callable(getattr(owner, name))
+
+
+def test_what_is_shortened_is_there() -> None:
+    assert getattr(*striking.owner_of(striking.START)) > timedelta(seconds=STOP_TIMEOUT)
 
 
 def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -172,7 +177,8 @@ def test_damage_is_refused_by_name_or_does_no_harm() -> None:
         assert "results equal" in failures(silent)
         unnamed = replace(good, ended=Ended({"rank 0": 1}, f"{TRACE}EOFError"))
         assert set(failures(unnamed)) == {"one cause"}
-    assert not failures(replace(silent, difference=0.0))  # a byte that nothing reads
+        harmless = replace(silent, difference=0.0, resumed=None)  # a byte that nothing reads
+        assert ("exit codes" in failures(harmless)) == (kind == "truncated")
 
 
 def test_of_two_jobs_the_other_one_is_complete() -> None:
