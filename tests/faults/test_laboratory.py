@@ -205,11 +205,12 @@ def test_differences_are_seen() -> None:
 
 
 def test_files_that_nobody_asked_for_are_seen(tmp_path: Path) -> None:
-    for name in ("script.py", "tmp/mine", "saved/a.ckpt", "saved/.b.ckpt.part", "core"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    asked = ("script.py", "saved/a.ckpt", "tmp/torchelastic_1/log")
+    left = {"tmp/mine", "tmp/lightning-tspipe-0/job", "saved/.b.ckpt.part", "core"}
+    for name in (*asked, *left):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    names = {str(path.relative_to(tmp_path)) for path in unwanted(tmp_path)}
-    assert names == {"tmp/mine", "saved/.b.ckpt.part", "core"}
+    assert {str(path.relative_to(tmp_path)) for path in unwanted(tmp_path)} == left
 
 
 @pytest.mark.parametrize("how", drawing.DAMAGES)
