@@ -82,14 +82,12 @@ def report(results: Sequence[tables.Result], wanted: int, seconds: float) -> str
     tried = [result for result in results if not result.not_possible]
     survived = sum(result.survived for result in tried)
     missing = len(results) - len(tried)
+    sums = f"{survived} of {len(tried)} survived ({wanted} wanted, {missing} not possible here)"
     lines = [
         tables.as_text(tables.rows(results)), "",
         *(": ".join(row) for row in tables.by_label(results)),
         "",
-        (
-            f"{survived} of {len(tried)} survived ({wanted} wanted, {missing} not possible here), "
-            f"{seconds / 60:.1f} minutes, {_load()}"
-        ),
+        f"{sums}, {seconds / 60:.1f} minutes, {_load()}",
         f"limits: {checks.limits()}",
         *(f"FAILED {result.command}   # {', '.join(result.failures)}"
           for result in results if result.failures),

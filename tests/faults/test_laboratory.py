@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ import lightning_tspipe  # noqa: F401 - registers its strategies
 from tests.faults.lab import checks, drawing, striking, tables
 from tests.faults.lab.checks import Seen, failures
 from tests.faults.lab.drawing import Configuration, Draw, Fault, draw
-from tests.faults.lab.experiment import hurt, largest_difference, unwanted
+from tests.faults.lab.experiment import STOP_TIMEOUT, hurt, largest_difference, unwanted
 from tests.faults.lab.jobs import Ended
 from tests.faults.lab.running import groups, try_all
 from tests.faults.lab.tables import Result
@@ -81,6 +82,10 @@ def test_what_is_patched_is_there(place: str) -> None:
     assert callable(getattr(owner, name))
 
 
+def test_what_is_shortened_is_there() -> None:
+    assert getattr(*striking.owner_of(striking.START)) > timedelta(seconds=STOP_TIMEOUT)
+
+
 def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
     task = Task(MANY[5].configuration, "slurm", MANY[5].fault, checkpoint="a.ckpt")
     task.write(tmp_path / "task.json")
@@ -89,7 +94,7 @@ def test_a_task_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 # Checks: each accepts what is right, and refuses what is not
 
-LINE = "rank 0 stops too: rank 0 could not receive from rank 1"
+LINE = "The job ends, because rank 1 (pid 7 on node7) was killed by SIGKILL in training step 8"
 TRACE = "Traceback (most recent call last):\n"
 
 
@@ -119,8 +124,9 @@ def test_what_is_right_passes() -> None:
         ("exit codes", {"codes": {"rank 0": 0}}),
         ("exit codes", {"resumed": Ended({"rank 0": 1}, "refused")}),
         ("one cause", {"output": f"{LINE}\n{TRACE}a\n"}),
-        ("one cause", {"output": "connection closed"}),
-        ("one cause", {"output": "rank 1 stops too: it says so itself"}),
+        ("one cause", {"output": "rank 0 stops too: connection closed by rank 1"}),
+        ("one cause", {"output": LINE.replace("rank 1", "rank 0")}),
+        ("one cause", {"output": f"{LINE}\n{LINE.replace('rank 1', 'rank 0')}"}),
         ("nothing left", {"files": ["job/tmp/pymp-1"]}),
         ("checkpoints load", {"broken": ["last.ckpt: BadZipFile"]}),
         ("results equal", {"resumed_difference": 2e-12}),
@@ -138,6 +144,8 @@ def test_one_traceback_is_the_cause_and_two_are_not() -> None:
     good.ended.output += TRACE
     assert set(failures(good)) == {"one cause"}
     assert set(failures(seen_of("exception", output=LINE))) == {"one cause"}
+    good.draw = replace(good.draw, launcher="torchrun")  # which has one of its own
+    assert "one cause" not in failures(good)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +178,10 @@ def test_damage_is_refused_by_name_or_does_no_harm() -> None:
         assert not failures(good)
         silent = replace(good, difference=1e-3, ended=Ended({"rank 0": 0}))
         assert "results equal" in failures(silent)
-        assert not failures(replace(silent, difference=0.0))  # a byte that nothing reads
         unnamed = replace(good, ended=Ended({"rank 0": 1}, f"{TRACE}EOFError"))
         assert set(failures(unnamed)) == {"one cause"}
+        harmless = replace(silent, difference=0.0, resumed=None)  # a byte that nothing reads
+        assert ("exit codes" in failures(harmless)) == (kind == "truncated")
 
 
 def test_of_two_jobs_the_other_one_is_complete() -> None:
@@ -196,11 +205,12 @@ def test_differences_are_seen() -> None:
 
 
 def test_files_that_nobody_asked_for_are_seen(tmp_path: Path) -> None:
-    for name in ("script.py", "tmp/mine", "saved/a.ckpt", "saved/.b.ckpt.part", "core"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    asked = ("script.py", "saved/a.ckpt", "tmp/torchelastic_1/log")
+    left = {"tmp/mine", "tmp/lightning-tspipe-0/job", "saved/.b.ckpt.part", "core"}
+    for name in (*asked, *left):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    names = {str(path.relative_to(tmp_path)) for path in unwanted(tmp_path)}
-    assert names == {"tmp/mine", "saved/.b.ckpt.part", "core"}
+    assert {str(path.relative_to(tmp_path)) for path in unwanted(tmp_path)} == left
 
 
 @pytest.mark.parametrize("how", drawing.DAMAGES)

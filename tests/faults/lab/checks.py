@@ -13,6 +13,9 @@ from tests.faults.lab.striking import TEXT
 
 TOLERANCE = 1e-12
 """Between a run that was stopped and one that was not; float64."""
+_RESUMED = "the result from"
+_CAUSE = re.compile(r"The job ends, because rank (\d+) \(pid \d+ on [^)]+\) .+ in .+")
+_ALL_STOP = "all ranks stop after this batch"
 _NO_SPACE = "No space left on device"
 
 
@@ -143,7 +146,7 @@ def _signalled(seen: Seen, allowed: set[int]) -> _IsRight:
 
 
 def one_cause(seen: Seen) -> str:
-    """At most one traceback, and a line that names the rank."""
+    """At most one traceback, and a line that tells which rank ended the job, and how."""
     if must_complete(seen):
         return ""
     output = seen.ended.output
@@ -162,9 +165,9 @@ def num_tracebacks(output: str) -> int:
 
 
 def _tracebacks(seen: Seen) -> int:
-    """A parent's quotes the worker's, and torchrun has one of its own."""
+    """Torchrun has one of its own."""
     own = int(seen.draw.fault.kind in {"exception", "full disk", *DAMAGES})
-    return own + (seen.draw.launcher in HAVE_PARENT)
+    return own + (seen.draw.launcher == "torchrun")
 
 
 def _missing(seen: Seen, output: str) -> str:
@@ -177,18 +180,20 @@ def _missing(seen: Seen, output: str) -> str:
     if text not in output:
         return f"nobody says {text!r}"
     rank = seen.ended.struck_rank
-    has_others = draw.configuration.num_ranks > 1
-    if rank is None or not has_others or fault.moment == "teardown" or fault.kind in DAMAGES:
+    is_told = draw.configuration.num_ranks > 1 and fault.moment != "teardown"
+    if rank is None or not is_told or fault.kind in DAMAGES:
         return ""
-    if "all ranks stop after this batch" in output and fault.kind == "SIGTERM":
+    if fault.kind == "SIGTERM" and _ALL_STOP in output:
         return ""
-    return "" if names_rank(output, rank) else f"nobody names rank {rank}"
+    return _wrong_cause(output, rank)
 
 
-def names_rank(output: str, rank: int) -> bool:
-    """Whether a line tells of a rank, other than that it stops too."""
-    told = re.sub(rf"^.*\brank {rank} stops too:", "", output, flags=re.MULTILINE)
-    return re.search(rf"\brank {rank}\b", told) is not None
+def _wrong_cause(output: str, rank: int) -> str:
+    """What is wrong with the line that tells why the job ends; the same for all who read it."""
+    told = set(_CAUSE.findall(output))
+    if not told:
+        return f"no line tells why the job ends, because of rank {rank}"
+    return "" if told == {str(rank)} else f"rank {rank} is the cause, and told is {sorted(told)}"
 
 
 def nothing_left(seen: Seen) -> str:
@@ -211,12 +216,12 @@ def results_equal(seen: Seen) -> str:
     if seen.other is not None:
         found.append(("the other job's result", seen.other_difference))
     if seen.resumed is not None:
-        found.append((f"the result from {seen.checkpoint}", seen.resumed_difference))
-    texts = []
+        found.append((f"{_RESUMED} {seen.checkpoint}", seen.resumed_difference))
+    texts, is_exact = [], seen.draw.configuration.resumes_exactly
     for name, difference in found:
         if difference is None:
             texts.append(f"{name} is missing")
-        elif not difference <= TOLERANCE:
+        elif not (difference <= TOLERANCE or (name.startswith(_RESUMED) and not is_exact)):
             texts.append(f"{name} is {difference:.1e} off")
     return "; ".join(texts)
 

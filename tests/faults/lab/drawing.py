@@ -103,6 +103,14 @@ class Configuration:
         """Whether the pipelines get shorter."""
         return self.mode == "freeze" and self.num_ranks > 1 and self.variant != "keeps the mesh"
 
+    @property
+    def resumes_exactly(self) -> bool:
+        """Whether a run that goes on is the run that nobody stopped, as the guide says.
+
+        Shards do not hold the batches that are in flight in asynchronous training.
+        """
+        return not (self.mode == "asynchronous" and self.sharded)
+
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} ranks" if self.num_ranks > 1 else "1 rank"
         if self.num_stages is not None:

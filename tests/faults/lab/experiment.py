@@ -25,6 +25,8 @@ STOP_TIMEOUT = 8.0
 _DISK = "24m"
 _PAUSES = {"SIGTERM": 0.25, "two jobs": 0.02}
 """Seconds before each batch: a SIGTERM is heard about once a second."""
+_OF_USER = "lightning-tspipe-"
+"""The folder where all jobs of a user meet, which stays; each removes what is its own there."""
 _OF_TORCHRUN = "torchelastic_"
 """The folder of its logs, which it keeps."""
 _OWN_FILES = {
@@ -207,10 +209,18 @@ def unwanted(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         name = path.name
         if name == "tmp":
-            yield from (kept for kept in path.iterdir() if not kept.name.startswith(_OF_TORCHRUN))
+            yield from _temporary(path)
         elif name == SAVED:
             yield from (kept for kept in path.iterdir() if not _is_checkpoint(kept))
         elif name not in _OWN_FILES and not name.startswith(("pid-", AT_END, RESULT)):
+            yield path
+
+
+def _temporary(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.name.startswith(_OF_USER):
+            yield from path.iterdir()
+        elif not path.name.startswith(_OF_TORCHRUN):
             yield path
 
 

@@ -38,7 +38,11 @@ _MAIN_PROCESS: Any = type(multiprocessing.process.current_process())  # imported
 _spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds
 
 
-class Instant(subprocess.Popen):  # type: ignore[type-arg]
+NewInterpreter = subprocess.Popen
+"""A child as everybody starts one."""
+
+
+class Instant(NewInterpreter):  # type: ignore[type-arg]
     """A child that is forked if its command is one of this Python."""
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.faults.lab.drawing import HAVE_PARENT
-from tests.faults.lab.instant import Instant
+from tests.faults.lab.instant import Instant, NewInterpreter
 from tests.faults.lab.striking import ROOT, SCRIPT, STRUCK, pid_file
 from tests.faults.lab.training import Task
 
@@ -138,7 +138,7 @@ class Job:
         (folder / ROOT).write_text(str(self.roots[name]))
 
     def _start(self, name: str, before: list[str], environment: dict[str, str]) -> None:
-        kind = subprocess.Popen if self._is_cold else Instant
+        kind = NewInterpreter if self._is_cold else Instant
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "TORCHELASTIC"))}
         for other in _OF_ANOTHER_JOB:
             kept.pop(other, None)

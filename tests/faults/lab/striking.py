@@ -31,6 +31,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "repack": ("processes:ProcessHooks.reconnect",),
 }
 """Functions that every rank calls at these moments, and no hook of Lightning's tells of."""
+START = "processes:_START"
+"""How long ranks may differ in their starts."""
 _wall_clock = time.time
 
 
@@ -95,8 +97,8 @@ def fill(folder: Path) -> None:
 
 
 def _jump(seconds: float) -> None:
-    time.time = lambda: _wall_clock() + seconds
-    time.time_ns = lambda: int((_wall_clock() + seconds) * 1e9)
+    _replace(time, "time", lambda: _wall_clock() + seconds)
+    _replace(time, "time_ns", lambda: int((_wall_clock() + seconds) * 1e9))
 
 
 class Hooks(Callback):
@@ -200,34 +202,49 @@ def owner_of(place: str) -> tuple[Any, str]:
     return owner, name
 
 
+_undo: list[tuple[Any, str, Any]] = []
+"""What was patched in the parent that this process was forked from."""
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _undo.append((owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
 def patch(task: Task) -> None:
     """Have the package tell of moments that no hook does."""
     for moment, places in PATCHED.items():
         for place in places:
             owner, name = owner_of(place)
-            setattr(owner, name, _before(moment, getattr(owner, name)))
+            _replace(owner, name, _before(moment, getattr(owner, name)))
     fault = task.fault
     if fault is not None and fault.kind == "SIGSTOP":
         # Ranks may differ in their starts by the time of imports, which nobody waits for here.
-        processes = importlib.import_module(f"{PACKAGE}.processes")
-        assert timedelta(seconds=task.timeout) < processes._START
-        vars(processes)["_START"] = timedelta(seconds=task.timeout)
+        owner, name = owner_of(START)
+        assert timedelta(seconds=task.timeout) < getattr(owner, name)
+        _replace(owner, name, timedelta(seconds=task.timeout))
     if fault is not None and fault.place in {"sync", "rename"}:
         _patch_files()
+
+
+def unpatch() -> None:
+    """As it is in a new interpreter."""
+    while _undo:
+        setattr(*_undo.pop())
 
 
 def _patch_files() -> None:
     def is_ours(path: Any) -> bool:
         return striker.is_old_enough and SAVED in Path(path).parts
 
-    sync, replace, rename = os.fsync, os.replace, os.rename
+    sync = os.fsync
 
     def fsync(file: Any) -> None:
         if is_ours(Path(f"/proc/self/fd/{file}").resolve()):
             striker.reach("saving", "sync")
         sync(file)
 
-    def before_rename(function: Any) -> Any:
+    def before(function: Any) -> Any:
         def wrapped(source: Any, target: Any, **kwargs: Any) -> None:
             if is_ours(Path(target).absolute()):
                 striker.reach("saving", "rename")
@@ -235,8 +252,9 @@ def _patch_files() -> None:
 
         return wrapped
 
-    os.fsync = fsync  # type: ignore[assignment] # called with a number
-    os.replace, os.rename = before_rename(replace), before_rename(rename)
+    _replace(os, "fsync", fsync)
+    for name in ("replace", "rename"):
+        _replace(os, name, before(getattr(os, name)))
 
 
 striker: Striker
@@ -246,6 +264,7 @@ _task: Task
 def arm() -> None:
     """In every process that runs the script, as a script or as a worker's main module."""
     global striker, _task  # noqa: PLW0603 - one job in a process
+    unpatch()
     torch.set_default_dtype(torch.float64)
     _task = Task.read(Path("task.json"))
     nothing = Fault("nothing", "never")
