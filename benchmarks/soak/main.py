@@ -32,7 +32,7 @@ from benchmarks.soak.modes import MODES, train
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = 100
 WARMUP = 500
-LIMITS = {"own": 4.0, "shared": 1.0, "files": 0.5, "maps": 20.0, "threads": 0.5, "names": 0.5}
+LIMITS = {"own": 4.0, "shared": 1.0, "files": 0.5, "maps": 20.0, "threads": 0.5}
 """By how much each may grow over the whole run behind the warm-up: megabytes, or numbers."""
 PACKAGES = ("torch", "lightning")
 
@@ -40,8 +40,7 @@ PACKAGES = ("torch", "lightning")
 def held() -> dict[str, float]:
     """What this process holds: MB of its own and shared, and numbers of things.
 
-    ``own`` counts pages that no other process has, ``shared`` shared memory that is in use here,
-    ``names`` the entries of /dev/shm, of all processes.
+    ``own`` counts pages that no other process has, ``shared`` shared memory that is in use here.
     """
     rollup = Path("/proc/self/smaps_rollup").read_text(encoding="ascii")
     status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -54,7 +53,6 @@ def held() -> dict[str, float]:
         "files": len(os.listdir("/proc/self/fd")),  # noqa: PTH208 - without a look at each
         "maps": Path("/proc/self/maps").read_bytes().count(b"\n"),
         "threads": int(threads),
-        "names": len(os.listdir("/dev/shm")),  # noqa: PTH208, S108
     }
 
 
