@@ -185,15 +185,18 @@ def _missing(seen: Seen, output: str) -> str:
         return ""
     if fault.kind == "SIGTERM" and _ALL_STOP in output:
         return ""
-    return _wrong_cause(output, rank)
+    # Who fills a disk is not who fails.
+    return _wrong_cause(output, None if fault.kind == "full disk" else rank)
 
 
-def _wrong_cause(output: str, rank: int) -> str:
-    """What is wrong with the line that tells why the job ends; the same for all who read it."""
-    told = set(_CAUSE.findall(output))
+def _wrong_cause(output: str, rank: int | None) -> str:
+    """What is wrong with the line that tells why the job ends; all who print it must agree."""
+    told = sorted(set(_CAUSE.findall(output)))
+    who = "a rank" if rank is None else f"rank {rank}"
     if not told:
-        return f"no line tells why the job ends, because of rank {rank}"
-    return "" if told == {str(rank)} else f"rank {rank} is the cause, and told is {sorted(told)}"
+        return f"no line tells why the job ends, because of {who}"
+    is_right = len(told) == 1 and rank in {None, int(told[0])}
+    return "" if is_right else f"{who} is the cause, and told is {told}"
 
 
 def nothing_left(seen: Seen) -> str:

@@ -60,6 +60,7 @@ HARMLESS = ("slow rank", "clock jump")
 DAMAGES = ("truncated", "flipped")
 """Of a checkpoint, before a run is to go on from it."""
 
+_COLD = 0.05
 SLOW_SECONDS = 2.0
 """How long a slow rank sleeps."""
 
@@ -197,7 +198,9 @@ def draw(seed: int, number: int) -> Draw:
     r = random.Random(f"{seed}/draw/{number}")  # noqa: S311 - to be repeated, not to be secret
     launcher = r.choice(LAUNCHERS)
     fault = _fault(r, configuration, launcher)
-    return Draw(seed, number, configuration, launcher, fault, r.random() < 0.05)
+    waits_for_imports = fault.kind == "SIGSTOP" and fault.moment == "start-up"
+    is_cold = r.random() < _COLD and not waits_for_imports
+    return Draw(seed, number, configuration, launcher, fault, is_cold)
 
 
 # Configurations

@@ -25,7 +25,7 @@ STOP_TIMEOUT = 8.0
 _DISK = "24m"
 _PAUSES = {"SIGTERM": 0.25, "two jobs": 0.02}
 """Seconds before each batch: a SIGTERM is heard about once a second."""
-_OF_USER = "lightning-tspipe-"
+_OF_USER, _LOCK = "lightning-tspipe-", ".lock"
 """The folder where all jobs of a user meet, which stays; each removes what is its own there."""
 _OF_TORCHRUN = "torchelastic_"
 """The folder of its logs, which it keeps."""
@@ -219,7 +219,7 @@ def unwanted(folder: Path) -> Iterator[Path]:
 def _temporary(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.name.startswith(_OF_USER):
-            yield from path.iterdir()
+            yield from (kept for kept in path.iterdir() if kept.name != _LOCK)
         elif not path.name.startswith(_OF_TORCHRUN):
             yield path
 

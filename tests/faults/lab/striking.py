@@ -218,8 +218,8 @@ def patch(task: Task) -> None:
             owner, name = owner_of(place)
             _replace(owner, name, _before(moment, getattr(owner, name)))
     fault = task.fault
-    if fault is not None and fault.kind == "SIGSTOP":
-        # Ranks may differ in their starts by the time of imports, which nobody waits for here.
+    if fault is not None and fault.kind == "SIGSTOP" and fault.moment == "start-up":
+        # Ranks may differ in their starts by the time of imports; here nothing is imported.
         owner, name = owner_of(START)
         assert timedelta(seconds=task.timeout) < getattr(owner, name)
         _replace(owner, name, timedelta(seconds=task.timeout))
