@@ -217,19 +217,12 @@ class LookaheadLoader:
         say(self._num_iterations, False)
 
     def _batches(self) -> Iterator[Any]:
+        self.restore_random()
         resume, self._resume = self._resume, None
         if resume is None:
             yield from self._whole(RandomStates.now())
             return
         now = RandomStates.from_dict(resume["now"])
-        if not resume["held"]:  # the epoch had ended
-            if getattr(self._loader, "next_iter_state", None) is not None:
-                # torchdata's then makes two iterators, each of which draws random numbers.
-                iter(self._loader)
-            now.restore()
-            self._set_own(resume["own"]["now"])
-            yield from self._whole(now)
-            return
         self._set_own(resume["own"]["start"])
         start = RandomStates.from_dict(resume["start"])
         start.restore()
@@ -332,6 +325,22 @@ class LookaheadLoader:
         self._resume = progress
         # Lightning does it within an epoch only.
         self.load_state_dict(progress["loader"] or {})
+
+    def restore_random(self) -> None:
+        """Have the random states of the checkpoint, for the hooks that run before the first batch.
+
+        Nothing happens in a run that is not resumed, and once it has read.
+        """
+        resume = self._resume
+        if resume is None:
+            return
+        if not resume["held"]:  # the epoch had ended: the next one is read as any other
+            if getattr(self._loader, "next_iter_state", None) is not None:
+                # torchdata's then makes two iterators, each of which draws random numbers.
+                iter(self._loader)
+            self._set_own(resume["own"]["now"])
+            self._resume = None
+        RandomStates.from_dict(resume["now"]).restore()
 
 
 class _NotRead:

@@ -29,6 +29,7 @@ from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.options import SetupOptions
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
+from lightning_tspipe.strategy.progress import restore_random
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import StepSync
 
@@ -133,6 +134,14 @@ class DataHooks(ProcessHooks):
             if self._resumed is not None and self._resumed["loader"] is not None:
                 loader.resume(self._resumed["loader"])
         return loader
+
+    def restore_random(self) -> None:
+        """A resumed run draws on where it was stopped, before any hook of an epoch or a batch."""
+        if self.is_data_rank:
+            if self._loader is not None:
+                self._loader.restore_random()
+        elif self._resumed is not None:
+            restore_random(self._resumed, self.pipeline_rank, self.num_ranks)
 
     def _begin_next_epoch(self) -> bool:
         """Where an epoch's batches end: whether the next one's may be read already."""

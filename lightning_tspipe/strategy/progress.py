@@ -94,10 +94,20 @@ def restore(engine: Engine, progress: dict[str, Any], place: Place, *, runs_ahea
         (progress["seed"], progress["step"]), ahead, in_flight, progress.get("prediction")
     )
     engine.shards.put_gradients(progress["gradients"], engine.rank)
-    random = progress["random"]
-    if len(random) == engine.transport.num_ranks and not engine.is_data_rank:
-        # On the data rank the loader does it, before it reads on.
-        RandomStates.from_dict(random[engine.rank]).restore()
+
+
+def restore_random(progress: dict[str, Any], rank: int, num_ranks: int) -> None:
+    """Have a rank draw what it would have drawn; with another number of ranks, whatever it draws.
+
+    On the data rank the loader does it: it also knows how the batches that were held came to be.
+
+    Args:
+        progress: What :func:`collect` gave.
+        rank: The rank.
+        num_ranks: Ranks of its pipeline.
+    """
+    if len(progress["random"]) == num_ranks:
+        RandomStates.from_dict(progress["random"][rank]).restore()
 
 
 def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[str, Any] | None:

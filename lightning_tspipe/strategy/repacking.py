@@ -198,17 +198,25 @@ class Repacking:
     def _change(self, num_ranks: int) -> None:
         """New groups, new connections, new loaders."""
         self._strategy.reconnect(num_ranks)
-        loop: Any = self._trainer.fit_loop
+        trainer = self._trainer
+        loop: Any = trainer.fit_loop
+        validation = loop.epoch_loop.val_loop
         if loop._data_fetcher is not None:
             loop._data_fetcher.teardown()
         # There is no public way to have loaders made anew.
-        loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
+        loop._combined_loader = validation._combined_loader = None
         # What is logged remembers the group over which it is reduced.
         loop.epoch_loop._results.clear()
-        loop.epoch_loop.val_loop._results.clear()
+        validation._results.clear()
         loop.setup_data()
         for loader in loop._combined_loader.flattened:
-            _set_epoch(loader, self._trainer.current_epoch)
+            _set_epoch(loader, trainer.current_epoch)
+        if trainer.enable_validation:
+            # Now, as Lightning does where a fit starts: a run that goes on may ask for them while
+            # it trains, and they would be taken for training loaders.
+            trainer.validating = True
+            validation.setup_data()
+            trainer.training = True
 
     # The data
 

@@ -278,6 +278,7 @@ class PipelineHooks(EndHooks):
         # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
         # could begin a step before rank 0 has ended the last one.
         self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
+        self.restore_random()
 
     @override
     def teardown(self) -> None:

@@ -1,0 +1,233 @@
+"""Trainings that are stopped after every batch, as functions that run on every rank of a job.
+
+One job does it all, so that processes start once for each training::
+
+    whole run   |0 s 1 s 2 v s 3 s e|4 s 5 s ...     s: saved behind a batch, v: behind a
+    from s 0       |1   2 v   3    e|4   5   ...        validation, e: behind an epoch
+    from s 1           |2 v   3    e|4   5   ...
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from tests.integration.trainings import strict
+
+CLOSE = 1e-12
+"""How far a resumed run may be off, absolute and relative, in float64."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way of training.
+
+    Attributes:
+        module: Makes the LightningModule.
+        sample: A training sample, by its index; it may draw random numbers.
+        strategy: Makes the strategy, from the module.
+        callbacks: Makes the callbacks.
+        with_ids: Changes the data set, for a cache.
+        num_ranks: Devices.
+        num_samples: Of an epoch.
+        batch_size: Of the loader.
+        epochs: Epochs.
+        trainer: Further arguments of the Trainer.
+        validates: Whether there is a validation; it draws random numbers too.
+        loader: Makes another loader than a shuffling one.
+    """
+
+    module: Callable[[], Any]
+    sample: Callable[[int], Any]
+    strategy: Callable[[Any], Any]
+    callbacks: Callable[[], list[Any]] = list
+    with_ids: Callable[[Any], Any] = lambda dataset: dataset
+    num_ranks: int = 2
+    num_samples: int = 14
+    batch_size: int = 4
+    epochs: int = 2
+    trainer: dict[str, Any] = field(default_factory=dict)
+    validates: bool = False
+    loader: Callable[..., Any] = DataLoader
+
+
+class Samples(Dataset[Any]):
+    """What a function says, read at that moment."""
+
+    def __init__(self, number: int, sample: Callable[[int], Any]) -> None:
+        self._number, self._sample = number, sample
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample(index)
+
+
+class Saver(Checkpoint):
+    """Saves behind each batch, validation and epoch, as the last of all callbacks."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+        self.num_batches = 0
+
+    def _save(self, trainer: Any, name: str) -> None:
+        self.files.append(f"{self.num_batches}-{name}.ckpt")
+        trainer.save_checkpoint(self.files[-1])
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.num_batches += 1
+        self._save(trainer, "batch")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self._save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self._save(trainer, "epoch")
+
+
+class Watch(Callback):
+    """Keeps losses and metrics; draws random numbers of its own, on every rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.drawn: list[Tensor] = []
+        self.metrics: list[dict[str, Tensor]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.drawn.append(torch.rand(2))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float((outputs or {}).get("loss", 0.0)))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        # Each rank has the losses of its own part: heads may be placed elsewhere next time.
+        self.losses = trainer.strategy.pipelined.sums(self.losses)
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        found = trainer.callback_metrics.items()
+        self.metrics.append({k: v.detach().clone() for k, v in found if "val" in k and "top" not in k})
+
+
+@dataclass
+class Went:
+    """What a run did, on one rank; ``end`` is the last checkpoint, on rank 0."""
+
+    losses: list[float]
+    drawn: list[Tensor]
+    metrics: list[dict[str, Tensor]]
+    end: dict[str, Any]
+    files: list[str]
+
+
+def go(mode: Mode, path: str | None = None) -> Went:
+    """Fit from the beginning and save everywhere, or from a checkpoint."""
+    strict()
+    for message in ("Your `val_dataloader`'s sampler has shuffling", ".*sync_dist=True.*",
+                    "You.re resuming from a checkpoint that ended",
+                    "You defined a `validation_step` but have no"):  # fmt: skip
+        warnings.filterwarnings("ignore", message=message)
+    module = mode.module()
+    saver, watch = Saver(), Watch()
+    trainer = Trainer(
+        **{
+            "accelerator": "cpu", "devices": mode.num_ranks, "strategy": mode.strategy(module),
+            "max_epochs": mode.epochs, "logger": False, "enable_progress_bar": False,
+            "enable_checkpointing": path is None, "enable_model_summary": False,
+            "num_sanity_val_steps": 0, "default_root_dir": ".",
+            "callbacks": [*mode.callbacks(), watch, *[saver] * (path is None)], **mode.trainer,
+        }
+    )  # fmt: skip
+    # A run that goes on does so whatever its own seed is.
+    torch.manual_seed(3 if path is None else 99)
+    dataset = mode.with_ids(Samples(mode.num_samples, mode.sample))
+    loaders = [mode.loader(dataset, batch_size=mode.batch_size, shuffle=True)]
+    if mode.validates:
+        loaders.append(DataLoader(Samples(6, mode.sample), batch_size=3, shuffle=True))
+    trainer.fit(module, *loaders, ckpt_path=path, weights_only=False)
+    trainer.save_checkpoint("end.ckpt")
+    end: dict[str, Any] = {}
+    if trainer.is_global_zero:
+        end = torch.load("end.ckpt", weights_only=False)
+    return Went(watch.losses, watch.drawn, watch.metrics, end, saver.files)
+
+
+COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step", "epoch")
+_OF_ONE_RUN = {"seconds", "hit_rate"}
+"""What a run that goes on takes longer for, and computes that the whole one had kept."""
+
+
+def everywhere(name: str, only: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Train, go on from every checkpoint, and tell what was different.
+
+    Args:
+        name: Of the mode.
+        only: Checkpoints to go on from; all if empty.
+
+    Returns:
+        All checkpoints, and where this rank found a difference, and which.
+    """
+    from tests.integration.modes import MODES  # noqa: PLC0415 - which makes modes of this module
+
+    mode = MODES[name]
+    whole = go(mode)
+    found: list[str] = []
+    for file in whole.files:
+        if only and file.removesuffix(".ckpt") not in only:
+            continue
+        again = go(mode, file)
+        left = len(whole.losses) - int(file.split("-")[0])
+        found += [f"{file}: {each}" for each in differences(whole, again, left)]
+    return whole.files, found
+
+
+def differences(whole: Went, again: Went, left: int) -> Iterator[str]:
+    """Where a resumed run, which has ``left`` batches, is not the whole one."""
+    skipped = len(whole.losses) - left
+    yield from unequal(whole.losses[skipped:], again.losses, "loss")
+    yield from unequal(whole.drawn[skipped:], again.drawn, "drawn")
+    number = len(again.metrics)
+    if number:
+        yield from unequal(whole.metrics[-number:], again.metrics, "validation")
+    for key in COMPARED:
+        yield from unequal(whole.end.get(key), again.end.get(key), key)
+
+
+def unequal(one: Any, other: Any, place: str) -> Iterator[str]:
+    """Where two nested values differ, and by how much."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape:
+            yield f"{place}: {tuple(one.shape)}, {tuple(other.shape)}"
+        elif not torch.allclose(one.double(), other.double(), CLOSE, CLOSE, equal_nan=True):
+            yield f"{place}: {float((one - other).abs().max()):.1e}"
+    elif isinstance(one, Mapping) and isinstance(other, Mapping):
+        if apart := (one.keys() ^ other.keys()) - _OF_ONE_RUN:
+            yield f"{place}: keys {sorted(map(str, apart))}"
+        for key in (one.keys() & other.keys()) - _OF_ONE_RUN:
+            yield from unequal(one[key], other[key], f"{place}.{key}")
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            yield f"{place}: {len(one)} items, {len(other)}"
+        for index, pair in enumerate(zip(one, other, strict=False)):
+            yield from unequal(*pair, f"{place}.{index}")
+    elif isinstance(one, float) and isinstance(other, float):
+        if not math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE):
+            yield f"{place}: {one}, {other}"
+    elif one != other:
+        yield f"{place}: {one!r}, {other!r}"
+
+
+def clear(folder: Path) -> None:
+    """Remove what a job saved: the checkpoints of a test are many."""
+    for file in folder.glob("*.ckpt"):
+        file.unlink()
