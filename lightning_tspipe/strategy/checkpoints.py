@@ -34,7 +34,8 @@ class CheckpointHooks(ShardedHooks):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         if "optimizer_states" in checkpoint:  # not with weights_only
-            found = self._left if self._engine is None else self._progress()
+            with self.outside_validation():
+                found = self._left if self._engine is None else self._progress()
             if self.is_loss_rank:
                 # Of shards no rank has the teacher that a callback would go on from.
                 declared = None if self.saves_shards else self._declared_delay

@@ -28,6 +28,7 @@ from lightning_tspipe.runtime.failures import Failures
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.loading import LookaheadLoader
 from lightning_tspipe.runtime.materializing import Source, is_on_meta
+from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.scaling import shared_scaler
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weight_policies import POLICIES
@@ -167,6 +168,7 @@ class PipelineHooks(EndHooks):
         self._gradients_ready = 0.0
         self._reduces = True
         self._is_whole = self._is_forward_only = False
+        self._outside: RandomStates | None = None
         self._peer_metrics: PeerMetrics | None = None
         self.step_sync: StepSync | None = None
         self._failures: Failures | None = None
@@ -212,7 +214,7 @@ class PipelineHooks(EndHooks):
             trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)  # type: ignore[attr-defined]
             self._share_what_steps_leave(trainer)
         if trainer.state.fn == "fit":
-            self._left = self._left_shards = None
+            self._left = self._left_shards = self._outside = None
             find_networks(self._module, self.options)
             refuse_module(self._module)
             refuse_delay(trainer, self._module)

@@ -45,6 +45,8 @@ class Mode:
         trainer: Further arguments of the Trainer.
         validates: Whether there is a validation; it draws random numbers too.
         loader: Makes another loader than a shuffling one.
+        decides: Whether something decides by a validation. Lightning leaves one out when a run
+            goes on from a checkpoint of just before it.
     """
 
     module: Callable[[], Any]
@@ -59,6 +61,7 @@ class Mode:
     trainer: dict[str, Any] = field(default_factory=dict)
     validates: bool = False
     loader: Callable[..., Any] = DataLoader
+    decides: bool = False
 
 
 class Samples(Dataset[Any]):
@@ -182,8 +185,9 @@ def everywhere(name: str, only: Sequence[str] = ()) -> tuple[list[str], list[str
     mode = MODES[name]
     whole = go(mode)
     found: list[str] = []
-    for file in whole.files:
-        if only and file.removesuffix(".ckpt") not in only:
+    for file, behind in zip(whole.files, [*whole.files[1:], ""], strict=True):
+        leaves_out = "batch" in file and "validation" in behind
+        if (only and file not in only) or (mode.decides and leaves_out):
             continue
         again = go(mode, file)
         left = len(whole.losses) - int(file.split("-")[0])
