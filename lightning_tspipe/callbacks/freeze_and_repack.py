@@ -23,6 +23,7 @@ from lightning_tspipe.callbacks.common import (
     Callback,
     Names,
     as_names,
+    is_over,
     may_log,
     pipelined_of,
     submodules,
@@ -185,7 +186,7 @@ class FreezeAndRepack(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.num_frozen:
             self._apply(trainer, pl_module, Decision(self.num_frozen, "as in the checkpoint"))
-        if self._has_ended and trainer.current_epoch > self._epoch and not _is_over(trainer):
+        if self._has_ended and trainer.current_epoch > self._epoch and not is_over(trainer):
             # Lightning may leave out the start of the next epoch.
             self._begin_epoch(trainer, pl_module, self._epoch + 1)
 
@@ -372,12 +373,6 @@ class FreezeAndRepack(Callback):
         self._epoch = state_dict["epoch"]
         self._restored = list(state_dict.get("squares", ()))
         self._has_ended = state_dict.get("has_ended", False)
-
-
-def _is_over(trainer: Trainer) -> bool:
-    """Whether no epoch follows."""
-    steps, epochs = trainer.max_steps, trainer.max_epochs
-    return 0 <= steps <= trainer.global_step or 0 <= (epochs or -1) <= trainer.current_epoch
 
 
 def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:

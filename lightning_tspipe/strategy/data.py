@@ -17,12 +17,8 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
-from lightning_tspipe.runtime.loading import (
-    LookaheadLoader,
-    Remote,
-    RemoteLoader,
-    UnsizedRemoteLoader,
-)
+from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.remote_loading import Remote, RemoteLoader, UnsizedRemoteLoader
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.fanout import fanout_of

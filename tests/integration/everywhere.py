@@ -9,11 +9,9 @@ One job does it all, so that processes start once for each training::
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -118,8 +116,9 @@ class Watch(Callback):
         self.losses = trainer.strategy.pipelined.sums(self.losses)
 
     def on_validation_end(self, trainer: Any, *_: Any) -> None:
-        found = trainer.callback_metrics.items()
-        self.metrics.append({k: v.detach().clone() for k, v in found if "val" in k and "top" not in k})
+        # Not what probes logged where an epoch ended, perhaps before this run.
+        known = {k: v for k, v in trainer.callback_metrics.items() if "top" not in k}
+        self.metrics.append({k: v.detach().clone() for k, v in known.items() if "val" in k})
 
 
 @dataclass
@@ -166,30 +165,27 @@ def go(mode: Mode, path: str | None = None) -> Went:
 
 
 COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step", "epoch")
-_OF_ONE_RUN = {"seconds", "hit_rate"}
+OF_ONE_RUN = {"seconds", "hit_rate"}
 """What a run that goes on takes longer for, and computes that the whole one had kept."""
 
 
-def everywhere(name: str, only: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def everywhere(mode: Callable[[], Mode], only: Sequence[str] = ()) -> tuple[list[str], list[str]]:
     """Train, go on from every checkpoint, and tell what was different.
 
     Args:
-        name: Of the mode.
+        mode: Makes the mode; module-level.
         only: Checkpoints to go on from; all if empty.
 
     Returns:
         All checkpoints, and where this rank found a difference, and which.
     """
-    from tests.integration.modes import MODES  # noqa: PLC0415 - which makes modes of this module
-
-    mode = MODES[name]
-    whole = go(mode)
-    found: list[str] = []
+    made = mode()
+    whole, found = go(made), []
     for file, behind in zip(whole.files, [*whole.files[1:], ""], strict=True):
         leaves_out = "batch" in file and "validation" in behind
-        if (only and file not in only) or (mode.decides and leaves_out):
+        if (only and file not in only) or (made.decides and leaves_out):
             continue
-        again = go(mode, file)
+        again = go(made, file)
         left = len(whole.losses) - int(file.split("-")[0])
         found += [f"{file}: {each}" for each in differences(whole, again, left)]
     return whole.files, found
@@ -209,29 +205,33 @@ def differences(whole: Went, again: Went, left: int) -> Iterator[str]:
 
 def unequal(one: Any, other: Any, place: str) -> Iterator[str]:
     """Where two nested values differ, and by how much."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape:
-            yield f"{place}: {tuple(one.shape)}, {tuple(other.shape)}"
-        elif not torch.allclose(one.double(), other.double(), CLOSE, CLOSE, equal_nan=True):
-            yield f"{place}: {float((one - other).abs().max()):.1e}"
-    elif isinstance(one, Mapping) and isinstance(other, Mapping):
-        if apart := (one.keys() ^ other.keys()) - _OF_ONE_RUN:
-            yield f"{place}: keys {sorted(map(str, apart))}"
-        for key in (one.keys() & other.keys()) - _OF_ONE_RUN:
-            yield from unequal(one[key], other[key], f"{place}.{key}")
-    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        if len(one) != len(other):
-            yield f"{place}: {len(one)} items, {len(other)}"
-        for index, pair in enumerate(zip(one, other, strict=False)):
-            yield from unequal(*pair, f"{place}.{index}")
-    elif isinstance(one, float) and isinstance(other, float):
-        if not math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE):
-            yield f"{place}: {one}, {other}"
-    elif one != other:
-        yield f"{place}: {one!r}, {other!r}"
+    ones, others = dict(leaves(one, place)), dict(leaves(other, place))
+    for path in sorted(ones.keys() ^ others.keys()):
+        yield f"{path}: in one of them only"
+    for path, value in ones.items():
+        if path in others and (found := difference(value, others[path])):
+            yield f"{path}: {found}"
 
 
-def clear(folder: Path) -> None:
-    """Remove what a job saved: the checkpoints of a test are many."""
-    for file in folder.glob("*.ckpt"):
-        file.unlink()
+def leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    """What is in nested dicts and lists, with the way to it."""
+    if isinstance(value, Mapping):
+        pairs = [(str(key), each) for key, each in value.items() if key not in OF_ONE_RUN]
+    elif isinstance(value, list | tuple):
+        pairs = [(str(index), each) for index, each in enumerate(value)]
+    else:
+        yield place, value
+        return
+    for name, each in pairs:
+        yield from leaves(each, f"{place}.{name}")
+
+
+def difference(one: Any, other: Any) -> str:
+    """Between two leaves; "" for none."""
+    if not isinstance(one, Tensor | float) or not isinstance(other, Tensor | float):
+        return "" if one == other else f"{one!r}, {other!r}"
+    a, b = (torch.as_tensor(value, dtype=torch.float64) for value in (one, other))
+    if a.shape != b.shape:
+        return f"{tuple(a.shape)}, {tuple(b.shape)}"
+    close = torch.allclose(a, b, CLOSE, CLOSE, equal_nan=True)
+    return "" if close else f"{float((a - b).abs().max()):.1e}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +54,7 @@ def pair(
     module = lightning_module(case, WORLD, optimizer)
 
     def validation_step(batch: Any) -> None:
-        loss = module.student(batch["views"][0]).square().mean()
+        loss = module.student(batch["views"][0]).square().mean() * torch.rand(())
         module.log("val", loss, batch_size=len(batch["weight"]))
 
     module.validation_step = validation_step
@@ -238,7 +238,7 @@ class Probed(Distillation):
     """The same, validated."""
 
     def validation_step(self, batch: Any) -> None:
-        self.log("val", self.head(self.backbone(batch[0])).square().mean())
+        self.log("val", self.head(self.backbone(batch[0])).square().mean() * torch.rand(()))
 
 
 def probing(**named: Any) -> Mode:
@@ -281,6 +281,8 @@ PLAIN: dict[str, Mode] = {
     "freeze, mesh stays": frozen(4, 2),
     "freeze, mesh, cache": frozen(4, 2, repack={2: 1}, cache=True),
     "freeze, mesh at the last transition": frozen(4, 2, repack={4: 1}),
+    "freeze, to a mesh": frozen(4, repack={2: 2}),
+    "freeze, to a mesh, cache": frozen(4, repack={2: 2}, cache=True),
     "relay": relaying(),
     "relay, accumulation": relaying(trainer={"accumulate_grad_batches": 2}),
     "relay, shared": relaying({"labelled": True}, mode="ahd", widths=[2, 1], num_ranks=3),
@@ -294,3 +296,13 @@ MODES |= {
     f"{name}, validation within": replace(mode, validates=True, trainer={**mode.trainer, **TWICE})
     for name, mode in PLAIN.items()
 }
+
+
+@dataclass(frozen=True)
+class Named:
+    """Makes a mode in the process that trains it: modes can't be sent there."""
+
+    name: str
+
+    def __call__(self) -> Mode:
+        return MODES[self.name]
