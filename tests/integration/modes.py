@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_tspipe import (
     AutoCache,
@@ -34,6 +35,28 @@ from tests.integration.test_probe import Distillation
 from tests.integration.trainings import lightning_module
 
 WORLD = "lightning.pytorch"
+
+
+# Loaders
+
+
+class Stream(IterableDataset[Any]):
+    """A data set in random order, without a length."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._dataset.__getitem__, torch.randperm(len(self._dataset)).tolist())
+
+
+def streamed(dataset: Any, *, batch_size: int, shuffle: bool) -> Any:
+    return DataLoader(Stream(dataset), batch_size)
+
+
+def with_workers(dataset: Any, **options: Any) -> Any:
+    # Forked: they have this process's float64.
+    return DataLoader(dataset, num_workers=1, multiprocessing_context="fork", **options)
 
 
 # A student and its teacher
@@ -296,6 +319,36 @@ MODES |= {
     f"{name}, validation within": replace(mode, validates=True, trainer={**mode.trainer, **TWICE})
     for name, mode in PLAIN.items()
 }
+
+
+STEPS = {"max_steps": 6, "max_epochs": -1}
+ODD: dict[str, Mode] = {
+    "steps": paired(trainer=STEPS),
+    "steps, validation within": replace(paired(trainer={**STEPS, **TWICE}), validates=True),
+    "steps, freeze": replace(
+        frozen(trainer={**STEPS, "max_steps": 9, **TWICE}), validates=True),
+    "steps, freeze, to a mesh": replace(
+        frozen(4, repack={2: 2}, trainer={**STEPS, "max_steps": 9, **TWICE}), validates=True),
+    "steps, fan-out": fanned(validates=True, trainer={**STEPS, "max_steps": 9, **TWICE}),
+    "stream": replace(paired(), loader=streamed),
+    "stream, validation": replace(paired(), loader=streamed, validates=True),
+    "stream, 2bw": replace(asynchronous("2bw", (3, 4)), loader=streamed),
+    "stream, fan-out, validation": fanned(loader=streamed, validates=True),
+    "workers": replace(paired(trainer=TWICE), loader=with_workers, validates=True),
+    "sanity": replace(paired(trainer={**TWICE, "num_sanity_val_steps": 2}), validates=True),
+    "sanity, fan-out": fanned(validates=True, trainer={**TWICE, "num_sanity_val_steps": 2}),
+    "limited": replace(paired(trainer={**TWICE, "limit_train_batches": 3}), validates=True),
+    "across epochs": replace(
+        paired(trainer={"val_check_interval": 3, "check_val_every_n_epoch": None}),
+        validates=True),
+    "second epochs": replace(
+        paired(trainer={"check_val_every_n_epoch": 2}), validates=True, epochs=3),
+    "no drain": asynchronous("pipeoptim", (3, 4), drain_epochs=False),
+    "no drain, three": asynchronous("pipedream", (3, 4, 4), drain_epochs=False),
+    "no drain, validation": replace(
+        asynchronous("pipedream", (3, 4, 4), drain_epochs=False), validates=True),
+}  # fmt: skip
+MODES |= ODD
 
 
 @dataclass(frozen=True)
