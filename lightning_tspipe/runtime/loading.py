@@ -135,6 +135,7 @@ class LookaheadLoader:
         self._num_read = 0
         self._epoch = _Epoch()
         self._resume: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
         self.current = -1
         self.agree: Callable[[bool], bool] | None = None
 
@@ -149,6 +150,7 @@ class LookaheadLoader:
         Not known from iteration: of a loader without a length, Lightning itself holds one more.
         """
         self.current += 1
+        self._resumed = None
         self._read.pop(self.current, None)
         self._before.pop(self.current, None)
 
@@ -169,6 +171,9 @@ class LookaheadLoader:
         else:
             self._read, self._before = {}, {}
             self.current = self._num_read - 1
+            if self._resumed is not None:
+                # Lightning has fetched one, of a loader without a length, and begins once more.
+                self.resume(self._resumed)
             batches = self._announced(self._batches())
             held = deque(islice(batches, 1))
         while held:
@@ -199,6 +204,7 @@ class LookaheadLoader:
         say(self._num_iterations, False)
 
     def _batches(self) -> Iterator[Any]:
+        self._resumed = self._resume
         self.restore_random()
         resume, self._resume = self._resume, None
         if resume is None:
@@ -220,6 +226,7 @@ class LookaheadLoader:
                 yield batch
         now.restore()
         yield from iter(lambda: self._read_from(iterator), _END)
+        self._resume = resume["early"]
 
     def _whole(self, start: RandomStates) -> Iterator[Any]:
         iterator = self._begin(start)
@@ -287,19 +294,30 @@ class LookaheadLoader:
         """
         epoch, early, coming = self._epoch, self._early, self.current + 1
         now, own = RandomStates.now(), self._own()
-        last = self._num_read
-        if early is not None and coming < epoch.first:
-            # What was read of the next epoch will be read again.
-            last, epoch, now, own = epoch.first, early.before, early.now, list(early.own)
-        is_over = ended and early is None
-        held = [] if is_over else [n for n in sorted(self._before) if coming <= n < last]
+        if early is None or coming >= epoch.first:
+            is_over = ended and early is None
+            return self._part(epoch, coming, self._num_read * (not is_over), now, own)
+        found = self._part(early.before, coming, epoch.first, early.now, list(early.own))
+        # What was read of the next epoch will be read again.
+        following = self._part(epoch, epoch.first, self._num_read, now, own)
+        return {**found, "early": {**following, "loader": None}}
+
+    def _part(
+        self, epoch: _Epoch, coming: int, last: int, now: RandomStates, own: Sequence[Tensor]
+    ) -> dict[str, Any]:
+        """Where one epoch is, of which the batches from ``coming`` to ``last`` are held."""
         return {
             "num_batches": coming - epoch.first,
             "start": epoch.start.to_dict() if epoch.start is not None else None,
             "loader": self.state_dict() if self.has_state else None,
-            "held": [self._before[number].random.to_dict() for number in held],
+            "held": [
+                self._before[number].random.to_dict()
+                for number in sorted(self._before)
+                if coming <= number < last
+            ],
             "now": now.to_dict(),
-            "own": {"start": list(epoch.own), "now": own},
+            "own": {"start": list(epoch.own), "now": list(own)},
+            "early": None,
         }
 
     def resume(self, progress: dict[str, Any]) -> None:

@@ -175,6 +175,26 @@ def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) ->
     return within and not has_state and not is_known
 
 
+def end_epoch_that_is_over(loop: Any) -> None:
+    """Begin a new epoch where a run with ``max_steps`` goes on from the end of one.
+
+    Lightning 2.6 goes on with the one that has ended there, and ends it again after one batch;
+    without ``max_steps`` it does what is done here.
+
+    Args:
+        loop: The Trainer's ``fit_loop``, when it is about to run.
+    """
+    if not getattr(loop, "restarted_on_epoch_end", False):
+        return
+    loop.epoch_progress.increment_completed()
+    loop.reset_restart_stage()
+    pending = [loop]
+    while pending:
+        each = pending.pop()
+        each._restarting = False  # noqa: SLF001 - its setter would say otherwise
+        pending += [part for part in vars(each).values() if hasattr(part, "_restarting")]
+
+
 @contextmanager
 def late_teacher(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """While inside, the tensors that this rank holds have other values.

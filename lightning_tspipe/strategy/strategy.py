@@ -40,6 +40,7 @@ from lightning_tspipe.strategy.heads_here import HeadsHere
 from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.options import SetupOptions, load_plan
 from lightning_tspipe.strategy.pipelined import Pipelined
+from lightning_tspipe.strategy.progress import end_epoch_that_is_over
 from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
@@ -279,7 +280,9 @@ class PipelineHooks(EndHooks):
         refuse_loaders(self._trainer)
         # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
         # could begin a step before rank 0 has ended the last one.
-        self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
+        loop = self._trainer.fit_loop
+        loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
+        end_epoch_that_is_over(loop)
         self.restore_random()
 
     @override

@@ -332,7 +332,7 @@ ODD: dict[str, Mode] = {
     "steps, fan-out": fanned(validates=True, trainer={**STEPS, "max_steps": 9, **TWICE}),
     "stream": replace(paired(), loader=streamed),
     "stream, validation": replace(paired(), loader=streamed, validates=True),
-    "stream, 2bw": replace(asynchronous("2bw", (3, 4)), loader=streamed),
+    "stream, pipeoptim": replace(asynchronous("pipeoptim", (3, 4)), loader=streamed),
     "stream, fan-out, validation": fanned(loader=streamed, validates=True),
     "workers": replace(paired(trainer=TWICE), loader=with_workers, validates=True),
     "sanity": replace(paired(trainer={**TWICE, "num_sanity_val_steps": 2}), validates=True),
