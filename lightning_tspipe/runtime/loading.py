@@ -226,7 +226,7 @@ class LookaheadLoader:
                 yield batch
         now.restore()
         yield from iter(lambda: self._read_from(iterator), _END)
-        self._resume = resume["early"]
+        self._resume = resume.get("early")
 
     def _whole(self, start: RandomStates) -> Iterator[Any]:
         iterator = self._begin(start)

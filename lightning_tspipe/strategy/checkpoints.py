@@ -56,6 +56,7 @@ class CheckpointHooks(ShardedHooks):
                 replicas[int(index)]["gradients"] = gradients
             self._resumed = progress.of_replica(replicas, self.replica, self.num_replicas)
             self._resumed_replicas = replicas
+            self._random = progress.random_of(replicas, self.global_rank, self.total_ranks)
             # A callback that changes the mesh will set up the one of the checkpoint.
             repacks = any(key.startswith("FreezeAndRepack") for key in checkpoint["callbacks"])
             repeats = progress.repeats_data(checkpoint, self._resumed)

@@ -18,6 +18,7 @@ from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.remote_loading import Remote, RemoteLoader, UnsizedRemoteLoader
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.batches import on_cpu, to_device
@@ -25,7 +26,6 @@ from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.options import SetupOptions
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
-from lightning_tspipe.strategy.progress import restore_random
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import StepSync
 
@@ -45,6 +45,7 @@ class DataHooks(ProcessHooks):
     _words: dict[int, deque[tuple[int, bool]]]
     step_sync: StepSync | None
     _resumed: dict[str, Any] | None
+    _random: RandomStates | None
     repacking: Repacking
 
     @property
@@ -133,11 +134,11 @@ class DataHooks(ProcessHooks):
 
     def restore_random(self) -> None:
         """A resumed run draws on where it was stopped, before any hook of an epoch or a batch."""
-        if self.is_data_rank:
-            if self._loader is not None:
-                self._loader.restore_random()
-        elif self._resumed is not None:
-            restore_random(self._resumed, self.pipeline_rank, self.num_ranks)
+        random, self._random = self._random, None
+        if random is not None:
+            random.restore()
+        if self._loader is not None:  # which also knows how the batches that were held came to be
+            self._loader.restore_random()
 
     def _begin_next_epoch(self) -> bool:
         """Where an epoch's batches end: whether the next one's may be read already."""

@@ -96,18 +96,16 @@ def restore(engine: Engine, progress: dict[str, Any], place: Place, *, runs_ahea
     engine.shards.put_gradients(progress["gradients"], engine.rank)
 
 
-def restore_random(progress: dict[str, Any], rank: int, num_ranks: int) -> None:
-    """Have a rank draw what it would have drawn; with another number of ranks, whatever it draws.
-
-    On the data rank the loader does it: it also knows how the batches that were held came to be.
+def random_of(replicas: list[dict[str, Any]], rank: int, number: int) -> RandomStates | None:
+    """What a process draws on with, whatever mesh it is in; None with another number of them.
 
     Args:
-        progress: What :func:`collect` gave.
-        rank: The rank.
-        num_ranks: Ranks of its pipeline.
+        replicas: What :func:`collect` gave for each replica of the run that was stopped.
+        rank: The process, over all replicas.
+        number: Processes of this run.
     """
-    if len(progress["random"]) == num_ranks:
-        RandomStates.from_dict(progress["random"][rank]).restore()
+    states = [state for one in replicas for state in one["random"]]
+    return RandomStates.from_dict(states[rank]) if len(states) == number else None
 
 
 def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[str, Any] | None:
@@ -125,7 +123,7 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
         return replicas[index]
     gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
     nothing: dict[str, Any] = {
-        "loader": None, "random": [], "teacher_ahead": None, "flights": None, "prediction": None
+        "loader": None, "teacher_ahead": None, "flights": None, "prediction": None
     }  # fmt: skip
     return {**replicas[0], **nothing, "gradients": gradients}
 
@@ -137,7 +135,7 @@ def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
         first: What :func:`collect` gave for the first replica.
     """
     loader = first["loader"] and {**first["loader"], "loader": None}
-    return {**first, "loader": loader, "random": [], "flights": None}
+    return {**first, "loader": loader, "flights": None}
 
 
 def gradients_of_replica(

@@ -128,6 +128,8 @@ class Repacking:
                 self._collect(engine, moves=num_ranks != strategy.num_ranks)
             if num_ranks != strategy.num_ranks:
                 self._change(num_ranks)
+                if engine is not None:  # else the run is about to begin, and this follows
+                    strategy.restore_random()
         self._begun, self._told = started, told
 
     def begun(self) -> None:
@@ -190,7 +192,7 @@ class Repacking:
         mine = dict(found[self._strategy.replica])
         if not moves:
             # The loaders and the generators of this process go on by themselves.
-            return {**mine, "loader": None, "random": []}
+            return {**mine, "loader": None}
         return progress.between_epochs(found[0])
 
     # The mesh

@@ -170,6 +170,7 @@ class PipelineHooks(EndHooks):
         self._reduces = True
         self._is_whole = self._is_forward_only = False
         self._outside: RandomStates | None = None
+        self._random: RandomStates | None = None
         self._peer_metrics: PeerMetrics | None = None
         self.step_sync: StepSync | None = None
         self._failures: Failures | None = None
@@ -302,7 +303,7 @@ class PipelineHooks(EndHooks):
         self.heads_here.release()
         self.options = replace(self.options, averages={})
         self._engine = None
-        self._resumed = self._resumed_replicas = None
+        self._resumed = self._resumed_replicas = self._random = None
         self._restores_optimizers = False
         self._evaluations = {}
         self._is_whole = self._is_forward_only = False
