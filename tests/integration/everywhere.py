@@ -76,14 +76,20 @@ class Samples(Dataset[Any]):
 
 
 class Saver(Checkpoint):
-    """Saves behind each batch, validation and epoch, as the last of all callbacks."""
+    """Saves behind each batch, validation and epoch, as the last of all callbacks.
 
-    def __init__(self) -> None:
+    Args:
+        folder: Where to.
+        num_batches: That were trained before.
+    """
+
+    def __init__(self, folder: str, num_batches: int = 0) -> None:
         self.files: list[str] = []
-        self.num_batches = 0
+        self.num_batches = num_batches
+        self._folder = folder
 
     def _save(self, trainer: Any, name: str) -> None:
-        self.files.append(f"{self.num_batches}-{name}.ckpt")
+        self.files.append(f"{self._folder}/{self.num_batches}-{name}.ckpt")
         trainer.save_checkpoint(self.files[-1])
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -132,25 +138,24 @@ class Went:
     drawn: list[Tensor]
     metrics: list[dict[str, Tensor]]
     end: dict[str, Any]
-    files: list[str]
 
 
-def go(mode: Mode, path: str | None = None) -> Went:
-    """Fit from the beginning and save everywhere, or from a checkpoint."""
+def go(mode: Mode, path: str | None = None, saver: Saver | None = None) -> Went:
+    """Fit, from the beginning or from a checkpoint."""
     strict()
     for message in ("Your `val_dataloader`'s sampler has shuffling", ".*sync_dist=True.*",
                     "You.re resuming from a checkpoint that ended",
                     "You defined a `validation_step` but have no"):  # fmt: skip
         warnings.filterwarnings("ignore", message=message)
     module = mode.module()
-    saver, watch = Saver(), Watch()
+    watch = Watch()
     trainer = Trainer(
         **{
             "accelerator": "cpu", "devices": mode.num_ranks, "strategy": mode.strategy(module),
             "max_epochs": mode.epochs, "logger": False, "enable_progress_bar": False,
-            "enable_checkpointing": path is None, "enable_model_summary": False,
+            "enable_checkpointing": saver is not None, "enable_model_summary": False,
             "num_sanity_val_steps": 0, "default_root_dir": ".",
-            "callbacks": [*mode.callbacks(), watch, *[saver] * (path is None)], **mode.trainer,
+            "callbacks": [*mode.callbacks(), watch, *filter(None, [saver])], **mode.trainer,
         }
     )  # fmt: skip
     # A run that goes on does so whatever its own seed is.
@@ -164,7 +169,7 @@ def go(mode: Mode, path: str | None = None) -> Went:
     end: dict[str, Any] = {}
     if trainer.is_global_zero:
         end = torch.load("end.ckpt", weights_only=False)
-    return Went(watch.losses, watch.drawn, watch.metrics, end, saver.files)
+    return Went(watch.losses, watch.drawn, watch.metrics, end)
 
 
 COMPARED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "global_step", "epoch")
@@ -172,26 +177,44 @@ OF_ONE_RUN = {"seconds", "hit_rate"}
 """What a run that goes on takes longer for, and computes that the whole one had kept."""
 
 
-def everywhere(mode: Callable[[], Mode], only: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+def everywhere(
+    mode: Callable[[], Mode], again: str = "", only: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
     """Train, go on from every checkpoint, and tell what was different.
 
     Args:
         mode: Makes the mode; module-level.
+        again: A checkpoint from which a run goes on that saves everywhere too, to be gone on from.
         only: Checkpoints to go on from; all if empty.
 
     Returns:
         All checkpoints, and where this rank found a difference, and which.
     """
-    made = mode()
-    whole, found = go(made), []
-    for file, behind in zip(whole.files, [*whole.files[1:], ""], strict=True):
-        leaves_out = "batch" in file and "validation" in behind
-        if (only and file not in only) or (made.decides and leaves_out):
-            continue
-        again = go(made, file)
-        left = len(whole.losses) - int(file.split("-")[0])
-        found += [f"{file}: {each}" for each in differences(whole, again, left)]
-    return whole.files, found
+    made, saver = mode(), Saver("first")
+    whole = go(made, saver=saver)
+    files = going_on(made, saver.files)
+    if again:
+        second = Saver("second", number_of(again))
+        go(made, f"first/{again}.ckpt", second)
+        files += going_on(made, second.files)
+    found: list[str] = []
+    for file in files:
+        if not only or file in only:
+            left = len(whole.losses) - number_of(file)
+            found += [f"{file}: {each}" for each in differences(whole, go(made, file), left)]
+    return files, found
+
+
+def number_of(file: str) -> int:
+    """Batches before a checkpoint."""
+    return int(file.rsplit("/", maxsplit=1)[-1].split("-", maxsplit=1)[0])
+
+
+def going_on(mode: Mode, files: Sequence[str]) -> list[str]:
+    """The checkpoints from which a run goes on as the whole one went."""
+    pairs = zip(files, [*files[1:], ""], strict=True)
+    leaves_out = {file for file, behind in pairs if "batch" in file and "validation" in behind}
+    return [file for file in files if not (mode.decides and file in leaves_out)]
 
 
 def differences(whole: Went, again: Went, left: int) -> Iterator[str]:
