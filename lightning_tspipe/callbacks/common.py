@@ -28,7 +28,16 @@ else:
             """The callback base of both Lightning worlds."""
 
 
-__all__ = ["Callback", "Names", "Pipelined", "as_names", "may_log", "pipelined_of", "submodules"]
+__all__ = [
+    "Callback",
+    "Names",
+    "Pipelined",
+    "as_names",
+    "is_over",
+    "may_log",
+    "pipelined_of",
+    "submodules",
+]
 
 Names = str | Sequence[str]
 
@@ -117,6 +126,12 @@ def may_log(trainer: Trainer) -> bool:
     """Whether this rank speaks: the loss rank of a pipeline, else global rank 0."""
     pipelined = pipelined_of(trainer)
     return trainer.is_global_zero if pipelined is None else pipelined.is_loss_rank
+
+
+def is_over(trainer: Trainer) -> bool:
+    """Whether no epoch follows: a run may be resumed from where it had ended."""
+    steps, epochs = trainer.max_steps, trainer.max_epochs
+    return 0 <= steps <= trainer.global_step or 0 <= (epochs or -1) <= trainer.current_epoch
 
 
 def log_accuracy(trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:

@@ -23,6 +23,7 @@ from lightning_tspipe.callbacks.common import (
     Callback,
     Names,
     as_names,
+    is_over,
     may_log,
     pipelined_of,
     submodules,
@@ -185,7 +186,8 @@ class FreezeAndRepack(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.num_frozen:
             self._apply(trainer, pl_module, Decision(self.num_frozen, "as in the checkpoint"))
-        if self._has_ended:  # Lightning may leave out the start of the next epoch
+        if self._has_ended and trainer.current_epoch > self._epoch and not is_over(trainer):
+            # Lightning may leave out the start of the next epoch.
             self._begin_epoch(trainer, pl_module, self._epoch + 1)
 
     @override

@@ -47,6 +47,7 @@ class _EachHead(Callback):
         self.min_delta = min_delta
         self.best: dict[str, _Best] = {}
         self._ended: set[str] = set()
+        self._is_resumed = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -63,16 +64,21 @@ class _EachHead(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {name: [best.value, best.waited] for name, best in self.best.items()}
+        ended = self._ended
+        return {n: [best.value, best.waited, n in ended] for n, best in self.best.items()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = {name: _Best(*values) for name, values in state_dict.items()}
+        self.best = {name: _Best(*values[:2]) for name, values in state_dict.items()}
+        self._ended = {name for name, values in state_dict.items() if any(values[2:])}
+        self._is_resumed = True
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         student: StudentFanout = pl_module.student  # type: ignore[assignment]
-        self._ended = set(student.stopped)
+        if not self._is_resumed:  # there, one that had stopped may still be to be looked at
+            self._ended = set(student.stopped)
+        self._is_resumed = False
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

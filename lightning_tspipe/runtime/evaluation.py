@@ -52,6 +52,7 @@ class Evaluation:
     def __init__(self, engine: Engine, step: Step, batch: Any) -> None:
         self._engine = engine
         self._index = 0
+        self._place = (-1, 0)
         captured = engine.capture(step, batch, training=False)
         plan, networks = captured.plan, captured.networks
         trained, trained_cuts = engine.captured.whole.networks, engine.whole_cuts
@@ -113,11 +114,22 @@ class Evaluation:
         with _no_grad():
             return self._run(step, batch, stop)
 
+    def _random_stream(self) -> int:
+        """The seed of this batch's: of the training's next step and the batch's number behind it.
+
+        So a run that is resumed draws in each validation what the whole run drew.
+        """
+        next_step = self._engine.position[1]
+        before, number = self._place
+        self._place = next_step, number + 1 if before == next_step else 0
+        return (next_step << 32) + self._place[1]
+
     def _run(self, step: Step, batch: Any, stop: str) -> Any:
         engine, executor, plan = self._engine, self._executor, self._plan
+        seed = self._random_stream()
         inputs: dict[int, tuple[Tensor, ...]] = {}
         if engine.is_data_rank:
-            inputs[0] = self._runner.inputs(step, batch, self._index, effects=False)
+            inputs[0] = self._runner.inputs(step, batch, seed, effects=False)
             header = StepHeader.of(batch, inputs[0], stop=stop)
             header.send(engine.transport)
         else:
@@ -140,7 +152,7 @@ class Evaluation:
             def output(call: int, ref: ValueRef) -> Tensor:
                 return executor.output(context, call, ref)
 
-            result = self._runner.replay(step, whole, self._index, output)
+            result = self._runner.replay(step, whole, seed, output)
         executor.finish(context)
         self._index += 1
         return result

@@ -21,27 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.random_states import RandomStates
 
 _END = object()
-
-
-class Remote:
-    """The batch of a rank that reads no data; it stands where the batch would."""
-
-    def __repr__(self) -> str:
-        return "Remote()"
-
-    def __getitem__(self, key: Any) -> Any:
-        raise ConfigurationError(
-            f"batch[{key!r}]: one rank reads the data for all, and on this one hooks get no batch. "
-            "Compute what they need in the step and return it: on rank 0 hooks get what the step "
-            "returned"
-        )
-
-
-REMOTE = Remote()
 
 
 @dataclass(frozen=True)
@@ -153,6 +135,7 @@ class LookaheadLoader:
         self._num_read = 0
         self._epoch = _Epoch()
         self._resume: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
         self.current = -1
         self.agree: Callable[[bool], bool] | None = None
 
@@ -167,6 +150,7 @@ class LookaheadLoader:
         Not known from iteration: of a loader without a length, Lightning itself holds one more.
         """
         self.current += 1
+        self._resumed = None
         self._read.pop(self.current, None)
         self._before.pop(self.current, None)
 
@@ -187,6 +171,9 @@ class LookaheadLoader:
         else:
             self._read, self._before = {}, {}
             self.current = self._num_read - 1
+            if self._resumed is not None:
+                # Lightning has fetched one, of a loader without a length, and begins once more.
+                self.resume(self._resumed)
             batches = self._announced(self._batches())
             held = deque(islice(batches, 1))
         while held:
@@ -217,19 +204,13 @@ class LookaheadLoader:
         say(self._num_iterations, False)
 
     def _batches(self) -> Iterator[Any]:
+        self._resumed = self._resume
+        self.restore_random()
         resume, self._resume = self._resume, None
         if resume is None:
             yield from self._whole(RandomStates.now())
             return
         now = RandomStates.from_dict(resume["now"])
-        if not resume["held"]:  # the epoch had ended
-            if getattr(self._loader, "next_iter_state", None) is not None:
-                # torchdata's then makes two iterators, each of which draws random numbers.
-                iter(self._loader)
-            now.restore()
-            self._set_own(resume["own"]["now"])
-            yield from self._whole(now)
-            return
         self._set_own(resume["own"]["start"])
         start = RandomStates.from_dict(resume["start"])
         start.restore()
@@ -245,6 +226,7 @@ class LookaheadLoader:
                 yield batch
         now.restore()
         yield from iter(lambda: self._read_from(iterator), _END)
+        self._resume = resume.get("early")
 
     def _whole(self, start: RandomStates) -> Iterator[Any]:
         iterator = self._begin(start)
@@ -312,19 +294,30 @@ class LookaheadLoader:
         """
         epoch, early, coming = self._epoch, self._early, self.current + 1
         now, own = RandomStates.now(), self._own()
-        last = self._num_read
-        if early is not None and coming < epoch.first:
-            # What was read of the next epoch will be read again.
-            last, epoch, now, own = epoch.first, early.before, early.now, list(early.own)
-        is_over = ended and early is None
-        held = [] if is_over else [n for n in sorted(self._before) if coming <= n < last]
+        if early is None or coming >= epoch.first:
+            is_over = ended and early is None
+            return self._part(epoch, coming, self._num_read * (not is_over), now, own)
+        found = self._part(early.before, coming, epoch.first, early.now, list(early.own))
+        # What was read of the next epoch will be read again.
+        following = self._part(epoch, epoch.first, self._num_read, now, own)
+        return {**found, "early": {**following, "loader": None}}
+
+    def _part(
+        self, epoch: _Epoch, coming: int, last: int, now: RandomStates, own: Sequence[Tensor]
+    ) -> dict[str, Any]:
+        """Where one epoch is, of which the batches from ``coming`` to ``last`` are held."""
         return {
             "num_batches": coming - epoch.first,
             "start": epoch.start.to_dict() if epoch.start is not None else None,
             "loader": self.state_dict() if self.has_state else None,
-            "held": [self._before[number].random.to_dict() for number in held],
+            "held": [
+                self._before[number].random.to_dict()
+                for number in sorted(self._before)
+                if coming <= number < last
+            ],
             "now": now.to_dict(),
-            "own": {"start": list(epoch.own), "now": own},
+            "own": {"start": list(epoch.own), "now": list(own)},
+            "early": None,
         }
 
     def resume(self, progress: dict[str, Any]) -> None:
@@ -333,76 +326,18 @@ class LookaheadLoader:
         # Lightning does it within an epoch only.
         self.load_state_dict(progress["loader"] or {})
 
+    def restore_random(self) -> None:
+        """Have the random states of the checkpoint, for the hooks that run before the first batch.
 
-class _NotRead:
-    """In the place of a loader on a rank that does not read it; its dataset can be looked at.
-
-    It resumes with the data rank; Lightning would warn of a loader that can't be resumed.
-
-    Args:
-        loader: The user's loader.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        if name in {"dataset", "batch_size"}:
-            return getattr(self._loader, name)
-        raise AttributeError(
-            f"{type(self).__name__!r} object has no attribute {name!r}: another rank reads the data"
-        )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to load."""
-
-
-class UnsizedRemoteLoader(_NotRead):
-    """The loader of the other ranks, for data of unknown length.
-
-    Args:
-        loader: The user's loader.
-        hear: Waits for the data rank's word: the number of the iteration, and whether another
-            batch comes.
-    """
-
-    def __init__(self, loader: Any, hear: Callable[[], tuple[int, bool]]) -> None:
-        super().__init__(loader)
-        self._hear = hear
-        self._num_iterations = 0
-
-    def __iter__(self) -> Iterator[Remote]:
-        self._num_iterations += 1
-        while self._is_there_more():
-            yield REMOTE
-
-    def _is_there_more(self) -> bool:
-        while True:
-            iteration, more = self._hear()
-            if iteration == self._num_iterations:
-                return more
-            # Left over from an iteration that was ended early
-
-
-class RemoteLoader(_NotRead):
-    """The loader of the other ranks: as many batches as the data rank's.
-
-    Args:
-        loader: The user's loader.
-        length: Batches.
-    """
-
-    def __init__(self, loader: Any, length: int) -> None:
-        super().__init__(loader)
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[Remote]:
-        for _ in range(self._length):
-            yield REMOTE
+        Nothing happens in a run that is not resumed, and once it has read.
+        """
+        resume = self._resume
+        if resume is None:
+            return
+        if not resume["held"]:  # the epoch had ended: the next one is read as any other
+            if getattr(self._loader, "next_iter_state", None) is not None:
+                # torchdata's then makes two iterators, each of which draws random numbers.
+                iter(self._loader)
+            self._set_own(resume["own"]["now"])
+            self._resume = None
+        RandomStates.from_dict(resume["now"]).restore()

@@ -35,7 +35,8 @@ class CheckpointHooks(ShardedHooks):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         if "optimizer_states" in checkpoint:  # not with weights_only
-            found = self._left if self._engine is None else self._progress()
+            with self.outside_validation():
+                found = self._left if self._engine is None else self._progress()
             if found is not None and self.is_global_zero:
                 found |= self.plan_of_run.to_entries(self.repacking.freezing)
             if self.is_loss_rank:
@@ -59,6 +60,7 @@ class CheckpointHooks(ShardedHooks):
                 replicas[int(index)]["gradients"] = gradients
             self.plan_of_run.resume(replicas[0] if replicas else {})
             self._go_on_with(replicas, is_shared=self.plan_of_run.shares_batches)
+            self._random = progress.random_of(replicas, self.global_rank, self.total_ranks)
             repeats = progress.repeats_data(checkpoint, self._resumed)
             if self.is_global_zero and repeats:
                 warnings.warn(REPEATED, stacklevel=2)

@@ -17,12 +17,9 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.failures import waiting
-from lightning_tspipe.runtime.loading import (
-    LookaheadLoader,
-    Remote,
-    RemoteLoader,
-    UnsizedRemoteLoader,
-)
+from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.random_states import RandomStates
+from lightning_tspipe.runtime.remote_loading import Remote, RemoteLoader, UnsizedRemoteLoader
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.batches import on_cpu, to_device
 from lightning_tspipe.strategy.fanout import fanout_of
@@ -48,6 +45,7 @@ class DataHooks(ProcessHooks):
     _words: dict[int, deque[tuple[int, bool]]]
     step_sync: StepSync | None
     _resumed: dict[str, Any] | None
+    _random: RandomStates | None
     repacking: Repacking
 
     @property
@@ -133,6 +131,14 @@ class DataHooks(ProcessHooks):
             if self._resumed is not None and self._resumed["loader"] is not None:
                 loader.resume(self._resumed["loader"])
         return loader
+
+    def restore_random(self) -> None:
+        """A resumed run draws on where it was stopped, before any hook of an epoch or a batch."""
+        random, self._random = self._random, None
+        if random is not None:
+            random.restore()
+        if self._loader is not None:  # which also knows how the batches that were held came to be
+            self._loader.restore_random()
 
     def _begin_next_epoch(self) -> bool:
         """Where an epoch's batches end: whether the next one's may be read already."""

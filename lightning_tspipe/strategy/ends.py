@@ -262,7 +262,10 @@ class EndHooks(CheckpointHooks):
             if trainer.predicting or loop.batch_progress.is_last_batch:
                 self.end_if_agreed()
 
-        first = world.callback(is_end_hook=True, on_exception=on_exception, **phase_hooks(self))
+        first = world.callback(
+            is_end_hook=True, on_exception=on_exception,
+            on_validation_start=lambda *_: self.begin_validation(), **phase_hooks(self),
+        )  # fmt: skip
         last = world.callback(
             is_end_hook=True, on_validation_batch_end=end_of_batch,
             on_test_batch_end=end_of_batch, on_predict_batch_end=end_of_batch,

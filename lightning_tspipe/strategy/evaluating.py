@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_tspipe.errors import CaptureError, ConfigurationError, PartitionE
 from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.failures import waiting
 from lightning_tspipe.runtime.materializing import is_on_meta
+from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import on_cpu, to_device
@@ -38,6 +40,27 @@ class EvaluationHooks(TrainingHooks):
     _is_whole: bool
     _is_forward_only: bool
     _spread: Engine | None
+    _outside: RandomStates | None
+
+    def begin_validation(self) -> None:
+        """Before all hooks of a validation: whatever it draws, the training draws on from here.
+
+        Lightning leaves a validation out when a run goes on from a checkpoint of just before it,
+        and the training must not notice.
+        """
+        if self._trainer.state.fn == "fit":
+            self._outside = RandomStates.now()
+
+    @contextmanager
+    def outside_validation(self) -> Iterator[None]:
+        """While inside, the random states are the training's, although a validation runs."""
+        if self._outside is None:
+            yield
+            return
+        validation = RandomStates.now()
+        self._outside.restore()
+        yield
+        validation.restore()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +84,9 @@ class EvaluationHooks(TrainingHooks):
     @override
     def on_validation_end(self) -> None:
         self._end_forwards()
+        if self._outside is not None:
+            self._outside.restore()
+            self._outside = None
 
     @override
     def on_test_end(self) -> None:

@@ -94,10 +94,18 @@ def restore(engine: Engine, progress: dict[str, Any], place: Place, *, runs_ahea
         (progress["seed"], progress["step"]), ahead, in_flight, progress.get("prediction")
     )
     engine.shards.put_gradients(progress["gradients"], engine.rank)
-    random = progress["random"]
-    if len(random) == engine.transport.num_ranks and not engine.is_data_rank:
-        # On the data rank the loader does it, before it reads on.
-        RandomStates.from_dict(random[engine.rank]).restore()
+
+
+def random_of(replicas: list[dict[str, Any]], rank: int, number: int) -> RandomStates | None:
+    """What a process draws on with, whatever mesh it is in; None with another number of them.
+
+    Args:
+        replicas: What :func:`collect` gave for each replica of the run that was stopped.
+        rank: The process, over all replicas.
+        number: Processes of this run.
+    """
+    states = [state for one in replicas for state in one["random"]]
+    return RandomStates.from_dict(states[rank]) if len(states) == number else None
 
 
 def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[str, Any] | None:
@@ -115,7 +123,7 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
         return replicas[index]
     gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
     nothing: dict[str, Any] = {
-        "loader": None, "random": [], "teacher_ahead": None, "flights": None, "prediction": None
+        "loader": None, "teacher_ahead": None, "flights": None, "prediction": None
     }  # fmt: skip
     return {**replicas[0], **nothing, "gradients": gradients}
 
@@ -143,7 +151,7 @@ def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
         first: What :func:`collect` gave for the first replica.
     """
     loader = first["loader"] and {**first["loader"], "loader": None}
-    return {**first, "loader": loader, "random": [], "flights": None}
+    return {**first, "loader": loader, "flights": None}
 
 
 def gradients_of_replica(
@@ -179,6 +187,26 @@ def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) ->
     has_state = bool(loops["state_dict"].get("combined_loader"))
     is_known = progress is not None and progress["loader"] is not None
     return within and not has_state and not is_known
+
+
+def end_epoch_that_is_over(loop: Any) -> None:
+    """Begin a new epoch where a run with ``max_steps`` goes on from the end of one.
+
+    Lightning 2.6 goes on with the one that has ended there, and ends it again after one batch;
+    without ``max_steps`` it does what is done here.
+
+    Args:
+        loop: The Trainer's ``fit_loop``, when it is about to run.
+    """
+    if not getattr(loop, "restarted_on_epoch_end", False):
+        return
+    loop.epoch_progress.increment_completed()
+    loop.reset_restart_stage()
+    pending = [loop]
+    while pending:
+        each = pending.pop()
+        each._restarting = False  # noqa: SLF001 - its setter would say otherwise
+        pending += [part for part in vars(each).values() if hasattr(part, "_restarting")]
 
 
 @contextmanager

@@ -131,6 +131,8 @@ class Repacking:
                 self._collect(engine, moves=num_ranks != strategy.num_ranks)
             if num_ranks != strategy.num_ranks:
                 self._change(num_ranks)
+                if engine is not None:  # else the run is about to begin, and this follows
+                    strategy.restore_random()
         self._begun, self._told = started, told
 
     def begun(self) -> None:
@@ -198,7 +200,7 @@ class Repacking:
         mine = dict(found[self._strategy.replica])
         if not moves:
             # The loaders and the generators of this process go on by themselves.
-            return {**mine, "loader": None, "random": []}
+            return {**mine, "loader": None}
         return progress.between_epochs(found[0])
 
     # The mesh
@@ -206,17 +208,25 @@ class Repacking:
     def _change(self, num_ranks: int) -> None:
         """New groups, new connections, new loaders."""
         self._strategy.reconnect(num_ranks)
-        loop: Any = self._trainer.fit_loop
+        trainer = self._trainer
+        loop: Any = trainer.fit_loop
+        validation = loop.epoch_loop.val_loop
         if loop._data_fetcher is not None:
             loop._data_fetcher.teardown()
         # There is no public way to have loaders made anew.
-        loop._combined_loader = loop.epoch_loop.val_loop._combined_loader = None
+        loop._combined_loader = validation._combined_loader = None
         # What is logged remembers the group over which it is reduced.
         loop.epoch_loop._results.clear()
-        loop.epoch_loop.val_loop._results.clear()
+        validation._results.clear()
         loop.setup_data()
         for loader in loop._combined_loader.flattened:
-            _set_epoch(loader, self._trainer.current_epoch)
+            _set_epoch(loader, trainer.current_epoch)
+        if trainer.enable_validation:
+            # Now, as Lightning does where a fit starts: a run that goes on may ask for them while
+            # it trains, and they would be taken for training loaders.
+            trainer.validating = True
+            validation.setup_data()
+            trainer.training = True
 
     # The data
 

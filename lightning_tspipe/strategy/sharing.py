@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.runtime.loading import Remote
+from lightning_tspipe.runtime.remote_loading import Remote
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.batches import to_device

@@ -28,6 +28,7 @@ from lightning_tspipe.runtime.failures import Failures
 from lightning_tspipe.runtime.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.loading import LookaheadLoader
 from lightning_tspipe.runtime.materializing import Source, is_on_meta
+from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.scaling import shared_scaler
 from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weight_policies import POLICIES
@@ -40,6 +41,7 @@ from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.options import SetupOptions, load_plan
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.progress import end_epoch_that_is_over
 from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
@@ -177,6 +179,8 @@ class PipelineHooks(EndHooks):
         self._gradients_ready = 0.0
         self._reduces = True
         self._is_whole = self._is_forward_only = False
+        self._outside: RandomStates | None = None
+        self._random: RandomStates | None = None
         self._peer_metrics: PeerMetrics | None = None
         self.step_sync: StepSync | None = None
         self._failures: Failures | None = None
@@ -223,7 +227,7 @@ class PipelineHooks(EndHooks):
             trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)  # type: ignore[attr-defined]
             self._share_what_steps_leave(trainer)
         if trainer.state.fn == "fit":
-            self._left = self._left_shards = None
+            self._left = self._left_shards = self._outside = None
             find_networks(self._module, self.options)
             refuse_module(self._module)
             refuse_delay(trainer, self._module)
@@ -288,7 +292,10 @@ class PipelineHooks(EndHooks):
         refuse_loaders(self._trainer)
         # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
         # could begin a step before rank 0 has ended the last one.
-        self._trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
+        loop = self._trainer.fit_loop
+        loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
+        end_epoch_that_is_over(loop)
+        self.restore_random()
 
     @override
     def teardown(self) -> None:
@@ -307,7 +314,7 @@ class PipelineHooks(EndHooks):
         self.heads_here.release()
         self.options = replace(self.options, averages={})
         self._engine = None
-        self._resumed = self._resumed_replicas = None
+        self._resumed = self._resumed_replicas = self._random = None
         self.plan_of_run.forget()
         self._restores_optimizers = False
         self._evaluations = {}

@@ -78,3 +78,55 @@ def test_it_goes_on_from_before_and_from_behind_the_end_of_an_epoch() -> None:
                 again.take()
                 found.append([batch, *again.upcoming])
         assert found == whole[stop:], stop
+
+
+def test_hooks_before_an_epoch_draw_what_they_would_have_drawn() -> None:
+    torch.manual_seed(1)
+    first = LookaheadLoader(Drawn())
+    for _ in first:
+        first.take()
+    progress = first.progress(ended=True)
+    expected = [float(torch.rand(())), *first]
+    again = LookaheadLoader(Drawn())
+    again.resume(progress)
+    torch.manual_seed(5)
+    again.restore_random()
+    assert [float(torch.rand(())), *again] == expected
+
+
+def with_hooks(loader: LookaheadLoader, num_epochs: int) -> Iterator[tuple[int, float]]:
+    """Batches, and what a hook draws in each."""
+    for _ in range(num_epochs):
+        for batch in loader:
+            loader.take()
+            yield batch, float(torch.rand(()))
+
+
+def test_hooks_may_draw_while_the_next_epoch_is_read() -> None:
+    torch.manual_seed(1)
+    first = made(2)
+    whole = with_hooks(first, 2)
+    for _ in range(LENGTH - 1):
+        next(whole)
+    progress = first.progress(ended=False)
+    again = made(2)
+    again.resume(progress)
+    expected = list(whole)
+    torch.manual_seed(5)
+    assert list(with_hooks(again, 2)) == expected
+
+
+def test_an_iteration_of_which_nothing_was_trained_begins_once_more() -> None:
+    """Lightning fetches a batch of a loader without a length, and may then begin again."""
+    torch.manual_seed(1)
+    first = LookaheadLoader(Drawn())
+    for _ in first:
+        first.take()
+    progress = first.progress(ended=True)
+    expected = list(first)
+    again = LookaheadLoader(Drawn())
+    again.resume(progress)
+    torch.manual_seed(5)
+    next(iter(again))
+    torch.rand(3)
+    assert list(again) == expected

@@ -1,0 +1,45 @@
+"""Whatever is trained, and however: from every checkpoint, a run goes on as the whole one went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.everywhere import everywhere
+from tests.integration.jobs import run
+from tests.integration.modes import MODES, ODD, PLAIN, Named
+
+QUICK = {"tspipe, validation within", "fan-out, validation"}
+PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache", "relay"}
+AT_ENDS = {"tspipe", "averaging", "fan-out, heads watched", "freeze, to a mesh", "probe"}
+TESTED = [
+    *sorted(QUICK),
+    *sorted(PLAINLY),
+    *(f"{name}, validation" for name in sorted(AT_ENDS)),
+    *(f"{name}, validation within" for name in PLAIN if name != "tspipe"),
+    *ODD,
+]
+TWICE = {
+    "tspipe, validation within": "4-batch",
+    "replicas, validation within": "2-batch",
+    "no drain, three": "3-batch",
+    "fan-out, validation within": "5-batch",
+    "freeze, cache, validation within": "3-batch",
+    "steps, freeze": "3-epoch",
+}
+"""Where a run is stopped that goes on, is stopped again everywhere, and goes on again."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in TESTED]
+)
+def test_from_every_checkpoint(name: str, tmp_path: Path) -> None:
+    mode = MODES[name]
+    twice = TWICE.get(name, "")
+    ranks = run(
+        everywhere, Named(name), twice, num_ranks=mode.num_ranks, folder=tmp_path, seconds=600
+    )
+    for rank, (files, found) in enumerate(ranks):
+        assert len(files) > 4
+        assert found == [], f"rank {rank}:\n" + "\n".join(found)
