@@ -189,24 +189,31 @@ def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) ->
     return within and not has_state and not is_known
 
 
-def end_epoch_that_is_over(loop: Any) -> None:
-    """Begin a new epoch where a run with ``max_steps`` goes on from the end of one.
+def leave_ended_epoch(loop: Any) -> None:
+    """Begin a new epoch where a run goes on from behind the last batch, or the end, of one.
 
-    Lightning 2.6 goes on with the one that has ended there, and ends it again after one batch;
-    without ``max_steps`` it does what is done here.
+    Lightning 2.6 does that only for checkpoints of an epoch's end, and only without ``max_steps``.
+    With it, the ended epoch goes on and ends again after one batch. From behind a last batch, the
+    next epoch is trained and never counted as begun: in a checkpoint of it, its place is lost.
 
     Args:
         loop: The Trainer's ``fit_loop``, when it is about to run.
     """
-    if not getattr(loop, "restarted_on_epoch_end", False):
+    progress = loop.epoch_progress
+    if loop.restarted_on_epoch_end:
+        progress.increment_completed()
+        loops = [loop, loop.epoch_loop, *_loops_in(loop.epoch_loop)]
+    elif loop.restarted_mid_epoch and progress.current.processed == progress.current.started:
+        loops = [loop]  # the others have set their counters back
+    else:
         return
-    loop.epoch_progress.increment_completed()
     loop.reset_restart_stage()
-    pending = [loop]
-    while pending:
-        each = pending.pop()
+    for each in loops:
         each._restarting = False  # noqa: SLF001 - its setter would say otherwise
-        pending += [part for part in vars(each).values() if hasattr(part, "_restarting")]
+
+
+def _loops_in(loop: Any) -> list[Any]:
+    return [part for part in vars(loop).values() if hasattr(part, "_restarting")]
 
 
 @contextmanager

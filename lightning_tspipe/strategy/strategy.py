@@ -41,7 +41,7 @@ from lightning_tspipe.strategy.manual import ManualOptimization
 from lightning_tspipe.strategy.options import SetupOptions, load_plan
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.plan_of_run import PlanOfRun
-from lightning_tspipe.strategy.progress import end_epoch_that_is_over
+from lightning_tspipe.strategy.progress import leave_ended_epoch
 from lightning_tspipe.strategy.relaying import Relaying
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
@@ -294,7 +294,7 @@ class PipelineHooks(EndHooks):
         # could begin a step before rank 0 has ended the last one.
         loop = self._trainer.fit_loop
         loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
-        end_epoch_that_is_over(loop)
+        leave_ended_epoch(loop)
         self.restore_random()
 
     @override
