@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _SIGNS = ("gloo", "closed by peer", "reset by peer", "Broken pipe", "remote server shutdown")
 _PATIENCE = 5.0
-_LAST_PATIENCE = 8.0
 _A_MOMENT = 2.0
 _KEEP_EVERY = 3600.0
 
@@ -172,7 +171,7 @@ class Failures:
         assert self._job is not None
         self._job.notes.leave(f"{self._run}/over/{self._rank}")
         if self._has_claimed:
-            self._end_the_deaf()
+            self._end_the_stopped()
         self._job.leave()
         os._exit(1)
 
@@ -185,7 +184,7 @@ class Failures:
         claimed = self._job.notes.claim(f"{self._run}/cause", f"{rank} {what}")
         if claimed:
             self._has_claimed = True
-            util.Finalize(None, self._end_the_deaf, exitpriority=10)
+            util.Finalize(None, self._end_the_stopped, exitpriority=10)
         return claimed
 
     def _cause(self) -> str | None:
@@ -291,25 +290,17 @@ class Failures:
         while neighbour is not None and not neighbour.has_ended and time.monotonic() < deadline:
             time.sleep(0.05)
 
-    def _end_the_deaf(self) -> None:
-        """On the rank that told the cause: whoever can't hear it, being stopped, is killed."""
+    def _end_the_stopped(self) -> None:
+        """On the rank that told the cause, when it ends: others that are stopped can't hear it.
+
+        It does not wait for the others: those that wait for it at a connection notice its end.
+        """
         assert self._job is not None
         assert self._patrol is not None
-        deadline = time.monotonic() + _LAST_PATIENCE
         for rank in range(self._job.members.num_ranks):
             neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
-            while neighbour is not None and not neighbour.has_ended and not self._is_over_on(rank):
-                if time.monotonic() > deadline:
-                    neighbour.kill()
-                    break
-                time.sleep(0.05)
-
-    def _is_over_on(self, rank: int) -> bool:
-        assert self._patrol is not None
-        try:
-            return self._patrol.is_over(rank)
-        except TransportError:
-            return False
+            if neighbour is not None and neighbour.is_stopped:
+                neighbour.kill()
 
 
 def _told(what: str, remedy: str = "") -> str:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from json import dumps
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.failures import Failures
 from lightning_tspipe.runtime.members import Members
-from lightning_tspipe.runtime.neighbours import start_of
+from lightning_tspipe.runtime.neighbours import Neighbour, start_of
 from lightning_tspipe.runtime.notes import FolderNotes
 from lightning_tspipe.runtime.rendezvous import Job
 
@@ -119,8 +119,9 @@ def test_it_is_told_at_once_where_no_hook_is_asked(
     assert text.count("ValueError: a mistake") == 1
 
 
-def test_the_cause_does_not_wait_for_one_that_lets_it_end_first(tmp_path: Path, child: int) -> None:
-    """Each would wait until the other one's patience ends, and the traceback come too late."""
+def test_one_that_lets_the_cause_end_first_has_said_that_it_is_done(
+    tmp_path: Path, child: int
+) -> None:
     mistake, consequence = ValueError("a mistake"), TransportError("nothing from rank 0")
     failures_of(tmp_path, child).settle(mistake)
     last = failures_of(tmp_path, child, rank=2, ends_last=True)
@@ -132,3 +133,29 @@ def test_the_cause_does_not_wait_for_one_that_lets_it_end_first(tmp_path: Path, 
         time.sleep(0.01)
     assert lets.is_alive()  # this process, which stands for rank 0, has not ended
     lets.join()
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_when_the_cause_ends_it_kills_those_that_are_stopped(
+    is_stopped: bool, tmp_path: Path, child: int
+) -> None:
+    """And waits for no other: they may be waiting for its connections to close."""
+    failures = failures_of(tmp_path, child)
+    neighbour = Neighbour(child, start_of(child))
+    if is_stopped:
+        os.kill(child, signal.SIGSTOP)
+        until(lambda: neighbour.is_stopped)
+    failures.settle(ValueError("a mistake"))
+    started = time.monotonic()
+    failures._end_the_stopped()
+    assert time.monotonic() - started < 2
+    if is_stopped:
+        until(lambda: neighbour.has_ended)
+    assert neighbour.has_ended == is_stopped
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
