@@ -99,6 +99,7 @@ class Failures:
         self._rank = rank
         self._job = job
         self._run = f"run-{run}"
+        self._timeout = timeout
         self._ends_last = ends_last
         self._is_over = threading.Event()
         self._is_settled = self._has_claimed = False
@@ -174,6 +175,21 @@ class Failures:
             self._end_the_stopped()
         self._job.leave()
         os._exit(1)
+
+    def await_ends(self) -> None:
+        """Wait until every rank of this machine has come here, or has ended."""
+        if self._job is None or self._patrol is None:
+            return
+        self._job.notes.leave(f"{self._run}/ended/{self._rank}")
+        deadline = time.monotonic() + self._timeout
+        for rank in range(self._job.members.num_ranks):
+            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
+            while neighbour is not None and not neighbour.has_ended:
+                if self._job.notes.read(f"{self._run}/ended/{rank}") is not None:
+                    break
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.05)
 
     # The cause
 

@@ -125,6 +125,18 @@ class EndHooks(CheckpointHooks):
             if self._transport is not None:
                 self._transport.close()
 
+    @property
+    def ends_together(self) -> bool:
+        """Whether all ranks end after the same batch, since one of them was asked to."""
+        return self._ends_together
+
+    def await_ends(self) -> None:
+        """Where all ranks end together: until each of them has written what it writes then."""
+        self.end_writing(waits=True)
+        self.finish_files()
+        if self._failures is not None:
+            self._failures.await_ends()
+
     def tell_now(self, exception: BaseException) -> bool:
         """Print why this rank ends, where nothing else would; whether because of another rank."""
         return self._failures is not None and self._failures.tell_now(exception)

@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -89,11 +90,14 @@ class InWorker:
 
     Attributes:
         function: What is to run.
+        states: The parent's random states and flags of torch, where the start method leaves them
+            behind; None: it doesn't, or Lightning takes them along.
         parent: Who started the worker.
         token: What all workers of the job have in common.
     """
 
     function: Callable[..., Any]
+    states: Any = None
     parent: str = field(default_factory=signed_by_this_process)
     token: str = field(default_factory=secrets.token_hex)
 
@@ -107,6 +111,8 @@ class InWorker:
         end_with_parent(self.parent)
         os.environ[PARENT] = os.environ[HEIR] = self.parent
         os.environ[JOB_TOKEN] = self.token
+        if self.states is not None:
+            self.states.restore()
         parents = signal.getsignal(signal.SIGTERM)
         if isinstance(parents, _PassedOn):  # inherited by a fork
             parents.give_back()
@@ -116,6 +122,9 @@ class InWorker:
             trainer = getattr(self.function, "__self__", None)
             if trainer is not None:
                 world_of(trainer.strategy).interrupt(trainer, exception)
+                if trainer.strategy.ends_together:
+                    # The launcher ends all when the first one has ended, in the middle of a file.
+                    trainer.strategy.await_ends()
                 if trainer.strategy.tell_now(exception):
                     raise SystemExit(1) from None
             raise
@@ -183,6 +192,7 @@ class _Workers:
     """The part of a launcher that gives workers their function."""
 
     _strategy: Any
+    _start_method: str
     procs: list[Any]
 
     def launch(
@@ -191,7 +201,7 @@ class _Workers:
         """Start the workers and wait for them; what rank 0's returns."""
         self._strategy.have_workers_failed = False
         self.procs = []  # not those of an earlier launch
-        worker = InWorker(function)
+        worker = InWorker(function, self._states())
         job = Launched(worker.token, self._strategy.cluster_environment.main_port)
         is_over = threading.Event()
         threading.Thread(target=self._end_together, args=(is_over,), daemon=True).start()
@@ -208,6 +218,20 @@ class _Workers:
         finally:
             is_over.set()
             job.remove()
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
+        super()._recover_results_in_main_process(worker_output, trainer)  # type: ignore[misc]
+        if worker_output.weights_path is not None:
+            # Lightning makes a folder for the weights that travel, and removes the file only.
+            with suppress(OSError):
+                Path(worker_output.weights_path).parent.rmdir()
+
+    def _states(self) -> Any:
+        """What workers of a server would not inherit: Lightning takes it to spawned ones only."""
+        if self._start_method != "forkserver":
+            return None
+        module = world_of(self._strategy).launchers.multiprocessing
+        return module._GlobalStateSnapshot.capture()  # noqa: SLF001
 
     def _end_together(self, is_over: threading.Event) -> None:
         """Kill the workers that are left a while after one has failed, such as stopped ones.

@@ -137,7 +137,10 @@ def main(words: Sequence[str] | None = None) -> int:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=1))
     if options.table is not None:
         tables.put_into(options.table, for_guide(results, options.seed, seconds))
-    return 0 if results and not any(result.failures for result in results) else 1
+    if len(results) < number:
+        say(f"{number - len(results)} draws were not begun in time: give it more --minutes")
+    is_good = len(results) == number and not any(result.failures for result in results)
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

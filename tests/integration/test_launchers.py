@@ -47,7 +47,16 @@ class Module(Classifier, LightningModule):
         return OPTIMIZERS["sgd"](self.parameters())
 
 
+def coming():
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return str(torch.rand(3, generator=generator).tolist())
+
+
 class Pause(Callback):
+    def setup(self, trainer, *_, **__):
+        Path(f"drawn-{trainer.global_rank}").write_text(coming())
+
     def on_train_batch_start(self, trainer, *_):
         Path(f"here-{trainer.global_rank}-{type(trainer.strategy.transport).__name__}").touch()
         if "pause" in sys.argv and trainer.global_step == 1:
@@ -65,6 +74,7 @@ def main(start_method, num_nodes, num_devices):
     module = Module("group")
     loader = Epochs(make_epochs(module, training.sizes))
     trainer = trainer_of(training, module, Pause())
+    Path("drawn-before").write_text(coming())
     trainer.fit(module, loader)
     if trainer.global_rank == 0:
         torch.save(module.state_dict(), "weights.pt")
@@ -95,6 +105,8 @@ def finish(folder: Path, processes: Processes) -> dict[str, torch.Tensor]:
     while processes_in(folder):
         assert time.monotonic() < deadline, f"left: {processes_in(folder)}"
         time.sleep(0.1)
+    # Wherever a rank starts, it draws what the process draws that has called fit.
+    assert len({path.read_text() for path in folder.glob("drawn-*")}) == 1
     weights: dict[str, torch.Tensor] = torch.load(folder / "weights.pt")
     return weights
 
