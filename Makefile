@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 # As many tests at a time as there are cores; each has its own ports, files and processes.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: env demo test test-slow test-all faults lint types layers format bench docs clean
+.PHONY: env demo test test-slow test-all faults resumes lint types layers format bench docs clean
 
 env: $(STAMP)
 
@@ -32,6 +32,10 @@ test-all: lint types layers
 # Half an hour at most; `python tests/faults/laboratory.py --help` says what else it can do.
 faults: env
 	$(BIN)/python tests/faults/laboratory.py --draws 300 --minutes 30
+
+# From every checkpoint of every way to train: half an hour, beside what test-slow runs of it.
+resumes: env
+	$(PYTEST) -m "exhaustive or slow" tests/integration/test_resume_everywhere.py
 
 lint: env
 	$(BIN)/ruff check .

@@ -17,7 +17,11 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "exhaustive" not in config.option.markexpr:
+        left = [item for item in items if "exhaustive" in item.keywords]
+        items[:] = [item for item in items if "exhaustive" not in item.keywords]
+        config.hook.pytest_deselected(items=left)
     if torch.cuda.is_available():
         return
     no_gpu = pytest.mark.skip(reason="needs a GPU")

@@ -10,15 +10,19 @@ from tests.integration.everywhere import everywhere
 from tests.integration.jobs import run
 from tests.integration.modes import MODES, ODD, PLAIN, Named
 
-QUICK = {"tspipe, validation within", "fan-out, validation"}
+ALWAYS = {
+    "tspipe, validation within", "fan-out, validation", "replicas, validation within",
+    "freeze, cache, validation within", "pipeoptim, validation within", "relay", "steps, freeze",
+}  # fmt: skip
+"""A part of each kind; all others take half an hour, and `make resumes` runs them."""
 PLAINLY = {"tspipe", "by hand", "replicas", "2bw", "fan-out", "freeze, mesh, cache", "relay"}
 AT_ENDS = {"tspipe", "averaging", "fan-out, heads watched", "freeze, to a mesh", "probe"}
 TESTED = [
-    *sorted(QUICK),
-    *sorted(PLAINLY),
-    *(f"{name}, validation" for name in sorted(AT_ENDS)),
-    *(f"{name}, validation within" for name in PLAIN if name != "tspipe"),
-    *ODD,
+    *sorted(ALWAYS),
+    *sorted(PLAINLY - ALWAYS),
+    *(made for name in sorted(AT_ENDS) if (made := f"{name}, validation") not in ALWAYS),
+    *(made for name in PLAIN if (made := f"{name}, validation within") not in ALWAYS),
+    *(name for name in ODD if name not in ALWAYS),
 ]
 TWICE = {
     "tspipe, validation within": "4-batch",
@@ -31,9 +35,12 @@ TWICE = {
 """Where a run is stopped that goes on, is stopped again everywhere, and goes on again."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in TESTED]
-)
+def mark(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.slow if name in ALWAYS else pytest.mark.exhaustive
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark(name)) for name in TESTED])
 def test_from_every_checkpoint(name: str, tmp_path: Path) -> None:
     mode = MODES[name]
     twice = TWICE.get(name, "")
