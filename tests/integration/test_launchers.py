@@ -50,7 +50,7 @@ class Module(Classifier, LightningModule):
 def coming():
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
-    return str(torch.rand(3, generator=generator).tolist())
+    return str(torch.rand(3, generator=generator, dtype=torch.float64).tolist())
 
 
 class Pause(Callback):
