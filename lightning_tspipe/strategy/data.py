@@ -135,10 +135,10 @@ class DataHooks(ProcessHooks):
     def restore_random(self) -> None:
         """A resumed run draws on where it was stopped, before any hook of an epoch or a batch."""
         random, self._random = self._random, None
-        if random is not None:
-            random.restore()
-        if self._loader is not None:  # which also knows how the batches that were held came to be
+        if self._loader is not None:  # which knows what has been read already
             self._loader.restore_random()
+        elif random is not None:
+            random.restore()
 
     def _begin_next_epoch(self) -> bool:
         """Where an epoch's batches end: whether the next one's may be read already."""
