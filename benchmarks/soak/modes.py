@@ -81,6 +81,14 @@ class Plain(Averaged):
         return loss
 
 
+class WithMomentum(Plain):
+    """With the optimizer by which ``spectrain`` predicts."""
+
+    @override
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.student.parameters(), lr=1e-3, momentum=0.9)
+
+
 class Tasks(FanoutTraining, LightningModule):
     """Three heads on one trunk."""
 
@@ -159,7 +167,7 @@ MODES = {
     "sequential": Mode(Averaged, lambda: [MomentumEMA()], {"schedule": "sequential"}),
     **{
         weights: Mode(
-            Plain,
+            WithMomentum if weights == "spectrain" else Plain,
             options={"schedule": "1f1b", "weights": weights},
             trainer={"accumulate_grad_batches": 2 if weights == "2bw" else 1},
         )
