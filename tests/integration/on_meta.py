@@ -70,6 +70,10 @@ def train_whole(training: Training, ckpt_path: str | None = None) -> Trained:
 def _train(training: Training, ckpt_path: str | None, make: Any) -> Trained:
     """Fit; from a checkpoint of the end of an epoch on, with the batches of the last one."""
     strict()
+    if ckpt_path is not None:  # of another number of devices, which is what is compared
+        warnings.filterwarnings(
+            "ignore", message="the checkpoint's plan was made for other devices"
+        )
     warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
     warnings.filterwarnings("ignore", message="The dirpath has changed")
     known = CASES[training.case].build()

@@ -8,18 +8,9 @@ Each rank of theirs ends with as few communicators as it has neighbours, and lea
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
-
 import pytest
 
 from tests import strict_backend
-from tests.integration.jobs import run, run_job
-from tests.integration.test_asynchronous import (
-    test_a_run_goes_on_with_the_batches_in_flight,
-    test_more_trainers_train_as_the_emulation,
-)
-from tests.integration.test_data_parallel import test_replicas_train_what_one_device_trains
 from tests.integration.test_evaluation import test_a_fit_evaluates_parts_of_its_networks
 from tests.integration.test_exact import test_a_strategy_by_name
 from tests.integration.test_fanout import (
@@ -34,7 +25,6 @@ from tests.integration.test_relay import (
     test_rounds_alternate_on_all_ranks,
     test_shared_stages_on_four_ranks,
 )
-from tests.integration.trainings import Training, train
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
