@@ -24,6 +24,7 @@ class Workers:
 
 def test_another_fit_starts_as_if_none_had_failed() -> None:
     launcher: Any = _launcher_class("Launcher", _Workers, Workers)()
+    launcher._start_method = "fork"
     launcher._strategy = SimpleNamespace(
         have_workers_failed=False, cluster_environment=SimpleNamespace(main_port=29500)
     )
