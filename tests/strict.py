@@ -126,6 +126,8 @@ class StrictWire(Wire):
     @override
     def open(self, edges: Sequence[Edge]) -> None:
         for edge in edges:
+            if self._rank not in edge[:2]:
+                continue
             with self._network.changed:
                 queue = self._network.queues.setdefault(edge, _Queue(edge))
                 assert self._rank not in queue.present, f"{edge} is opened twice"

@@ -153,7 +153,7 @@ class Evaluation:
                 return executor.output(context, call, ref)
 
             result = self._runner.replay(step, whole, seed, output)
-        executor.finish(context)
+        executor.finish(context, in_training=False)
         self._index += 1
         return result
 

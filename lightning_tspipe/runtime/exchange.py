@@ -229,11 +229,11 @@ class Exchange:
         for saved in [key for key in self._saved if key[0] <= index]:
             del self._saved[saved]
 
-    def _finish_sends(self, index: int) -> None:
+    def _finish_sends(self, index: int, *, in_training: bool) -> None:
         """Wait until what was sent before has left."""
         started = time.perf_counter()
         with waiting(f"the end of batch {index}"):
-            self._transport.finish_step()
+            self._transport.finish_step(in_training=in_training)
         self.recorder.paused("send", started)
 
     def under_way(self, units: Mapping[int, StepUnits]) -> UnderWay:

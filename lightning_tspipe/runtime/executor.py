@@ -92,13 +92,13 @@ class Executor(Exchange):
             return ()
         return read.version, read.predicted
 
-    def finish(self, step: StepContext) -> None:
+    def finish(self, step: StepContext, *, in_training: bool = True) -> None:
         """The step is over: forget what belongs to it."""
         self._forget(step.index)
         self.statistics.finish(step.index)
         if self.weights is not None:
             self.weights.trained(step.index)
-        self._finish_sends(step.index)
+        self._finish_sends(step.index, in_training=in_training)
 
     def repeat(self, step: StepContext, action: Action, inputs: Tensors) -> None:
         """Run a forward for its backward alone: others have what it gives.

@@ -55,17 +55,24 @@ class NcclWire(Wire):
     def open(self, edges: Sequence[Edge]) -> None:
         with default_group(self._pipeline):
             for edge in edges:
-                self._groups[edge] = self._connect(edge)
+                # All ranks: torch names a group by how many a rank has made, also where it asks
+                # for the group's own ranks only (use_local_synchronization).
+                group = self._make(edge)
+                if self._rank in edge[:2]:
+                    self._greet(group, edge)
+                    self._groups[edge] = group
 
-    def _connect(self, edge: Edge) -> Any:
-        group: Any = dist.new_group(
+    def _make(self, edge: Edge) -> Any:
+        return dist.new_group(
             sorted((self._ranks[edge.source], self._ranks[edge.target])),
             timeout=self._timeout,
             backend=self._backend,
-            use_local_synchronization=True,  # these two ranks make it, and no other
             group_desc=f"tspipe {edge.source}>{edge.target} {edge.lane.name.lower()}",
             device_id=self._device if self._device.type == "cuda" else None,
         )
+
+    def _greet(self, group: Any, edge: Edge) -> None:
+        """The first message, which connects the two."""
         hello = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if edge.source == self._rank:
             _begun(
@@ -75,7 +82,6 @@ class NcclWire(Wire):
             _begun(
                 dist.irecv(hello, group=group, group_src=_place(edge.source, edge.target))
             ).wait()
-        return group
 
     @override
     def isend(self, tensor: Tensor, target: int, channel: Channel) -> Work:

@@ -49,7 +49,10 @@ class Wire(ABC):
 
     @abstractmethod
     def open(self, edges: Sequence[Edge]) -> None:
-        """Connect this rank's edges, in this order; holds the host until all peers have come."""
+        """Connect edges, the same on all ranks and in this order; holds the host for its peers.
+
+        A rank that an edge doesn't concern takes note of it, no more.
+        """
 
     @abstractmethod
     def isend(self, tensor: Tensor, target: int, channel: Channel) -> Work:
@@ -87,7 +90,7 @@ class OrderedTransport(Transport):
 
     @override
     def open(self, edges: Iterable[Edge]) -> None:
-        new = sorted(edge for edge in set(edges) - self._open if self.rank in edge[:2])
+        new = sorted(set(edges) - self._open)
         try:
             self._wire.open(new)
         except RuntimeError as error:
@@ -120,10 +123,10 @@ class OrderedTransport(Transport):
         return _OrderedReceipt(buffers, works, self.rank, source)
 
     @override
-    def finish_step(self) -> None:
+    def finish_step(self, *, in_training: bool = True) -> None:
         self._objects.steps_under_way = self.steps_under_way
-        self._objects.finish_step()
-        self._outgoing.finish_step(self.steps_under_way, self._wait)
+        self._objects.finish_step(in_training=in_training)
+        self._outgoing.finish_step(self.steps_under_way, self._wait, in_training=in_training)
         if self._device.type == "cuda":
             # Nothing else holds a host that only launches: it would run ahead without bounds.
             end = torch.cuda.Event()

@@ -132,7 +132,7 @@ class SharedMemoryTransport(Transport):
         ]
 
     @override
-    def finish_step(self) -> None:
+    def finish_step(self, *, in_training: bool = True) -> None:
         for rank, peer in self._peers.items():
             self._give_back(rank)
             limit = peer.end_step()

@@ -76,8 +76,12 @@ class Transport(ABC):
         """Ask for the next message of a channel; its shapes must be known."""
 
     @abstractmethod
-    def finish_step(self) -> None:
-        """Wait until what was sent ``steps_under_way`` calls ago, or before, has left."""
+    def finish_step(self, *, in_training: bool = True) -> None:
+        """Wait until what was sent ``steps_under_way`` steps ago, or before, has left.
+
+        What the training has under way is taken when it goes on: the steps of an evaluation in
+        between don't wait for it.
+        """
 
     @abstractmethod
     def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
@@ -199,7 +203,7 @@ class LocalTransport(Transport):
         return _LocalReceipt(mailbox, mailbox.ask())
 
     @override
-    def finish_step(self) -> None:
+    def finish_step(self, *, in_training: bool = True) -> None:
         """Nothing is under way."""
 
     @override
@@ -220,23 +224,35 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._now: list[tuple[Any, Tensor]] = []
-        self._before: deque[list[tuple[Any, Tensor]]] = deque()
+        self._in_training: deque[list[tuple[Any, Tensor]]] = deque()
+        self._in_evaluation: list[tuple[Any, Tensor]] = []
 
     def add(self, work: Any, tensor: Tensor) -> None:
         """One more transfer, of this tensor."""
         self._now.append((work, tensor))
 
-    def finish_step(self, steps_under_way: int, wait: Callable[[Any], None]) -> None:
-        """Wait for what was sent so many calls ago, or before.
+    def finish_step(
+        self, steps_under_way: int, wait: Callable[[Any], None], *, in_training: bool
+    ) -> None:
+        """Wait for what was sent so many steps ago, or before; in evaluations, one step ago.
 
         It has been consumed by now, or its consumer is behind: then this rank waits for it, so that
         it can't run ahead without bounds.
         """
-        while len(self._before) >= steps_under_way:
-            for work, _ in self._before.popleft():
-                wait(work)
-        self._before.append(self._now)
+        _wait_for(self._in_evaluation, wait)
+        if not in_training:
+            self._in_evaluation = self._now
+        else:
+            self._in_evaluation = []
+            while len(self._in_training) >= steps_under_way:
+                _wait_for(self._in_training.popleft(), wait)
+            self._in_training.append(self._now)
         self._now = []
+
+
+def _wait_for(sent: list[tuple[Any, Tensor]], wait: Callable[[Any], None]) -> None:
+    for work, _ in sent:
+        wait(work)
 
 
 def failure(rank: int, verb: str, peer: int | None, error: Exception) -> TransportError:
@@ -315,9 +331,11 @@ class GlooTransport(Transport):
                 self._pool.setdefault((tensor.shape, tensor.dtype), []).append(tensor.detach())
 
     @override
-    def finish_step(self) -> None:
+    def finish_step(self, *, in_training: bool = True) -> None:
         self._outgoing.finish_step(
-            self.steps_under_way, lambda work: self.wait(work, "send to", None)
+            self.steps_under_way,
+            lambda work: self.wait(work, "send to", None),
+            in_training=in_training,
         )
 
     def wait(self, work: Any, verb: str, peer: int | None) -> None:

@@ -216,7 +216,7 @@ class EvaluationHooks(TrainingHooks):
             for rank in range(self.num_ranks - 1):
                 said = stop, on_cpu(batch) if rank == LOSS_RANK else None
                 self.transport.send_object(said, rank)
-            self.transport.finish_step()
+            self.transport.finish_step(in_training=False)
         else:
             with waiting("the start of a step"):
                 stop, batch = self.transport.receive_object(self.num_ranks - 1)
