@@ -2,9 +2,9 @@
 
 ::
 
-    started by this package    ──► the system ends it (SIGKILL, on Linux) ──► it has met the others:
-    started by torchrun, SLURM ──► a thread does, from the Trainer on     ──► its patrol does, which
-                                                                             can tidy up
+    a child of this package's  ──► the system ends it (SIGKILL, on Linux) ──► it has met the others:
+    of torchrun's, of SLURM's  ──► a thread does, from the Trainer on     ──► its patrol does, which
+    of a fork server's         ──► a thread does, from its first call on      can tidy up
 """
 
 from __future__ import annotations
@@ -85,10 +85,14 @@ class _Early:
 
 
 def watch_launcher() -> None:
-    """Before the ranks have met: end this process if what launched it is gone."""
-    if _Early.thread is None and any(name in os.environ for name in _LAUNCHERS):
+    """Before the ranks have met: end this process if what launched it is gone.
+
+    The system ends a child of this package's, as a rule; that of a fork server's is another one's.
+    """
+    parent = Parent()
+    if _Early.thread is None and parent.pid:
         _Early.thread = threading.Thread(
-            target=_look_after, args=(Parent(),), name="lightning-tspipe-launcher", daemon=True
+            target=_look_after, args=(parent,), name="lightning-tspipe-launcher", daemon=True
         )
         _Early.thread.start()
 

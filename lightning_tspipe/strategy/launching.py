@@ -29,6 +29,7 @@ from lightning_tspipe.runtime.parents import (
     before_exec,
     end_with_parent,
     signed_by_this_process,
+    watch_launcher,
 )
 from lightning_tspipe.runtime.rendezvous import HEIR, JOB_TOKEN, Launched
 from lightning_tspipe.strategy.worlds import installed_worlds, world_of
@@ -111,6 +112,7 @@ class InWorker:
         end_with_parent(self.parent)
         os.environ[PARENT] = os.environ[HEIR] = self.parent
         os.environ[JOB_TOKEN] = self.token
+        watch_launcher()
         if self.states is not None:
             self.states.restore()
         parents = signal.getsignal(signal.SIGTERM)

@@ -11,6 +11,11 @@ from __future__ import annotations
 import pytest
 
 from tests import strict_backend
+from tests.integration.test_asynchronous import (
+    test_a_run_goes_on_with_the_batches_in_flight,
+    test_a_trainer_trains_as_the_emulation,
+)
+from tests.integration.test_data_parallel import test_replicas_train_what_one_device_trains
 from tests.integration.test_evaluation import test_a_fit_evaluates_parts_of_its_networks
 from tests.integration.test_exact import test_a_strategy_by_name
 from tests.integration.test_fanout import (
