@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.members import process_name
 from lightning_tspipe.runtime.patrol import PERIOD, Found, Patrol
 from lightning_tspipe.runtime.phases import HERE
 
@@ -113,7 +114,7 @@ class Failures:
     @property
     def _me(self) -> str:
         if self._job is None:
-            return f"rank {self._rank} (pid {os.getpid()})"
+            return process_name(self._rank, os.getpid())
         return self._job.members.name(self._rank)
 
     # The watch
@@ -338,9 +339,11 @@ def _is_script(child: Any) -> bool:
 
 def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     """Give the other processes time to see for themselves, then end them."""
-    deadline = time.monotonic() + _PATIENCE
+    # Longer than a watch takes to end a rank that notices nothing, and says where it was.
+    deadline = time.monotonic() + _PATIENCE + _A_MOMENT
     for child in children:
         try:
             child.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             child.kill()
+            child.wait()  # so that all have ended when this process looks for what they have left

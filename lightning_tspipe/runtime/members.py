@@ -33,7 +33,12 @@ class Member:
     started: int | None
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid} on {self.host})"
+        return process_name(self.rank, self.pid, self.host)
+
+
+def process_name(rank: int, pid: int, host: str = "") -> str:
+    """A rank and its process, on this machine unless another one is named."""
+    return f"rank {rank} (pid {pid} on {host or os.uname().nodename})"
 
 
 class Members:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.members import Member
+from lightning_tspipe.runtime.members import Member, process_name
 from lightning_tspipe.runtime.neighbours import Neighbour
 from lightning_tspipe.runtime.parents import Parent
 from lightning_tspipe.runtime.phases import HERE
@@ -156,7 +156,7 @@ class Patrol:
         how = neighbour.how_it_ended()
         who = self._members.name(rank)
         if self._members.find(rank) is None:
-            who = f"rank {rank} (pid {neighbour.pid})"
+            who = process_name(rank, neighbour.pid)
         where = self._job.phase_of(rank) or "the start-up"
         return Found(f"{who} {how}{_without_a_word(how)} in {where}", _remedy_for(how), rank)
 

@@ -6,6 +6,8 @@ long as that lives: so nobody joins what a killed job has left behind. ::
     <temporary folder>/lightning-tspipe-1000/       only this user can open it
         job-node7-29500-3f1c        "work-x7k2", locked by rank 0
         work-x7k2/                  the store, notes, who is where
+        job-launch-9ab2             "work-p3q8", locked by the process that starts the ranks
+        work-p3q8/                  its temporary files
 """
 
 from __future__ import annotations
@@ -21,15 +23,39 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_tspipe.errors import ConfigurationError
 
-_ENTRY, _WORK = "job-", "work-"
+_ENTRY, _WORK, _WITH_IT = "job-", "work-", "also-"
 _LOCK_SECONDS = 30.0
 _PAUSE = 0.02
-_HELD: dict[str, int] = {}
-"""Entries of this process, with the open files that hold the locks."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """An entry that this process has locked.
+
+    To close another opening of the same file would give up the lock: nothing asks the file.
+
+    Attributes:
+        pid: This process, and none that was forked from it.
+        file: Open, since it holds the lock.
+        folder: What the entry names.
+    """
+
+    pid: int
+    file: int
+    folder: str
+
+
+_HELD: dict[str, _Held] = {}
+
+
+def _held(entry: Path) -> _Held | None:
+    held = _HELD.get(entry.name)
+    return held if held is not None and held.pid == os.getpid() else None
 
 
 def private_folder() -> Path:
@@ -67,9 +93,9 @@ def make_job_folder(name: str) -> Path:
     with _alone_in(base):
         _remove_leftovers(base)
         entry = base / name
-        if entry.exists():
+        if _held(entry) or entry.exists():
             raise ConfigurationError(
-                f"another job of this user (process {_holder(entry) or os.getpid()}) has the same "
+                f"another job of this user (process {_holder(entry)}) has the same "
                 "address and port. Set MASTER_PORT to another one for each job"
             )
         folder = Path(tempfile.mkdtemp(dir=base, prefix=_WORK))
@@ -77,7 +103,7 @@ def make_job_folder(name: str) -> Path:
         # Not flock: a loader's worker would inherit it, and outlive this process.
         fcntl.lockf(file, fcntl.LOCK_EX)
         os.write(file, f"{folder.name}\n".encode())
-        _HELD[name] = file
+        _HELD[name] = _Held(os.getpid(), file, folder.name)
     return folder
 
 
@@ -92,15 +118,38 @@ def find_job_folder(name: str) -> Path | None:
 
 
 def remove_job_folder(folder: Path) -> None:
-    """Remove a job's folder and its entry, when all its processes are done with it."""
+    """Remove a job's folder and its entry, when all its processes are done with it.
+
+    And what other jobs have left, whose processes were all killed.
+    """
     with suppress(OSError, TimeoutError), _alone_in(folder.parent):
         for entry in folder.parent.glob(f"{_ENTRY}*"):
-            if entry.read_text().strip() == folder.name:
+            if _folder_of(entry) == folder.name:
                 entry.unlink(missing_ok=True)
-                file = _HELD.pop(entry.name, None)
-                if file is not None:
-                    os.close(file)
+                held = _held(entry)
+                if held is not None:
+                    del _HELD[entry.name]
+                    os.close(held.file)
+        _remove_leftovers(folder.parent)
+    _remove(folder)
+
+
+def remove_too(folder: Path, rank: int, path: str) -> None:
+    """Let a folder of a rank's own be removed with the job's, should the rank not come to it."""
+    with suppress(OSError):
+        (folder / f"{_WITH_IT}{rank}").write_text(path)
+
+
+def _remove(folder: Path) -> None:
+    with suppress(OSError):
+        for note in folder.glob(f"{_WITH_IT}*"):
+            shutil.rmtree(note.read_text(), ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_of(entry: Path) -> str:
+    held = _held(entry)
+    return held.folder if held is not None else entry.read_text().strip()
 
 
 def keep_job_folder(folder: Path) -> None:
@@ -138,14 +187,14 @@ def _remove_leftovers(base: Path) -> None:
     """Of jobs whose processes were killed, all of them."""
     known = set()
     for entry in base.glob(f"{_ENTRY}*"):
-        work = entry.read_text().strip()
-        if entry.name in _HELD or _holder(entry):
+        work = _folder_of(entry)
+        if _holder(entry):
             known.add(work)
         else:
             entry.unlink(missing_ok=True)
     for folder in base.glob(f"{_WORK}*"):
         if folder.name not in known:
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
 
 
 # Asked, not tried: to take a lock even for a moment would look like a rank 0 to others.
@@ -155,6 +204,9 @@ _FLOCK = struct.Struct("qqihh" if _IS_MAC else "hhqqi4x")
 
 def _holder(entry: Path) -> int:
     """The process that holds an entry's lock; 0 if none does."""
+    held = _held(entry)
+    if held is not None:
+        return held.pid
     wanted = (fcntl.F_WRLCK, os.SEEK_SET)
     question = _FLOCK.pack(0, 0, 0, *wanted) if _IS_MAC else _FLOCK.pack(*wanted, 0, 0, 0)
     try:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import util
+from multiprocessing import current_process, util
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from lightning_tspipe.runtime.private_folder import (
     make_job_folder,
     private_folder,
     remove_job_folder,
+    remove_too,
 )
 
 JOB_TOKEN = "LIGHTNING_TSPIPE_JOB"  # noqa: S105 - the name of an environment variable
@@ -179,10 +182,36 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
         job.members.publish()
         if job.folder is not None:
             HERE.share(job.folder, rank)
+            if "tempdir" not in current_process()._config:  # type: ignore[attr-defined] # noqa: SLF001
+                # Made now, it is also that of loaders' workers, who leave their sockets there.
+                remove_too(job.folder, rank, util.get_temp_dir())
         # Not atexit, which processes that multiprocessing has started don't ask.
         util.Finalize(None, job.leave, exitpriority=0)
         _Current.job = job
+        _leave_before_sigterm()
     return _Current.job
+
+
+def end_by(signum: int) -> None:
+    """End this process by a signal, and tidy up before: leave the job, remove temporary files."""
+    if _Current.job is not None and _Current.job.members.this.pid == os.getpid():
+        util._run_finalizers()  # type: ignore[attr-defined] # noqa: SLF001 - as at any other end
+    signal.signal(signum, signal.SIG_DFL)
+    os.kill(os.getpid(), signum)
+
+
+def _leave_before_sigterm() -> None:
+    """A launcher ends what is left of a job that fails by this signal, at any moment."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def end(signum: int, _frame: Any) -> None:
+        # Otherwise it is called by another handler, which decides.
+        if signal.getsignal(signum) is end:
+            end_by(signum)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 def _expect_launcher(port: int) -> None:

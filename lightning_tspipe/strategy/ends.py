@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from lightning_tspipe.runtime.failures import (
 )
 from lightning_tspipe.runtime.parents import watch_instead
 from lightning_tspipe.runtime.phases import HERE, SAVING
-from lightning_tspipe.runtime.rendezvous import Job, current_job
+from lightning_tspipe.runtime.rendezvous import Job, current_job, end_by
 from lightning_tspipe.runtime.stopping import END, REQUEUE, Stop
 from lightning_tspipe.strategy.checkpoints import CheckpointHooks
 from lightning_tspipe.strategy.files import explain_damage, whole_files
@@ -108,8 +107,8 @@ class EndHooks(CheckpointHooks):
         # Its property raises where it is not attached yet, as in the parent of workers.
         trainer = getattr(self.lightning_module, "_trainer", None)
         interrupted = trainer is not None and trainer.interrupted
-        failing = interrupted or self.have_workers_failed
-        return self.total_ranks > 1 and failing and not self._ends_together
+        failing = interrupted and self.total_ranks > 1 and not self._ends_together
+        return failing or self.have_workers_failed
 
     def begin_end(self, exception: BaseException) -> None:
         """An exception has left the loops: before anything else, the other ranks get to know."""
@@ -292,8 +291,7 @@ class EndHooks(CheckpointHooks):
         def on_sigterm(signum: int, _frame: Any) -> None:
             if self._hears_no_more:
                 # Whatever was to be saved is, and nobody would ever look at a note.
-                signal.signal(signum, signal.SIG_DFL)
-                os.kill(os.getpid(), signum)
+                end_by(signum)
             self._stop.ask(END)
 
         # Lightning takes them as handlers when the loops begin.

@@ -13,17 +13,23 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from multiprocessing import util
 from types import TracebackType
 from typing import Any
 
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
+from torch.multiprocessing.spawn import (
+    ProcessException,
+    ProcessExitedException,
+    ProcessRaisedException,
+)
 
 from lightning_tspipe.runtime.failures import say
+from lightning_tspipe.runtime.members import process_name
 from lightning_tspipe.runtime.parents import (
     PARENT,
     before_exec,
@@ -31,7 +37,13 @@ from lightning_tspipe.runtime.parents import (
     signed_by_this_process,
     watch_launcher,
 )
+from lightning_tspipe.runtime.private_folder import (
+    entry_name,
+    make_job_folder,
+    remove_job_folder,
+)
 from lightning_tspipe.runtime.rendezvous import HEIR, JOB_TOKEN, Launched
+from lightning_tspipe.strategy.own_memory import own_memory
 from lightning_tspipe.strategy.worlds import installed_worlds, world_of
 
 _GRACE = 8.0
@@ -55,12 +67,22 @@ class _PassedOn:
 
     def __call__(self, signum: int, _frame: Any) -> None:
         """Handle the signal."""
+        self._signum = signum
         if self._launcher.procs:
-            self._signum = signum
             self._launcher.kill(signum)
         else:
-            self.give_back()
-            os.kill(os.getpid(), signum)
+            self.end()
+
+    def end(self) -> None:
+        """Do what the signal would have done, and tidy up if that is to end this process.
+
+        Raises:
+            SIGTERMException: Lightning's own.
+        """
+        self.give_back()
+        if self._previous is signal.SIG_DFL:
+            raise world_of(self._launcher._strategy).sigterm_exception  # noqa: SLF001
+        os.kill(os.getpid(), self._signum)
 
     def give_back(self) -> None:
         """Have the signal handled as before."""
@@ -73,10 +95,15 @@ class _PassedOn:
         signal.signal(signal.SIGTERM, self)
         try:
             yield
+        except BaseException:
+            if self._signum and self._previous is not signal.SIG_DFL:
+                self.end()
+            raise
+        else:
+            if self._signum:
+                self.end()
         finally:
             self.give_back()
-            if self._signum:
-                os.kill(os.getpid(), self._signum)
 
 
 def _sigterm_passed_on(launcher: Any) -> AbstractContextManager[None]:
@@ -91,14 +118,18 @@ class InWorker:
 
     Attributes:
         function: What is to run.
+        method: How workers start.
         states: The parent's random states and flags of torch, where the start method leaves them
             behind; None: it doesn't, or Lightning takes them along.
+        temporary: The parent's folder for temporary files; None: the system's.
         parent: Who started the worker.
         token: What all workers of the job have in common.
     """
 
     function: Callable[..., Any]
+    method: str
     states: Any = None
+    temporary: str | None = field(default_factory=lambda: tempfile.tempdir)
     parent: str = field(default_factory=signed_by_this_process)
     token: str = field(default_factory=secrets.token_hex)
 
@@ -113,15 +144,18 @@ class InWorker:
         os.environ[PARENT] = os.environ[HEIR] = self.parent
         os.environ[JOB_TOKEN] = self.token
         watch_launcher()
+        tempfile.tempdir = self.temporary
         if self.states is not None:
             self.states.restore()
+        trainer = getattr(self.function, "__self__", None)
+        if self.method != "fork":
+            own_memory([*args, *kwargs.values(), *getattr(trainer, "callbacks", ())])
         parents = signal.getsignal(signal.SIGTERM)
         if isinstance(parents, _PassedOn):  # inherited by a fork
             parents.give_back()
         try:
             return self.function(*args, **kwargs)
         except BaseException as exception:
-            trainer = getattr(self.function, "__self__", None)
             if trainer is not None:
                 world_of(trainer.strategy).interrupt(trainer, exception)
                 if trainer.strategy.ends_together:
@@ -195,6 +229,7 @@ class _Workers:
 
     _strategy: Any
     _start_method: str
+    _folder: str
     procs: list[Any]
 
     def launch(
@@ -203,30 +238,52 @@ class _Workers:
         """Start the workers and wait for them; what rank 0's returns."""
         self._strategy.have_workers_failed = False
         self.procs = []  # not those of an earlier launch
-        worker = InWorker(function, self._states())
+        worker = InWorker(function, self._start_method, self._states())
         job = Launched(worker.token, self._strategy.cluster_environment.main_port)
+        with self._files(worker.token):
+            return self._launch(job, worker, *args, trainer=trainer, **kwargs)
+
+    def _launch(self, job: Launched, worker: InWorker, *args: Any, **kwargs: Any) -> Any:
         is_over = threading.Event()
         threading.Thread(target=self._end_together, args=(is_over,), daemon=True).start()
         try:
             launch = super().launch  # type: ignore[misc]
             with _sigterm_passed_on(self):
-                return launch(worker, *args, trainer=trainer, **kwargs)
+                return launch(worker, *args, **kwargs)
         except BaseException as exception:
             self._strategy.have_workers_failed = True
-            _print_no_traceback_of_the_parent(exception, job)
-            if getattr(exception, "exit_code", None) in _SIGTERM_CODES:
+            words = "" if job.has_told else _last_words(exception, job)
+            code = getattr(exception, "exit_code", None)
+            if code in _SIGTERM_CODES:
+                if code == -signal.SIGTERM and words:
+                    say(words)
                 raise world_of(self._strategy).sigterm_exception from exception
+            if isinstance(exception, ProcessException):
+                _print_instead_of_a_traceback(exception, words)
             raise
         finally:
             is_over.set()
             job.remove()
 
-    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> None:
-        super()._recover_results_in_main_process(worker_output, trainer)  # type: ignore[misc]
-        if worker_output.weights_path is not None:
-            # Lightning makes a folder for the weights that travel, and removes the file only.
-            with suppress(OSError):
-                Path(worker_output.weights_path).parent.rmdir()
+    @contextmanager
+    def _files(self, token: str) -> Iterator[None]:
+        """While inside, temporary files of torch and Lightning lie where they are removed.
+
+        Those of tracebacks, and of the weights that travel back, would stay if a worker fails.
+        """
+        if self._start_method == "forkserver":
+            util.get_temp_dir()  # now: it serves all launches of this process
+        folder = make_job_folder(entry_name("launch", token))
+        self._folder = str(folder)
+        try:
+            with _temporary_files_in(self._folder):
+                yield
+        finally:
+            remove_job_folder(folder)
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        with _temporary_files_in(self._folder):
+            return super()._collect_rank_zero_results(trainer, results)  # type: ignore[misc]
 
     def _states(self) -> Any:
         """What workers of a server would not inherit: Lightning takes it to spawned ones only."""
@@ -250,33 +307,46 @@ class _Workers:
                 return
 
 
-def _print_no_traceback_of_the_parent(exception: BaseException, job: Launched) -> None:
-    """Nothing has failed there; print what is left to say of the workers, if it ends with that."""
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    previous, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = previous
+
+
+def _last_words(exception: BaseException, job: Launched) -> str:
+    """What is to be said of workers that have ended, if they have told nothing themselves."""
     if isinstance(exception, ProcessRaisedException):
         text = exception.msg.partition("error:\n")[2].rstrip() or exception.msg
-    elif isinstance(exception, ProcessExitedException):
-        text = f"The job ends, because {_end_of(exception, job)}"
-    else:
-        return
-    text = "" if job.has_told else text
+        kind = text.splitlines()[-1].partition(":")[0].rpartition(".")[2]
+        return f"{text}\n{_cause(exception, f'raised {kind}', job)}"
+    if isinstance(exception, ProcessExitedException):
+        how = f"ended with exit code {exception.exit_code}"
+        if exception.signal_name:
+            how = f"was killed by {exception.signal_name}"
+        return _cause(exception, how, job)
+    return ""
+
+
+def _cause(exception: ProcessException, how: str, job: Launched) -> str:
+    rank = exception.error_index
+    who = process_name(rank, exception.error_pid)
+    return f"The job ends, because {who} {how} in {job.phase_of(rank)}"
+
+
+def _print_instead_of_a_traceback(exception: BaseException, words: str) -> None:
+    """Nothing has failed in the parent: if it ends with this exception, print these."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if value is not exception:
             previous(kind, value, trace)
-        elif text:
-            say(text)
+        elif words:
+            say(words)
 
     sys.excepthook = hook
-
-
-def _end_of(exception: ProcessExitedException, job: Launched) -> str:
-    how = f"ended with exit code {exception.exit_code}"
-    if exception.signal_name:
-        how = f"was killed by {exception.signal_name}"
-    rank = exception.error_index
-    who = f"rank {rank} (pid {exception.error_pid} on {os.uname().nodename})"
-    return f"{who} {how} in {job.phase_of(rank)}"
 
 
 def _launcher_class(name: str, part: type, base: type, **members: Any) -> type:

@@ -118,11 +118,13 @@ def _codes(seen: Seen) -> _IsRight:
 def _after_sigterm(seen: Seen) -> set[int]:
     """Of the process that got it: before and after the training it ends as any process does."""
     fault = seen.draw.fault
+    if fault.target == "parent" and seen.draw.launcher != "torchrun":
+        return {-signal.SIGTERM, 143}  # which shells can't tell apart
     if fault.moment in {"start-up", "teardown"}:
         return {-signal.SIGTERM}
     if fault.moment == "any":
         return {-signal.SIGTERM, 143}
-    if fault.target == "parent" or seen.draw.launcher == "torchrun":
+    if seen.draw.launcher == "torchrun":
         return {-signal.SIGTERM, 1}
     return {143}
 

@@ -287,6 +287,8 @@ def _has(configuration: Configuration, moment: str) -> bool:
 
 def _reaches(configuration: Configuration, place: str) -> bool:
     """Whether all ranks come to a place; rank 0 does."""
+    if place == "in step":  # elsewhere the loss rank alone runs it
+        return configuration.mode in {"fanout", "relay"}
     return place not in {"sync", "rename"} or (place == "sync" and configuration.sharded)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.faults.lab.drawing import HAVE_PARENT
 from tests.faults.lab.instant import Instant, NewInterpreter
 from tests.faults.lab.striking import ROOT, SCRIPT, STRUCK, pid_file
-from tests.faults.lab.training import Task
+from tests.faults.lab.training import AT_END, Task
 
 WITHIN = 60.0
 """A job comes to its end, or to its fault, in so many seconds; new interpreters need longer."""
@@ -261,8 +261,10 @@ class Watch:
             return
         known = job.rank_pid(fault.rank) if fault.target == "rank" else None
         pid = known or job.roots.get(f"rank {fault.rank}") or next(iter(job.roots.values()))
-        if pid in self._reaper.codes or not _status(pid)[0]:
+        if pid in self._reaper.codes or _status(pid)[0] in {"", "Z"}:
             return
+        if any(job.folder.glob(f"{AT_END}*")):
+            return  # too late; the moments of a run's end are struck from within
         self._struck_at, self._struck_pid = now, pid
         with suppress(ProcessLookupError):
             os.kill(pid, signal.Signals[fault.kind])
