@@ -106,6 +106,8 @@ class LookaheadLoader:
 
     Attributes:
         current: Number of the batch in training, over all epochs.
+        may_repeat: Whether to remember how things were before the current batch, for a run that
+            fails in it, is saved nevertheless, and goes on with this batch.
         agree: If set: asked after each reading whether there was a batch; says whether to go on.
     """
 
@@ -138,6 +140,8 @@ class LookaheadLoader:
         self._resumed: dict[str, Any] | None = None
         self.current = -1
         self.agree: Callable[[bool], bool] | None = None
+        self.may_repeat = False
+        self._taken: tuple[_Before, RandomStates] | None = None
 
     @property
     def upcoming(self) -> list[Any]:
@@ -152,7 +156,8 @@ class LookaheadLoader:
         self.current += 1
         self._resumed = None
         self._read.pop(self.current, None)
-        self._before.pop(self.current, None)
+        before = self._before.pop(self.current, None)
+        self._taken = (before, RandomStates.now()) if self.may_repeat and before else None
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
@@ -286,14 +291,27 @@ class LookaheadLoader:
         if callable(load) and state:
             load(state)
 
-    def progress(self, *, ended: bool) -> dict[str, Any]:
+    def progress(self, *, ended: bool, repeats: bool = False) -> dict[str, Any]:
         """What :meth:`resume` needs to go on with the batch after the current one.
 
         Args:
             ended: Whether the epoch is over, although a batch may be held.
+            repeats: Whether to go on with the current one instead, see :attr:`may_repeat`.
         """
+        if not repeats or self._taken is None:
+            return self._progress(RandomStates.now(), ended=ended)
+        before, now = self._taken
+        self._before[self.current] = before
+        self.current -= 1
+        try:
+            return self._progress(now, ended=False)
+        finally:
+            self.current += 1
+            del self._before[self.current]
+
+    def _progress(self, now: RandomStates, *, ended: bool) -> dict[str, Any]:
         epoch, early, coming = self._epoch, self._early, self.current + 1
-        now, own = RandomStates.now(), self._own()
+        own = self._own()
         if early is None or coming >= epoch.first:
             is_over = ended and early is None
             return self._part(epoch, coming, self._num_read * (not is_over), now, own)

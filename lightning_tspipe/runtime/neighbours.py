@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import select
 import signal
 import struct
 from contextlib import suppress
 from pathlib import Path
 
-_STATE, _STARTED, _EXIT_CODE = 0, 19, 49
+_STATE, _FLAGS, _STARTED, _EXIT_CODE = 0, 6, 19, 49
 """Places in ``/proc/<pid>/stat``, counted from behind the name."""
+_PF_EXITING = 4
 _PIDFD_GET_INFO = 0xC040FF0B
 _INFO = struct.Struct("<QQ11Ii")
 _INFO_EXIT = 1 << 3
@@ -91,6 +93,20 @@ class Neighbour:
             return False
         fields = _stat(self.pid)
         return bool(fields and fields[_STATE] == "Z") or self._is_another_one()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has ended, or has been killed and is about to."""
+        if self.has_ended:
+            return True
+        fields = _stat(self.pid)
+        if fields and int(fields[_FLAGS]) & _PF_EXITING:
+            return True
+        with suppress(OSError):
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            pending = re.search(r"^ShdPnd:\s*(\w+)", status, re.MULTILINE)
+            return pending is not None and bool(int(pending[1], 16) >> (signal.SIGKILL - 1) & 1)
+        return False
 
     @property
     def is_stopped(self) -> bool:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.neighbours import Neighbour
 
 _ENTRY, _WORK, _WITH_IT = "job-", "work-", "also-"
 _LOCK_SECONDS = 30.0
@@ -187,8 +188,8 @@ def _remove_leftovers(base: Path) -> None:
     """Of jobs whose processes were killed, all of them."""
     known = set()
     for entry in base.glob(f"{_ENTRY}*"):
-        work = _folder_of(entry)
-        if _holder(entry):
+        work, holder = _folder_of(entry), _holder(entry)
+        if holder and not (holder > 0 and Neighbour(holder).is_ending):
             known.add(work)
         else:
             entry.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -92,11 +93,14 @@ class Job:
             return
         if all(map(self._has_left, range(self.members.num_ranks))):
             remove_job_folder(self.folder)
+            inherited = current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001
+            if inherited and HEIR in os.environ:  # a fork server's, whose process was killed
+                shutil.rmtree(inherited, ignore_errors=True)
 
     @staticmethod
     def _has_heir() -> bool:
         """Whether the process that has launched the ranks will look for what they have left."""
-        return HEIR in os.environ and not parent_of(os.environ[HEIR]).has_ended
+        return HEIR in os.environ and not parent_of(os.environ[HEIR]).is_ending
 
     def _has_left(self, rank: int) -> bool:
         member = self.members.find(rank)
@@ -185,8 +189,9 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
             if "tempdir" not in current_process()._config:  # type: ignore[attr-defined] # noqa: SLF001
                 # Made now, it is also that of loaders' workers, who leave their sockets there.
                 remove_too(job.folder, rank, util.get_temp_dir())
-        # Not atexit, which processes that multiprocessing has started don't ask.
-        util.Finalize(None, job.leave, exitpriority=0)
+        # Not atexit, which processes that multiprocessing has started don't ask; and after this
+        # process has removed its own temporary files (-100).
+        util.Finalize(None, job.leave, exitpriority=-101)
         _Current.job = job
         _leave_before_sigterm()
     return _Current.job

@@ -28,6 +28,7 @@ class CheckpointHooks(ShardedHooks):
     """The part of the strategy that saves and loads."""
 
     _left: dict[str, Any] | None
+    _position: tuple[int, int] | None
     _resumed_replicas: list[dict[str, Any]] | None
 
     @override
@@ -92,19 +93,47 @@ class CheckpointHooks(ShardedHooks):
             self._left_shards = self._engine.shards
         super().on_train_end()
 
+    @property
+    def fails_within_batch(self) -> bool:
+        """Whether a run of one device ends in the middle of a batch, which then comes once more."""
+        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return (
+            self.total_ranks == 1
+            and self._trainer.interrupted
+            and self._loader is not None
+            and batches.processed < batches.ready
+        )
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether it ends so far within the batch that this can't come once more as it was.
+
+        Something of it is in gradients that are accumulated, or what a teacher that runs ahead had
+        computed for it is gone.
+        """
+        engine = self._engine
+        if engine is None or not self._has_begun or not self.fails_within_batch:
+            return False
+        accumulates = self._trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        is_late = engine.position != self._position and engine.ahead() is not None
+        return accumulates or self._trainer.accumulate_grad_batches > 1 or is_late
+
     def _progress(self) -> dict[str, Any] | None:
         assert self._engine is not None
         loop = self._trainer.fit_loop
-        ended = loop.epoch_loop._num_ready_batches_reached()  # noqa: SLF001
+        repeats = self.fails_within_batch
+        ended = loop.epoch_loop._num_ready_batches_reached() and not repeats  # noqa: SLF001
         # The epoch that has begun last; Trainer.current_epoch moves on before its last hooks.
         epoch = loop.epoch_progress.current.ready
-        coming = loop.epoch_loop.batch_progress.current.ready
+        batches: Any = loop.epoch_loop.batch_progress.current
+        coming = batches.processed if repeats else batches.ready
         place = (epoch, 0) if ended else (epoch - 1, coming)
         self._accumulates = loop._should_accumulate() or bool(self._manual.commands.waiting)  # noqa: SLF001
         return progress.collect(
             self._engine,
             self._loader,
             epoch_ended=ended,
+            position=self._position if repeats else None,
             with_gradients=self._accumulates and not self.saves_shards,
             place=None if self.saves_shards else place,
         )

@@ -127,6 +127,7 @@ class DataHooks(ProcessHooks):
             loader.agree = self.replicas.all_say
         if trains:
             self._loader = loader
+            loader.may_repeat = self.total_ranks == 1  # no failure of several ranks is saved
             self._prepared = {}  # numbers start anew
             if self._resumed is not None and self._resumed["loader"] is not None:
                 loader.resume(self._resumed["loader"])
@@ -178,6 +179,8 @@ class DataHooks(ProcessHooks):
             return batch
         if self._trainer.training and self._loader is not None:
             self._loader.take()
+            self._has_begun = False
+            self._position = self._engine.position if self._engine is not None else None
             prepared = self._prepared.pop(self._loader.current, None)
             if prepared is not None:
                 return prepared

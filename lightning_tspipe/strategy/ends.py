@@ -193,6 +193,12 @@ class EndHooks(CheckpointHooks):
         if self.is_failing:
             self._tell_unsaved()
             return
+        if self.is_torn:
+            log.warning(
+                "no checkpoint of this failure: it came in the middle of a batch, of which "
+                "gradients, or a teacher that runs ahead, hold a part. The last one is complete"
+            )
+            return
         HERE.interrupt(SAVING)
         with waiting(SAVING):
             super().save_checkpoint(checkpoint, filepath, storage_options)

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 Place = tuple[int, int]
 
 
-def collect(
+def collect(  # noqa: PLR0913 - what is saved differs
     engine: Engine,
     loader: LookaheadLoader | None,
     *,
     epoch_ended: bool,
     with_gradients: bool,
+    position: tuple[int, int] | None = None,
     place: Place | None = None,
 ) -> dict[str, Any] | None:
     """Where the pipeline is, on the loss rank; every rank calls it.
@@ -40,6 +41,7 @@ def collect(
         loader: The training loader, on the data rank.
         epoch_ended: Whether the batch that is held, if any, will not be trained.
         with_gradients: Whether to collect what has been accumulated.
+        position: Of the engine before the current batch, which then comes once more.
         place: The epoch, and the number of the next batch in it, to collect batches in flight;
             else their forwards are done again, in the run that goes on here too.
     """
@@ -52,7 +54,9 @@ def collect(
     if predicted is not None:
         own["prediction"] = predicted.state()
     if loader is not None:
-        own["loader"] = loader.progress(ended=epoch_ended)
+        own["loader"] = loader.progress(ended=epoch_ended, repeats=position is not None)
+        if position is not None:
+            own["random"] = own["loader"]["now"]
     if with_gradients:
         own["gradients"] = engine.shards.gradients(engine.rank)
     gathered = engine.transport.gather_object(own, LOSS_RANK)
@@ -61,7 +65,7 @@ def collect(
     packed = None
     if ahead is not None:
         packed = _pack(ahead, [rank["statistics"] for rank in gathered])
-    seed, step = engine.position
+    seed, step = position or engine.position
     data = gathered[engine.placement.data_rank]
     return {
         "seed": seed,

@@ -170,6 +170,8 @@ class PipelineHooks(EndHooks):
         self._accumulates = False
         self._loader: LookaheadLoader | None = None
         self._prepared: dict[int, Any] = {}
+        self._has_begun = False
+        self._position: tuple[int, int] | None = None
         self._num_loaders = 0
         self._words: dict[int, deque[tuple[int, bool]]] = {}
         self._epoch = -1

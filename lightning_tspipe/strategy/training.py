@@ -64,6 +64,7 @@ class TrainingHooks(DataHooks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         batch, *rest = (*args, *kwargs.values())
         batch_idx = self._trainer.fit_loop.epoch_loop.batch_idx
+        self._has_begun = True
         with self._watched(), self.precision_plugin.train_step_context():
             if self._watch is not None and self._trainer.global_step > self._watched_from:
                 # After the first update; the hooks of all others do the same.
@@ -71,6 +72,7 @@ class TrainingHooks(DataHooks):
                 self._watch = None
             step = self._training_step(rest, batch_idx)
             engine = self._engine or self._begin(batch, step, batch_idx)
+            self._position = self._position or engine.position
             if self._relaying.is_on:
                 step = self._step("training_step", rest, batch_idx)
                 result = self._relaying.training_step(step, batch, batch_idx)

@@ -185,6 +185,8 @@ def _missing(seen: Seen, output: str) -> str:
     is_told = draw.configuration.num_ranks > 1 and fault.moment != "teardown"
     if rank is None or not is_told or fault.kind in DAMAGES:
         return ""
+    if draw.launcher == "slurm" and fault.place in {"script", "connect"} and "SIG" in fault.kind:
+        return ""  # nobody else has met it: srun tells
     if fault.kind == "SIGTERM" and _ALL_STOP in output:
         return ""
     # Who fills a disk is not who fails.

@@ -26,6 +26,7 @@ AFTER_TIMEOUT = 10.0
 """The same for a rank that stalls, from the strategy's timeout on."""
 AFTER_CONTINUE = 10.0
 """And for one that nobody could end, from when it continues."""
+_SRUN_WAITS = 5.0
 _PERIOD = 0.05
 _CPUS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -218,6 +219,7 @@ class Watch:
         if not living:
             return self._reaper.codes.keys() >= set(self._job.roots.values())
         self.last_seen = now
+        self._as_srun(living, now)
         self._continue_stopped(living, now)
         return now > self._deadline()
 
@@ -268,6 +270,17 @@ class Watch:
         self._struck_at, self._struck_pid = now, pid
         with suppress(ProcessLookupError):
             os.kill(pid, signal.Signals[fault.kind])
+
+    def _as_srun(self, living: list[int], now: float) -> None:
+        """Who has not met the others can't be missed by them: srun --kill-on-bad-exit ends them."""
+        fault = self._fault
+        is_early = fault is not None and fault.place in {"script", "connect"}
+        if not is_early or self._job.task.launcher != "slurm" or self._struck_at is None:
+            return
+        if self._struck_pid not in living and now > self._struck_at + _SRUN_WAITS:
+            for pid in living:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
 
     def _continue_stopped(self, living: list[int], now: float) -> None:
         """A stopped process that nobody started but us: if it is the last one, it may end."""
