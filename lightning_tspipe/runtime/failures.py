@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -191,6 +192,12 @@ class Failures:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(0.05)
+
+    def tell_of_signal(self, signum: int) -> None:
+        """This process is about to be ended: if nothing has failed before, that is the cause."""
+        what = f"{self._me} was ended by {signal.Signals(signum).name} in {HERE.text}"
+        if self._find_cause() is None and self._claim(what, self._rank):
+            say(_told(what))
 
     # The cause
 

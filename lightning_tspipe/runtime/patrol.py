@@ -104,7 +104,8 @@ class Patrol:
         self._heard = ""
         self._parent = Parent()
         # A rank that fails looks around too, to know whether another one has failed before.
-        self._alone = threading.Lock()
+        # It may be in the middle of that when a signal has it look again.
+        self._alone = threading.RLock()
 
     def expect_no_more(self) -> None:
         """This rank has waited in vain: one that is stopped now is why, and needs no more time."""

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tspipe.capture import swap
-from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.capture.plan import StepPlan, TensorSpec
+from lightning_tspipe.runtime.network import ChainNetwork
 
 
 class _Draws(TorchDispatchMode):
@@ -49,3 +50,13 @@ def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: T
     except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
         return True
     return bool(mode.seen)
+
+
+def network_draws(network: ChainNetwork, plan: StepPlan) -> bool:
+    """Whether a step draws random numbers in a network."""
+
+    def run(x: Tensor) -> None:
+        network.chain.run((x,), 0, len(network.atoms))
+
+    calls = plan.calls_of(network.called_as)
+    return any(draws(network.modules, run, plan.calls[index].input) for index in calls)

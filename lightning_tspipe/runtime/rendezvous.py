@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import current_process, util
@@ -148,6 +149,7 @@ class _Current:
     """The job of this process; as the default process group, there is one."""
 
     job: Job | None = None
+    tell: Callable[[int], None] | None = None
 
 
 def current_job() -> Job | None:
@@ -200,9 +202,16 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
 def end_by(signum: int) -> None:
     """End this process by a signal, and tidy up before: leave the job, remove temporary files."""
     if _Current.job is not None and _Current.job.members.this.pid == os.getpid():
+        if _Current.tell is not None:
+            _Current.tell(signum)
         util._run_finalizers()  # type: ignore[attr-defined] # noqa: SLF001 - as at any other end
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
+
+
+def tell_before_the_end(tell: Callable[[int], None]) -> None:
+    """What is to be called before this process is ended by a signal, with its number."""
+    _Current.tell = tell
 
 
 def _leave_before_sigterm() -> None:

@@ -18,7 +18,7 @@ from lightning_tspipe.runtime.failures import (
 )
 from lightning_tspipe.runtime.parents import watch_instead
 from lightning_tspipe.runtime.phases import HERE, SAVING
-from lightning_tspipe.runtime.rendezvous import Job, current_job, end_by
+from lightning_tspipe.runtime.rendezvous import Job, current_job, end_by, tell_before_the_end
 from lightning_tspipe.runtime.stopping import END, REQUEUE, Stop
 from lightning_tspipe.strategy.checkpoints import CheckpointHooks
 from lightning_tspipe.strategy.files import explain_damage, whole_files
@@ -62,11 +62,13 @@ class EndHooks(CheckpointHooks):
         if failures is None:
             self._failures = self._make_failures(job, run)
             self._failures.watch()
+            tell_before_the_end(self._failures.tell_of_signal)
 
     @override
     def watch_others(self, job: Job) -> None:
         self._failures = self._make_failures(job)
         self._failures.watch()
+        tell_before_the_end(self._failures.tell_of_signal)
         watch_instead()
 
     @override

@@ -29,6 +29,7 @@ from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.programs import Captured
+from lightning_tspipe.runtime.randomness import network_draws
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.strategy.limits import memory_limit, nominal_rate
 from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
@@ -202,7 +203,34 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         features = list(_stand_ins(captured.plan, engine.device).values())
         cache.consider(sum(trunk.seconds) / len(found.ranks), features)
     depth = options.queue_depth
-    return found.placement(len(found.ranks) if depth == "auto" else depth, number, pieces)
+    if depth == "auto":
+        depth = len(found.ranks)
+    if depth and num_ranks > 1 and optimizers is not None:
+        depth = _depth_of_drawing(depth, captured, is_said=options.queue_depth != "auto")
+    return found.placement(depth, number, pieces)
+
+
+def _depth_of_drawing(depth: int, captured: Captured, *, is_said: bool) -> int:
+    """How far a trunk runs ahead: not at all if it draws random numbers.
+
+    What ran ahead runs again in a run that goes on, and would draw other ones.
+
+    Raises:
+        ConfigurationError: The user wants it to.
+    """
+    if not network_draws(captured.networks["teacher"], captured.plan):
+        return depth
+    if is_said:
+        raise ConfigurationError(
+            f"queue_depth={depth}: the trunk draws random numbers (dropout, in train mode?), and a "
+            "run that is resumed would draw others for the batches that it is ahead. Put it into "
+            "eval mode in on_train_start, or set queue_depth=0"
+        )
+    log.warning(
+        "the trunk draws random numbers (dropout, in train mode?): it does not run ahead of the "
+        "heads, which takes longer. Put it into eval mode if it is to give the same features always"
+    )
+    return 0
 
 
 def _memory_limit(options: SetupOptions, device: torch.device, *, trains: bool) -> float:

@@ -15,15 +15,12 @@ from itertools import repeat
 from typing import Any
 
 from lightning.fabric.utilities import rank_zero_info
-from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.run_plan import RunPlan, Source, plain
-from lightning_tspipe.runtime.network import ChainNetwork
 from lightning_tspipe.runtime.programs import Captured
-from lightning_tspipe.runtime.randomness import draws
+from lightning_tspipe.runtime.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.freezing import Freezing
 from lightning_tspipe.strategy.options import SetupOptions
@@ -215,12 +212,4 @@ def _normalises(captured: Captured) -> bool:
 
 def _is_random(captured: Captured) -> bool:
     """Whether a network draws random numbers."""
-    return any(map(_draws, captured.networks.values(), repeat(captured.plan)))
-
-
-def _draws(network: ChainNetwork, plan: StepPlan) -> bool:
-    def run(x: Tensor) -> None:
-        network.chain.run((x,), 0, len(network.atoms))
-
-    calls = plan.calls_of(network.called_as)
-    return any(draws(network.modules, run, plan.calls[index].input) for index in calls)
+    return any(map(network_draws, captured.networks.values(), repeat(captured.plan)))

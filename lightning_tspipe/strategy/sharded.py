@@ -177,6 +177,10 @@ class ShardedHooks(EvaluationHooks):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         engine, plain = self._placed, plain_optimizer(optimizer)
+        source = self._source if self._restores_optimizers else None
+        if engine is None and source is not None and not is_on_meta(self._module):
+            # No batch came, for whose stages each rank would have read its part.
+            self._restore(plain, self.optimizers.index(optimizer), source)
         # After a fit the module is whole again; of the optimizers each rank still has its part.
         shards = self._left_shards if engine is None else engine.shards
         if not self.saves_shards:

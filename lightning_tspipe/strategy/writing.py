@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from typing_extensions import override
 
+from lightning_tspipe.errors import TransportError
 from lightning_tspipe.strategy.checksums import TABLE_FILE, SummedStream, Sums, sums_of, to_json
 from lightning_tspipe.strategy.files import system_error, unsaved
 from lightning_tspipe.strategy.folders import IS_SUMMED, META_FILE
@@ -166,8 +167,9 @@ class ShardWriter:
     ) -> None:
         """Write, and on rank 0 put the folder in its place when all ranks have written."""
         try:
-            results = self._gather(_outcome(write))
-            _raise_failures(results)
+            result, own = _outcome(write)
+            results = self._gather(result)
+            _raise_failures(own, results)
             if self._is_first:
                 complete(results)
         except BaseException as error:
@@ -223,16 +225,24 @@ class _SummingFiles(FileSystem):
         self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
 
 
-def _outcome(write: Callable[[], Any]) -> Any:
-    """What a function returns, or its exception in a form that can be sent."""
+def _outcome(write: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """What a function returns, or what the others get to know of its exception; and that."""
     try:
-        return write()
-    except Exception as error:  # noqa: BLE001 - raised on every rank
-        return system_error(error) or RuntimeError(f"{type(error).__name__}: {error}")
+        return write(), None
+    except Exception as error:  # noqa: BLE001 - raised when all know of it
+        return system_error(error) or _NotWritten(f"{type(error).__name__}: {error}"), error
 
 
-def _raise_failures(results: list[Any]) -> None:
-    for result in results:
+class _NotWritten(Exception):  # noqa: N818 - it stands for another rank's
+    """Why a rank has not written its part."""
+
+
+def _raise_failures(own: Exception | None, results: list[Any]) -> None:
+    if own is not None:
+        raise own
+    for rank, result in enumerate(results):
+        if isinstance(result, _NotWritten):
+            raise TransportError(f"rank {rank} could not write its part of a checkpoint: {result}")
         if isinstance(result, Exception):
             raise result
 

@@ -102,11 +102,13 @@ class Classifier(LightningModule):
 
 
 class Tasks(FanoutTraining, LightningModule):
-    """Heads on a trunk."""
+    """Heads on a trunk, which may draw random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+        layers = [
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)
+        ]
         self.teacher = nn.Sequential(*layers).requires_grad_(requires_grad=False)
         self.student = StudentFanout({f"task{i}": nn.Linear(WIDTH, 3) for i in range(3)})
 
@@ -137,6 +139,7 @@ class Blocks(BlockwiseDistillation, LightningModule):
 MODULES: dict[str, Callable[[], Any]] = {
     **{kind: partial(Classifier, kind) for kind in ("plain", "dropout", "batchnorm")},
     "heads": Tasks,
+    "random heads": partial(Tasks, 0.3),
     "blocks": Blocks,
 }
 

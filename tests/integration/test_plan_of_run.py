@@ -27,6 +27,7 @@ RUNS = {
     "repacked": FROZEN,
     "frozen": replace(FROZEN, repack=False, num_ranks=2),
     "heads": HEADS,
+    "random heads": replace(HEADS, kind="random heads"),
     "relayed": RELAYED,
     "dropout": Planned("dropout"),
 }
@@ -65,7 +66,7 @@ def test_a_run_that_goes_on_goes_by_the_plan_of_the_one_that_was_stopped(
     elsewhere = fit(other(it), apart)  # where costs are others, so is the plan, and what comes out
     assert elsewhere[0].placements != whole[0].placements
     same = [torch.equal(v, whole[0].weights[key]) for key, v in elsewhere[0].weights.items()]
-    assert all(same) == (name == "heads")  # whose trunk is never trained
+    assert all(same) == (name == "heads")  # whose trunk is never trained, and draws nothing
     last = len(whole[0].losses)
     for step in (3, 4, last - 3) if name != "asynchronous" else (3,):
         ranks = fit(other(it, resume=str(tmp_path / f"step-{step}.ckpt")), apart)

@@ -13,6 +13,7 @@ from tests.faults.lab.striking import TEXT
 
 TOLERANCE = 1e-12
 """Between a run that was stopped and one that was not; float64."""
+_OF_THE_JOB = re.compile(r"/lightning-tspipe-\d+/(job|work)-|/pymp-")
 _RESUMED = "the result from"
 _CAUSE = re.compile(r"The job ends, because rank (\d+) \(pid \d+ on [^)]+\) .+ in .+")
 _ALL_STOP = "all ranks stop after this batch"
@@ -185,8 +186,10 @@ def _missing(seen: Seen, output: str) -> str:
     is_told = draw.configuration.num_ranks > 1 and fault.moment != "teardown"
     if rank is None or not is_told or fault.kind in DAMAGES:
         return ""
-    if draw.launcher == "slurm" and fault.place in {"script", "connect"} and "SIG" in fault.kind:
-        return ""  # nobody else has met it: srun tells
+    is_ended = fault.kind in {"SIGKILL", "SIGTERM", "two jobs"}
+    is_alone = draw.launcher == "slurm" or (draw.launcher == "popen" and rank == 0)
+    if is_alone and fault.place in {"script", "connect"} and is_ended:
+        return ""  # nobody else has met it: srun tells, or whoever ended the script
     if fault.kind == "SIGTERM" and _ALL_STOP in output:
         return ""
     # Who fills a disk is not who fails.
@@ -207,7 +210,11 @@ def nothing_left(seen: Seen) -> str:
     """No file beside those that were asked for, no shared memory, no socket."""
     if all_ended(seen):  # these are theirs
         return ""
-    return f"left: {', '.join(seen.files)}" if seen.files else ""
+    files, fault = seen.files, seen.draw.fault
+    if fault.kind == "SIGKILL" and fault.moment == "teardown":
+        # It may have been the last, which would have removed what the next job removes now.
+        files = [name for name in files if not _OF_THE_JOB.search(name)]
+    return f"left: {', '.join(files)}" if files else ""
 
 
 def checkpoints_load(seen: Seen) -> str:

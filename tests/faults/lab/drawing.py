@@ -269,11 +269,15 @@ def _fault(r: random.Random, configuration: Configuration, launcher: Launcher) -
     rank = r.randrange(configuration.num_ranks)
     if kind == "full disk":
         place = "hook" if moment == "saving" else "batch end" if moment == "step" else ""
+    target = "parent" if signalled and r.random() < 0.25 else "rank"
+    step = r.randrange(1, 6) if moment != "repack" else 0
+    if kind == "full disk" and moment == "epoch end" and step % 3 == 2:
+        step -= 1  # behind the last epoch nothing is written
     return Fault(
         kind, moment, place,
         rank=rank if _reaches(configuration, place) else 0,
-        target="parent" if signalled and r.random() < 0.25 else "rank",
-        step=r.randrange(1, 6) if moment != "repack" else 0,
+        target=target,
+        step=step,
         delay=r.uniform(0.0, 2.5),
         amount=_amount(r, kind),
     )  # fmt: skip

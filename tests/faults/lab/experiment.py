@@ -17,7 +17,7 @@ from tests.faults.lab.drawing import DAMAGES, Configuration, Draw
 from tests.faults.lab.instant import switch_on
 from tests.faults.lab.isolation import SHARED_MEMORY, Place, adopt_orphans, isolate
 from tests.faults.lab.jobs import Ended, Job, Reaper, wait_for
-from tests.faults.lab.striking import BALLAST
+from tests.faults.lab.striking import BALLAST, MET
 from tests.faults.lab.training import AT_END, RESULT, SAVED, Task, result_of
 
 STOP_TIMEOUT = 8.0
@@ -212,7 +212,7 @@ def unwanted(folder: Path) -> Iterator[Path]:
             yield from _temporary(path)
         elif name == SAVED:
             yield from (kept for kept in path.iterdir() if not _is_checkpoint(kept))
-        elif name not in _OWN_FILES and not name.startswith(("pid-", AT_END, RESULT)):
+        elif name not in _OWN_FILES and not name.startswith(("pid-", MET, AT_END, RESULT)):
             yield path
 
 

@@ -41,6 +41,8 @@ _spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds
 NewInterpreter = subprocess.Popen
 """A child as everybody starts one."""
 
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD)
+
 
 class Instant(NewInterpreter):  # type: ignore[type-arg]
     """A child that is forked if its command is one of this Python."""
@@ -102,8 +104,11 @@ def _fork(  # noqa: PLR0913 - what a new process gets
     """Fork a process that runs the arguments of an interpreter."""
     sys.stdout.flush()
     sys.stderr.flush()
+    # A signal that comes before Python is ready again in the child would be forgotten.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return pid
     code = 1
     try:
@@ -138,7 +143,7 @@ def _take(files: Mapping[int, int], keeps: Iterable[int]) -> None:
 
 def _forget() -> None:
     """Know no more than a new interpreter that has imported the same."""
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGCHLD):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

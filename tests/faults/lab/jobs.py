@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.faults.lab.drawing import HAVE_PARENT
 from tests.faults.lab.instant import Instant, NewInterpreter
-from tests.faults.lab.striking import ROOT, SCRIPT, STRUCK, pid_file
+from tests.faults.lab.striking import MET, ROOT, SCRIPT, STRUCK, pid_file
 from tests.faults.lab.training import AT_END, Task
 
 WITHIN = 60.0
@@ -274,7 +274,10 @@ class Watch:
     def _as_srun(self, living: list[int], now: float) -> None:
         """Who has not met the others can't be missed by them: srun --kill-on-bad-exit ends them."""
         fault = self._fault
-        is_early = fault is not None and fault.place in {"script", "connect"}
+        is_early = fault is not None and (
+            fault.place in {"script", "connect"}
+            or (fault.moment == "any" and not any(self._job.folder.glob(f"{MET}*")))
+        )
         if not is_early or self._job.task.launcher != "slurm" or self._struck_at is None:
             return
         if self._struck_pid not in living and now > self._struck_at + _SRUN_WAITS:
@@ -314,7 +317,10 @@ class Watch:
         if self._struck_pid is None or fault is None or fault.target == "parent":
             return None
         ranks = range(self._job.task.configuration.num_ranks)
-        found = [rank for rank in ranks if self._job.rank_pid(rank) == self._struck_pid]
+        known = {rank: self._job.rank_pid(rank) for rank in ranks}
+        if fault.moment == "any" and not any(self._job.folder.glob(f"{MET}*")):
+            return None  # they had not met, and nobody else can tell
+        found = [rank for rank, pid in known.items() if pid == self._struck_pid]
         return found[0] if found else None
 
 

@@ -36,6 +36,10 @@ START = "processes:_START"
 _wall_clock = time.time
 
 
+MET = "met-"
+"""A rank leaves such a file when it has met the others."""
+
+
 def pid_file(rank: int) -> Path:
     """Where a rank leaves its number."""
     return Path(f"pid-{rank}")
@@ -115,6 +119,7 @@ class Hooks(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         striker.rank = trainer.global_rank
+        Path(f"{MET}{trainer.global_rank}").touch()
         pid_file(trainer.global_rank).write_text(str(os.getpid()))
         striker.reach("start-up", "setup")
         self._wrap_step(pl_module)

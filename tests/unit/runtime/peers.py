@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.channels import Channel
 from lightning_tspipe.runtime.shared_memory import SharedMemoryTransport
 from lightning_tspipe.runtime.transport import GlooTransport, Transport
 
@@ -55,6 +56,28 @@ def exchange(kind: str, objects: list[Any], tensors: list[torch.Tensor], num_ste
     dist.barrier()
     dist.destroy_process_group()
     return found, gathered, hello
+
+
+def evaluate_before_a_token_is_taken(kind: str, num_batches: int) -> list[str]:
+    """Rank 0 sends a token in training, which rank 1 takes when the evaluation is over."""
+    transport = connect(kind, 5)
+    peer, done = 1 - transport.rank, []
+    if transport.rank == 0:
+        transport.send_object("token", peer, Channel.RELAY_TOKENS)
+    transport.finish_step()
+    for batch in range(num_batches):
+        if transport.rank == 0:
+            transport.send_object(f"batch {batch}", peer)
+        else:
+            done.append(transport.receive_object(peer))
+        transport.finish_step(in_training=False)
+    if transport.rank == 1:
+        done.append(transport.receive_object(peer, Channel.RELAY_TOKENS))
+    for _ in range(2):
+        transport.finish_step()
+    dist.barrier()
+    dist.destroy_process_group()
+    return done
 
 
 def lose_a_peer(kind: str, how: str) -> tuple[str, float]:

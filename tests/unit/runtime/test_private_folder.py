@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -19,6 +20,7 @@ from lightning_tspipe.runtime.private_folder import (
     make_job_folder,
     private_folder,
     remove_job_folder,
+    remove_too,
 )
 
 NAME = entry_name("node", "29500")
@@ -157,3 +159,43 @@ def test_when_all_are_done_nothing_is_left(temporary: Path) -> None:
     remove_job_folder(make_job_folder(NAME))
     assert {path.name for path in private_folder().iterdir()} == {".lock"}
     assert make_job_folder(NAME).exists()
+
+
+def test_what_it_holds_itself_it_does_not_open() -> None:
+    """A process gives up its lock when it closes the file, whoever opened it."""
+    launch = make_job_folder(entry_name("launch"))
+    job = make_job_folder(NAME)
+    remove_job_folder(job)
+    assert launch.exists()
+    other = _CONTEXT.Process(target=remove_job_folder, args=(job,))  # and all that is left over
+    other.start()
+    other.join(SECONDS)
+    assert other.exitcode == 0
+    assert launch.exists()
+
+
+def test_who_is_forked_holds_nothing(temporary: Path) -> None:
+    process, end = start(temporary)
+    folder = received(end)
+    assert isinstance(folder, Path)
+    child = _CONTEXT.Process(target=_removes_leftovers, args=(process.pid, folder))
+    child.start()
+    child.join(SECONDS)
+    process.join()
+    assert child.exitcode == 0
+
+
+def _removes_leftovers(pid: int, left: Path) -> None:
+    os.kill(pid, signal.SIGKILL)
+    folder = make_job_folder(entry_name("node", "29502"))
+    remove_job_folder(folder)
+    assert not left.exists()
+
+
+def test_folders_of_ranks_go_with_the_job_s(tmp_path: Path) -> None:
+    own = tmp_path / "pymp-of-a-killed-rank"
+    own.mkdir()
+    folder = make_job_folder(NAME)
+    remove_too(folder, 1, str(own))
+    remove_job_folder(folder)
+    assert not own.exists()

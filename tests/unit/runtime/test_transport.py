@@ -136,3 +136,11 @@ def test_large_objects_leave_no_memory_behind(folder: Path) -> None:
     for is_right, kilobytes in jobs.run(peers.send_weights, folder=folder, seconds=200):
         assert is_right
         assert kilobytes < 1024  # of 4 MB
+
+
+@pytest.mark.parametrize("kind", ["gloo", "shared memory"])
+def test_an_evaluation_does_not_wait_for_what_the_training_takes_later(
+    kind: str, folder: Path
+) -> None:
+    _, done = jobs.run(peers.evaluate_before_a_token_is_taken, kind, 3, folder=folder)
+    assert done == ["batch 0", "batch 1", "batch 2", "token"]
