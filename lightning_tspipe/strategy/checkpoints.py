@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
 from lightning_tspipe.strategy import progress
@@ -108,15 +109,16 @@ class CheckpointHooks(ShardedHooks):
     def is_torn(self) -> bool:
         """Whether it ends so far within the batch that this can't come once more as it was.
 
-        Something of it is in gradients that are accumulated, or what a teacher that runs ahead had
-        computed for it is gone.
+        Something of it is in gradients that are accumulated, in a teacher that the step has moved,
+        or in BatchNorm's statistics; or what a teacher that runs ahead had computed for it is gone.
         """
         engine = self._engine
         if engine is None or not self._has_begun or not self.fails_within_batch:
             return False
-        accumulates = self._trainer.fit_loop._should_accumulate()  # noqa: SLF001
+        accumulates = self._trainer.accumulate_grad_batches > 1
+        counts = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
         is_late = engine.position != self._position and engine.ahead() is not None
-        return accumulates or self._trainer.accumulate_grad_batches > 1 or is_late
+        return accumulates or counts or is_late or engine.captured.plan.has_ema
 
     def _progress(self) -> dict[str, Any] | None:
         assert self._engine is not None

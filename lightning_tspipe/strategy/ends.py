@@ -198,7 +198,7 @@ class EndHooks(CheckpointHooks):
         if self.is_torn:
             log.warning(
                 "no checkpoint of this failure: it came in the middle of a batch, of which "
-                "gradients, or a teacher that runs ahead, hold a part. The last one is complete"
+                "gradients, statistics or the teacher hold a part already. The last one is complete"
             )
             return
         HERE.interrupt(SAVING)
