@@ -13,6 +13,7 @@ long as that lives: so nobody joins what a killed job has left behind. ::
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -189,13 +190,24 @@ def _remove_leftovers(base: Path) -> None:
     known = set()
     for entry in base.glob(f"{_ENTRY}*"):
         work, holder = _folder_of(entry), _holder(entry)
-        if holder and not (holder > 0 and Neighbour(holder).is_ending):
+        lives = holder and not (holder > 0 and Neighbour(holder).is_ending)
+        if lives or _is_used(base / work):
             known.add(work)
         else:
             entry.unlink(missing_ok=True)
     for folder in base.glob(f"{_WORK}*"):
         if folder.name not in known:
             _remove(folder)
+
+
+def _is_used(folder: Path) -> bool:
+    """Whether a rank of a job lives, which has lost its rank 0 and tells the others why it ends."""
+    for note in folder.glob("member-*"):
+        with suppress(OSError, ValueError, KeyError):
+            member = json.loads(note.read_text())
+            if not Neighbour(member["pid"], member["started"]).is_ending:
+                return True
+    return False
 
 
 # Asked, not tried: to take a lock even for a moment would look like a rank 0 to others.

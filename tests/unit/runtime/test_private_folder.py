@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.neighbours import start_of
 from lightning_tspipe.runtime.private_folder import (
     entry_name,
     find_job_folder,
@@ -199,3 +202,21 @@ def test_folders_of_ranks_go_with_the_job_s(tmp_path: Path) -> None:
     remove_too(folder, 1, str(own))
     remove_job_folder(folder)
     assert not own.exists()
+
+
+def test_a_job_that_has_lost_its_rank_0_keeps_it_to_its_end(temporary: Path) -> None:
+    process, end = start(temporary)
+    folder = received(end)
+    assert isinstance(folder, Path)
+    member = _CONTEXT.Process(target=time.sleep, args=(SECONDS,))
+    member.start()
+    told = {"pid": member.pid, "started": start_of(member.pid or 0)}
+    (folder / "member-1").write_text(json.dumps(told))
+    process.kill()
+    process.join()
+    remove_job_folder(make_job_folder(entry_name("node", "29503")))
+    assert folder.exists()
+    member.kill()
+    member.join()
+    remove_job_folder(make_job_folder(entry_name("node", "29503")))
+    assert not folder.exists()
