@@ -159,3 +159,32 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_signal_that_ends_a_rank_is_told_if_nothing_has_failed_before(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A launcher ends the others by it, right after one has failed."""
+    first, second = failures_of(tmp_path, child), failures_of(tmp_path, child, rank=2)
+    first.tell_of_signal(signal.SIGTERM)
+    text = capsys.readouterr().err
+    assert f"The job ends, because rank 0 (pid {os.getpid()} on " in text
+    assert "was ended by SIGTERM in " in text
+    second.tell_of_signal(signal.SIGTERM)
+    assert not capsys.readouterr().err
+
+
+def test_a_signal_is_no_cause_where_another_rank_was_killed(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = failures_of(tmp_path, child)
+    os.kill(child, signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while not Neighbour(child).is_ending:
+        assert time.monotonic() < deadline
+    time.sleep(0.05)
+    failures.tell_of_signal(signal.SIGTERM)
+    text = capsys.readouterr().err
+    assert "rank 1" in text
+    assert "was killed by SIGKILL" in text
+    assert "SIGTERM" not in text
