@@ -194,7 +194,12 @@ class Failures:
                 time.sleep(0.05)
 
     def tell_of_signal(self, signum: int) -> None:
-        """This process is about to be ended: if nothing has failed before, that is the cause."""
+        """This process is about to be ended: if nothing has failed before, that is the cause.
+
+        A launcher of workers sees who was ended, and ends the others by the same signal.
+        """
+        if self._job is not None and self._job.has_heir:
+            return
         what = f"{self._me} was ended by {signal.Signals(signum).name} in {HERE.text}"
         if self._find_cause() is None and self._claim(what, self._rank):
             say(_told(what))
@@ -266,8 +271,11 @@ class Failures:
                 break
             time.sleep(0.05)
         text = first_line(exception)
+        if self._job is None:  # it has met nobody who could know more
+            self._tell_at_the_end(exception, _told(text))
+            return
         what = f"{self._me} waited in vain in {HERE.text}: {text}"
-        if self._job is not None and self._cause() is None and self._claim(what, self._rank):
+        if self._cause() is None and self._claim(what, self._rank):
             remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
             self._tell_at_the_end(exception, _told(what, remedy))
         else:

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import current_process, util
@@ -90,7 +90,7 @@ class Job:
     def leave(self) -> None:
         """This process ends; the last one removes what they had in common."""
         self.notes.leave(f"left/{self.members.rank}")
-        if self.folder is None or self._has_heir():
+        if self.folder is None or self.has_heir:
             return
         if all(map(self._has_left, range(self.members.num_ranks))):
             remove_job_folder(self.folder)
@@ -98,8 +98,8 @@ class Job:
             if inherited and HEIR in os.environ:  # a fork server's, whose process was killed
                 shutil.rmtree(inherited, ignore_errors=True)
 
-    @staticmethod
-    def _has_heir() -> bool:
+    @property
+    def has_heir(self) -> bool:
         """Whether the process that has launched the ranks will look for what they have left."""
         return HEIR in os.environ and not parent_of(os.environ[HEIR]).is_ending
 
@@ -129,10 +129,12 @@ class Launched:
         except FileNotFoundError:
             return None
 
-    @property
-    def has_told(self) -> bool:
-        """Whether one of the ranks has told why the job ends."""
-        return self._folder is not None and any(self._folder.glob("run-*-cause"))
+    def told_causes(self) -> Iterator[int | None]:
+        """The ranks that ended the job, as ranks have told; None for one of unknown number."""
+        if self._folder is not None:
+            for path in self._folder.glob("run-*-cause"):
+                first = path.read_text().partition(" ")[0]
+                yield int(first) if first.isdigit() else None
 
     def phase_of(self, rank: int) -> str:
         """What a rank did before it ended."""

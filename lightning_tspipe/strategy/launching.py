@@ -252,7 +252,7 @@ class _Workers:
                 return launch(worker, *args, **kwargs)
         except BaseException as exception:
             self._strategy.have_workers_failed = True
-            words = "" if job.has_told else _last_words(exception, job)
+            words = _last_words(exception, job)
             code = getattr(exception, "exit_code", None)
             if code in _SIGTERM_CODES:
                 if code == -signal.SIGTERM and words:
@@ -318,11 +318,14 @@ def _temporary_files_in(folder: str) -> Iterator[None]:
 
 def _last_words(exception: BaseException, job: Launched) -> str:
     """What is to be said of workers that have ended, if they have told nothing themselves."""
+    told = set(job.told_causes())
     if isinstance(exception, ProcessRaisedException):
+        if exception.error_index in told:
+            return ""  # with its traceback: another rank's word is no reason to lose that
         text = exception.msg.partition("error:\n")[2].rstrip() or exception.msg
         kind = text.splitlines()[-1].partition(":")[0].rpartition(".")[2]
         return f"{text}\n{_cause(exception, f'raised {kind}', job)}"
-    if isinstance(exception, ProcessExitedException):
+    if isinstance(exception, ProcessExitedException) and not told:
         how = f"ended with exit code {exception.exit_code}"
         if exception.signal_name:
             how = f"was killed by {exception.signal_name}"

@@ -47,7 +47,12 @@ meet, watch = processes.meet, processes.ProcessHooks.__dict__["_meet"]
 
 def paused_meet(*args, **kwargs):
     pause("meeting")
+    if WHERE == "failing" and os.environ["LOCAL_RANK"] == "1":
+        while not Path("met").exists():
+            time.sleep(0.05)
+        raise ValueError("a mistake of the user's own")
     job = meet(*args, **kwargs)
+    Path("met").touch()
     return job
 
 
@@ -150,6 +155,20 @@ def test_the_process_that_starts_them_is_killed(method: str, where: str, tmp_pat
         process.wait()
         # While they import, only what was forked ends at once; the others do when they get on.
         all_end(tmp_path, IMPORTS if where == "nowhere" else SECONDS)
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_a_failure_before_the_ranks_have_met_is_told_by_its_traceback(
+    method: str, tmp_path: Path
+) -> None:
+    """The launcher ends the others by a signal, which is no cause."""
+    with started(tmp_path, SCRIPT, command_of(method, "failing")) as (process,):
+        process.wait(IMPORTS)
+        text = all_end(tmp_path)
+    assert process.returncode == 1
+    assert text.count("ValueError: a mistake of the user's own") == 1, text
+    causes = re.findall(r"The job ends, because (rank \d) .* in the start-up", text)
+    assert causes == ["rank 1"], text
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tests.faults.lab.drawing import DAMAGES, HARMLESS, HAVE_PARENT, Draw
+from tests.faults.lab.drawing import BEFORE_THEY_MET, DAMAGES, HARMLESS, HAVE_PARENT, Draw
 from tests.faults.lab.jobs import AFTER_FAULT, AFTER_TIMEOUT, Ended
 from tests.faults.lab.striking import TEXT
 
@@ -183,13 +183,18 @@ def _missing(seen: Seen, output: str) -> str:
     if text not in output:
         return f"nobody says {text!r}"
     rank = seen.ended.struck_rank
-    is_told = draw.configuration.num_ranks > 1 and fault.moment != "teardown"
-    if rank is None or not is_told or fault.kind in DAMAGES:
+    has_others = draw.configuration.num_ranks > 1 and fault.moment != "teardown"
+    if rank is None or not has_others or fault.kind in DAMAGES:
         return ""
     is_ended = fault.kind in {"SIGKILL", "SIGTERM", "two jobs"}
     is_alone = draw.launcher == "slurm" or (draw.launcher == "popen" and rank == 0)
-    if is_alone and fault.place in {"script", "connect"} and is_ended:
+    if is_alone and fault.place in BEFORE_THEY_MET and is_ended:
         return ""  # nobody else has met it: srun tells, or whoever ended the script
+    if fault.kind == "SIGSTOP" and fault.place in BEFORE_THEY_MET:
+        absent = (
+            rf"The job ends, because .*(rank {rank} did not come|no word of rank {rank}) within"
+        )
+        return "" if re.search(absent, output) else f"nobody says that rank {rank} did not come"
     if fault.kind == "SIGTERM" and _ALL_STOP in output:
         return ""
     # Who fills a disk is not who fails.

@@ -38,6 +38,8 @@ _PLACES: dict[str, tuple[str, ...]] = {
     "saving": ("hook", "sync", "rename"),
 }
 """Where within a moment; the others have one place."""
+BEFORE_THEY_MET = ("script", "connect")
+"""Places of the start-up where the ranks don't know each other."""
 
 _ALL = frozenset(MOMENTS)
 _INSIDE = _ALL - {"any"}

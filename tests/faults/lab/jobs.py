@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.faults.lab.drawing import HAVE_PARENT
+from tests.faults.lab.drawing import BEFORE_THEY_MET, HAVE_PARENT
 from tests.faults.lab.instant import Instant, NewInterpreter
 from tests.faults.lab.striking import MET, ROOT, SCRIPT, STRUCK, pid_file
 from tests.faults.lab.training import AT_END, Task
@@ -27,6 +27,8 @@ AFTER_TIMEOUT = 10.0
 AFTER_CONTINUE = 10.0
 """And for one that nobody could end, from when it continues."""
 _SRUN_WAITS = 5.0
+_TORCHRUN_WAITS = 30.0
+"""Between the SIGTERM and the SIGKILL for ranks that are left."""
 _PERIOD = 0.05
 _CPUS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _REPOSITORY = Path(__file__).resolve().parents[3]
@@ -246,7 +248,10 @@ class Watch:
         if self._struck_at is None or fault is None or fault.kind in {"slow rank", "clock jump"}:
             return job.started + job.before
         if fault.kind == "SIGSTOP":
-            return self._struck_at + job.task.timeout + AFTER_TIMEOUT
+            # The number of a process that the others have not met is known to torchrun alone.
+            is_torchruns = job.task.launcher == "torchrun" and fault.place in BEFORE_THEY_MET
+            waits = _TORCHRUN_WAITS if is_torchruns else 0.0
+            return self._struck_at + job.task.timeout + AFTER_TIMEOUT + waits
         return self._struck_at + AFTER_FAULT
 
     def _notice(self) -> None:
@@ -275,7 +280,7 @@ class Watch:
         """Who has not met the others can't be missed by them: srun --kill-on-bad-exit ends them."""
         fault = self._fault
         is_early = fault is not None and (
-            fault.place in {"script", "connect"}
+            fault.place in BEFORE_THEY_MET
             or (fault.moment == "any" and not any(self._job.folder.glob(f"{MET}*")))
         )
         if not is_early or self._job.task.launcher != "slurm" or self._struck_at is None:

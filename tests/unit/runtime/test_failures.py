@@ -103,6 +103,12 @@ def test_who_waits_in_vain_for_one_that_lives_tells_so(
     assert text.startswith("rank 2 stops too: nothing from rank 0 (the cause: rank 0 (pid ")
 
 
+def test_who_has_met_nobody_tells_what_it_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    error = TransportError("rank 0 did not come within 8 s")
+    Failures(1).settle(error)
+    assert said(error, capsys).startswith(f"The job ends, because {error}")
+
+
 def test_it_is_told_at_once_where_no_hook_is_asked(
     tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
