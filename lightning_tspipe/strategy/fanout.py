@@ -4,33 +4,33 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import nn
 
-from lightning_tspipe.capture import swap
-from lightning_tspipe.capture.plan import StepPlan, ValueRef
-from lightning_tspipe.capture.replay import StepRunner, silenced
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.heads import FanoutTraining, StudentFanout
 from lightning_tspipe.heads.training import refuse_trained_trunk
 from lightning_tspipe.planning.heads import HeadCost, TrunkCost, spread
-from lightning_tspipe.planning.pieces import WHOLE, Pieces, choose_pieces
+from lightning_tspipe.planning.pieces import WHOLE
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.run_plan import RunPlan
-from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.randomness import network_draws
 from lightning_tspipe.runtime.replicas import Replicas
+from lightning_tspipe.strategy.head_costs import (
+    ends_of_pieces,
+    head_costs,
+    prologue_seconds,
+    stand_ins,
+    trunk_cost,
+)
 from lightning_tspipe.strategy.limits import memory_limit, nominal_rate
 from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.plan_of_run import PlanOfRun, made_for
@@ -38,10 +38,6 @@ from lightning_tspipe.strategy.plan_of_run import PlanOfRun, made_for
 log = logging.getLogger("lightning_tspipe")
 
 BLOCK = "student"
-_NUM_TIMED = 3
-_UPDATE_SECONDS_PER_BYTE = 2.5e-10
-_HOST_LINK = (1.5e-4, 4.0e9)
-_PIECES = (1, 2, 4, 8)
 
 
 def fanout_of(module: nn.Module) -> StudentFanout | None:
@@ -176,13 +172,13 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     cache, pieces = captured.heads.cache, WHOLE
     ends: list[int] = []
     if num_ranks > 1 or cache is not None:
-        ends = _ends(engine, captured, options)
-        trunk, pieces = _trunk_cost(engine, captured, options, ends)
+        ends = ends_of_pieces(engine, captured, options)
+        trunk, pieces = trunk_cost(engine, captured, options, ends)
         if optimizers is None:
             costs = [HeadCost(cost.name, sum(trunk.seconds) / 10) for cost in costs]
         else:
             rate = nominal_rate(engine.device) if options.plans_by_flops else None
-            costs = _measure(engine, captured.plan, step, batch, optimizers, rate)
+            costs = head_costs(engine, captured.plan, step, batch, optimizers, rate)
     else:
         atoms = len(captured.networks["teacher"].atoms)
         trunk = TrunkCost((0.0,) * atoms, (0,) * atoms, (0.0,) * atoms, ("",) * atoms)
@@ -190,7 +186,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     limit = _memory_limit(options, engine.device, trains=optimizers is not None)
     beside = [0.0] * num_ranks
     if num_ranks > 1 and not options.plans_by_flops:
-        beside[-1] = reading + _prologue_seconds(engine, captured.plan, step, batch)
+        beside[-1] = reading + prologue_seconds(engine, captured.plan, step, batch)
     cuts = _given_cuts(options, trunk, num_ranks)
     found = spread(trunk, costs, num_ranks, limit, cuts, beside)
     pieces = pieces.within(found.cuts[1], ends)
@@ -200,7 +196,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
             number, pieces.number, pieces.num_atoms, found.describe(costs),
         )  # fmt: skip
     if cache is not None:
-        features = list(_stand_ins(captured.plan, engine.device).values())
+        features = list(stand_ins(captured.plan, engine.device).values())
         cache.consider(sum(trunk.seconds) / len(found.ranks), features)
     depth = options.queue_depth
     if depth == "auto":
@@ -261,151 +257,3 @@ def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tupl
             f"to {number}, for at most {num_ranks} stages"
         )
     return (0, *accumulate(counts))
-
-
-def _trunk_cost(
-    engine: Engine, captured: Captured, options: SetupOptions, ends: Sequence[int]
-) -> tuple[TrunkCost, Pieces]:
-    """What the trunk costs, and what of it goes through in pieces of a batch."""
-    calls = [captured.plan.calls[i].input for i in captured.plan.calls_of("teacher")]
-    given = 1 if options.num_microbatches == "auto" else options.num_microbatches
-    batch_size = max(spec.shape[0] for spec in calls)
-    counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
-    rate = nominal_rate(engine.device) if options.plans_by_flops else None
-    profile = profile_forwards(captured, engine.device, counts, rate)["teacher"]
-    size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
-    if ends:
-        whole = next(spec for spec in calls if spec.shape[0] == batch_size)
-        pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
-    factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
-    latency, bandwidth = _HOST_LINK
-    costs = TrunkCost(
-        tuple(factor * seconds for seconds in pieces.seconds(profile, size)),
-        tuple(atom.parameter_bytes for atom in profile.atoms),
-        tuple(
-            given * latency + samples * atom.output_bytes_per_sample / bandwidth
-            for atom in profile.atoms
-        ),
-        tuple(atom.name for atom in profile.atoms),
-        frozenset(index for index, atom in enumerate(profile.atoms) if atom.joined),
-    )
-    return costs, pieces
-
-
-def _ends(engine: Engine, captured: Captured, options: SetupOptions) -> list[int]:
-    """How many of the trunk's atoms may run in pieces: what they pass on has a row per sample.
-
-    None if the samples of a batch may matter to each other, or the user said how many go together.
-    """
-    trunk = engine.module.get_submodule("teacher")
-    if options.num_microbatches != "auto" or any(part.training for part in trunk.modules()):
-        return []
-    network, plan = captured.networks["teacher"], captured.plan
-    calls = [plan.calls[index] for index in plan.calls_of("teacher")]
-    batch_size = max(call.input.shape[0] for call in calls)
-    known = []
-    for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
-        spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
-        shapes = network.shapes(spec, calls[0].num_links, engine.context, grad=False)
-        known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
-    return [
-        end
-        for end in range(1, len(network.atoms))
-        if all(rows[end] for rows in known) and not network.outputs_between(0, end)
-    ]
-
-
-def _measure(  # noqa: PLR0913, PLR0917 - what a head's step needs
-    engine: Engine,
-    plan: StepPlan,
-    step: Step,
-    batch: Any,
-    optimizers: Sequence[torch.optim.Optimizer],
-    rate: float | None,
-) -> list[HeadCost]:
-    """Time each head's own step on stand-ins for the features; nothing of it is left.
-
-    With a rate, in operations per second, its operations are counted instead.
-    """
-    module, heads = engine.module, engine.heads
-    assert heads is not None
-    student = heads.student
-    student.to(engine.device)
-    features = _stand_ins(plan, engine.device)
-    runner = StepRunner(module, engine.names, plan, is_loss_rank=True)
-    costs = []
-    with swap.attributes_restored(list(module.modules()), tensors=False), silenced(module):
-        for name in student.names:
-            head = student.heads[name]
-            with swap.attributes_restored(list(head.modules()), tensors=True):
-
-                def run(name: str = name) -> None:
-                    with student.trains((name,), rehearses=True), engine.context():
-                        loss = runner.replay(step, batch, 0, lambda c, r: features[c, r])
-                    loss.backward()
-
-                seconds = _timed(run, engine.device) if rate is None else _counted(run) / rate
-            for parameter in head.parameters():
-                parameter.grad = None
-            size = sum(p.nbytes for p in head.parameters())
-            held = round(size * (2 + _moments(head, optimizers)))
-            update = held * _UPDATE_SECONDS_PER_BYTE
-            costs.append(HeadCost(name, seconds + update, held))
-    return costs
-
-
-def _timed(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the fastest of some runs, after one that is not counted."""
-    seconds = []
-    for _ in range(1 + _NUM_TIMED):
-        started = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds[1:])
-
-
-def _counted(run: Callable[[], None]) -> int:
-    """Floating-point operations of a run."""
-    with FlopCounterMode(display=False) as counter:
-        run()
-    return int(counter.get_total_flops())
-
-
-def _prologue_seconds(engine: Engine, plan: StepPlan, step: Step, batch: Any) -> float:
-    """What the data rank takes to make the trunk's input of a batch; nothing of it is left."""
-    assert engine.heads is not None
-    runner = StepRunner(
-        engine.module, engine.names, plan, is_loss_rank=True, beginning=engine.heads.beginning
-    )
-    seconds = []
-    for _ in range(1 + _NUM_TIMED):
-        started = time.perf_counter()
-        runner.inputs(step, batch, 0, effects=False)
-        seconds.append(time.perf_counter() - started)
-    return min(seconds)
-
-
-def _stand_ins(plan: StepPlan, device: torch.device) -> dict[tuple[int, ValueRef], Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        (each.call, ValueRef(each.position, slot)): (
-            torch.randn(spec.shape, generator=generator).to(device, spec.dtype)
-            if spec.dtype.is_floating_point
-            else torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-        )
-        for each in plan.interceptions
-        for slot, spec in enumerate(each.leaves)
-        if spec is not None
-    }
-
-
-def _moments(head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Tensors of the size of a parameter that its optimizer keeps."""
-    own = {id(parameter) for parameter in head.parameters()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(id(parameter) in own for parameter in group["params"]):
-                return 2 if "betas" in group else int(bool(group.get("momentum", 0)))
-    return 0

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
+from lightning_tspipe.runtime.gloo import GlooTransport
 from lightning_tspipe.runtime.nccl import NcclWire
 from lightning_tspipe.runtime.ordered import OrderedTransport
 from lightning_tspipe.runtime.parents import watch_launcher
@@ -27,12 +28,7 @@ from lightning_tspipe.runtime.replicas import (
     make_groups,
     reduce_among,
 )
-from lightning_tspipe.runtime.transport import (
-    GlooTransport,
-    LocalNetwork,
-    LocalTransport,
-    Transport,
-)
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.launching import script_launcher, worker_launcher
 from lightning_tspipe.strategy.worlds import world_of

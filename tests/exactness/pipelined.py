@@ -15,8 +15,9 @@ from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.engine import Engine
+from lightning_tspipe.runtime.gloo import GlooTransport
 from lightning_tspipe.runtime.programs import Captured
-from lightning_tspipe.runtime.transport import GlooTransport, Transport
+from lightning_tspipe.runtime.transport import Transport
 from tests.exactness.modules import Trained
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
 from tests.strict import StrictNetwork

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.gloo import GlooTransport
 from lightning_tspipe.runtime.shared_memory import SharedMemoryTransport
-from lightning_tspipe.runtime.transport import GlooTransport, Transport
+from lightning_tspipe.runtime.transport import Transport
 
 
 def connect(kind: str, seconds: float) -> Transport:
