@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.caching.absent import check_loaded
 from lightning_tspipe.caching.arena import megabytes
-from lightning_tspipe.caching.entries import device_of, layout_of, rows_of, split
+from lightning_tspipe.caching.entries import device_of, layout_of, rounded, rows_of, split
 from lightning_tspipe.caching.index import Numbers
 from lightning_tspipe.caching.keys import Boundary, as_ids, digests
 from lightning_tspipe.caching.store import Store, StoreHandle
@@ -139,7 +139,8 @@ class ActivationCache:
         """What the frozen layers return for a batch.
 
         Each sample is read at the last boundary where it is kept; what follows of the segments is
-        computed, and what comes out is kept in the place of what was read.
+        computed, and what comes out is kept in the place of what was read. With a ``dtype`` of
+        their boundaries, segments give rounded values, so that it never matters what was kept.
 
         Args:
             ids: Of the samples, in the order of the batch.
@@ -245,7 +246,7 @@ class ActivationCache:
             return value
         with torch.no_grad():
             for segment in segments[number:]:
-                value = segment.function(value)
+                value = rounded(segment.function(value), segment.boundary.dtype)
         value = pytree.tree_map_only(Tensor, Tensor.detach, value)
         if number:
             self.counts.pushed += num

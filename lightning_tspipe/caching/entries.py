@@ -118,6 +118,22 @@ def split(data: Tensor, layout: Layout, device: torch.device | None = None) -> A
     return pytree.tree_unflatten([tensor(leaf) for leaf in layout.leaves], layout.structure)
 
 
+def rounded(value: Any, dtype: torch.dtype | None) -> Any:
+    """What reading gives where this is kept: floating-point numbers as exact as a type is.
+
+    Args:
+        value: A tensor, or a structure of tensors and constants.
+        dtype: In which it is kept; None: as it is.
+    """
+    if dtype is None:
+        return value
+    return pytree.tree_map_only(
+        Tensor,
+        lambda tensor: tensor.to(dtype).to(tensor.dtype) if tensor.is_floating_point() else tensor,
+        value,
+    )
+
+
 def rows_of(value: Any, rows: NDArray[np.int64] | Sequence[int]) -> Any:
     """Some samples of a batch."""
     chosen = torch.as_tensor(rows)

@@ -51,7 +51,8 @@ class AutoCache(Callback):
         disk: Bytes on disk, or a text, or ``"auto"``: a quarter of what is left there.
         folder: On the file system to use; None: the system's temporary one.
         dtype: In which activations are kept, such as ``torch.bfloat16`` or ``"bfloat16"``; None: as
-            they are.
+            they are. All are rounded then, read or computed, so that it does not matter to the
+            result what was kept; and nothing is measured, as with ``always``.
         ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
         always: Cache without measuring, as with ``Trainer(deterministic=True)``.
 
@@ -80,6 +81,11 @@ class AutoCache(Callback):
         self.shared = SharedCache(settings)
         self._front: FrozenFront | KeptFeatures | None = None
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}({self.network})"
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -180,13 +186,25 @@ class AutoCache(Callback):
         self._release()
         self.shared.close()
 
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Where the network was frozen, one step after the other."""
+        return {"cuts": self.shared.cuts}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.shared.cuts = list(state_dict["cuts"])
+
     def keeps_always(self, trainer: Trainer) -> bool:
-        """Whether to cache without measuring: as said, or where nothing may follow from times."""
+        """Whether to cache without measuring: as said, or where nothing may follow from times.
+
+        Where activations are rounded, the result follows from whether they are.
+        """
         pipelined = pipelined_of(trainer)
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         if pipelined is not None:
             is_deterministic = not pipelined.decides_by_times
-        return self.always or is_deterministic
+        return self.always or self.shared.settings.dtype is not None or is_deterministic
 
     def _release(self) -> None:
         while self._undo:

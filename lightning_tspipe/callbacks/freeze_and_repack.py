@@ -362,6 +362,7 @@ class FreezeAndRepack(Callback):
             "num_steps": self._num_steps,
             "num_ranks": self._num_ranks,
             "history": self.history,
+            "cuts": [0] if self.cache is None else self.cache.shared.cuts,
         }
 
     @override
@@ -373,6 +374,8 @@ class FreezeAndRepack(Callback):
         self._epoch = state_dict["epoch"]
         self._restored = list(state_dict.get("squares", ()))
         self._has_ended = state_dict.get("has_ended", False)
+        if self.cache is not None:
+            self.cache.shared.cuts = list(state_dict.get("cuts", (0,)))
 
 
 def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:

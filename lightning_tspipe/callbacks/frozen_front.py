@@ -60,7 +60,6 @@ class FrozenFront:
         self._name = name
         self._always = always
         self._divided: DividedNetwork | None = None
-        self._cuts = [0]
         self._segments: list[Segment] = []
         self._versions: list[tuple[int, int]] = []
         self._is_verified = False
@@ -128,12 +127,12 @@ class FrozenFront:
         assert self._divided is not None
         tensors = self._divided.tensors(number)
         versions = versions_of(tensors)
-        if versions != self._versions or number != self._cuts[-1]:
+        if versions != self._versions or number != self._shared.cuts[-1]:
             self._versions = versions
-            self._cuts = [cut for cut in self._cuts if cut < number] + [number]
+            self._shared.cut(number)
             self._segments = [
                 Segment(self._boundary(stop), self._divided.piece(start, stop))
-                for start, stop in zip(self._cuts, self._cuts[1:], strict=False)
+                for start, stop in zip(self._shared.cuts, self._shared.cuts[1:], strict=False)
             ]
             if self._is_verified:
                 self._let_skip()

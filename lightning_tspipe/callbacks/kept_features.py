@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, ids_of, measure
 from lightning_tspipe.caching.absent import check_loaded
+from lightning_tspipe.caching.entries import rounded
 from lightning_tspipe.caching.keys import as_ids
 from lightning_tspipe.callbacks.common import pipelined_of
 from lightning_tspipe.callbacks.fixed import refuse_other
@@ -165,7 +166,7 @@ class KeptFeatures:
         rows = torch.arange(len(kept.ids), device=device)
         if kept.compares:
             self._compare(kept, computed, device)
-            return list(computed)
+            return segment.function(rows)  # type: ignore[no-any-return]
         if self._writes or not kept.rows:
             return list(cache.outputs(kept.ids, rows, [segment]))
         known = sorted(set(range(len(kept.ids))) - set(kept.rows))
@@ -183,7 +184,7 @@ class KeptFeatures:
 
         def take(wanted: Tensor) -> list[Tensor]:
             index = [place[row] for row in wanted.tolist()]
-            return [tensor[index] for tensor in computed]
+            return [rounded(tensor[index], self._boundary.dtype) for tensor in computed]
 
         return Segment(self._boundary, take)
 

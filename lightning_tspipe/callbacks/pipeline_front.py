@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprints, ids_of, measure_reading
 from lightning_tspipe.caching.absent import absent_rows, check_loaded, is_loaded
+from lightning_tspipe.caching.entries import rounded
 from lightning_tspipe.callbacks.fixed import refuse_other, refuse_random, versions_of
 from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
@@ -57,7 +58,6 @@ class PipelineFront:
         self._trainer = trainer
         self._name = name
         self._always = always
-        self._cuts = [0]
         self._segments: list[Segment] = []
         self._samples: dict[int, Samples] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
@@ -68,7 +68,7 @@ class PipelineFront:
     @property
     def num_known(self) -> int:
         """Behind so many atoms something may be known."""
-        return self._cuts[-1] if self.is_on else 0
+        return self._shared.cuts[-1] if self.is_on else 0
 
     @property
     def _dtype(self) -> torch.dtype | None:
@@ -99,15 +99,15 @@ class PipelineFront:
             self._decide(calls[0], part.device)
         if not self.is_on:
             return False
-        self._cuts = [cut for cut in self._cuts if cut < part.num_frozen] + [part.num_frozen]
+        self._shared.cut(part.num_frozen)
         own = _tensors_of(part, self._trainer.lightning_module)
-        prints = fingerprints([own(start, stop) for start, stop in pairwise(self._cuts)])
+        prints = fingerprints([own(start, stop) for start, stop in pairwise(self._shared.cuts)])
         self._segments = [
             Segment(
                 Boundary(f"{self._name}, {stop} atoms", fingerprint, self._dtype),
                 _function(part, start, stop),
             )
-            for (start, stop), fingerprint in zip(pairwise(self._cuts), prints, strict=True)
+            for (start, stop), fingerprint in zip(pairwise(self._shared.cuts), prints, strict=True)
         ]
         if self._is_checked and self._speaks:
             self._shared.cache.let_skip(self._segments)
@@ -171,7 +171,7 @@ class PipelineFront:
                 cache.let_skip(self._segments)
             if all(map(is_loaded, inputs)):
                 return Samples(ids, is_checked=True)
-        return Samples(ids, self._cuts[int(behind.min())])
+        return Samples(ids, self._shared.cuts[int(behind.min())])
 
     def expect(self, batches: Mapping[int, Samples | None]) -> None:
         """The batches, by their numbers, that a step has to do with."""
@@ -203,11 +203,14 @@ class PipelineFront:
             value = self._merged(None, ids, behind, start)
         elif start == 0 and not samples.is_checked:
             value = _filled(received, torch.from_numpy(behind > 0))
-        for first, last in pairwise([start, *(c for c in self._cuts if start < c < stop), stop]):
+        for first, last in pairwise(
+            [start, *(c for c in self._shared.cuts if start < c < stop), stop]
+        ):
             if first == last:
                 break
             value = part.compute(value, first, last)
-            if last in self._cuts:
+            if last in self._shared.cuts:
+                value = rounded(value, self._dtype)
                 value = self._merged(value, ids, behind, last, is_checked=samples.is_checked)
         if stop == part.num_frozen:
             cache.keep(ids, (value, {}), self._segments, behind)
@@ -225,7 +228,7 @@ class PipelineFront:
             cut: Atoms in front.
             is_checked: Only compare, and change nothing.
         """
-        number = self._cuts.index(cut)
+        number = self._shared.cuts.index(cut)
         kept = torch.from_numpy(behind == number).nonzero().flatten()
         if value is not None and not len(kept):
             return value

@@ -73,6 +73,8 @@ class SharedCache:
     Attributes:
         cache: The cache; None before and after, and where nothing can be kept.
         dataset: What the loader reads.
+        cuts: Atoms in front of which something was frozen, one step of freezing after the other.
+            They belong to the run: what is rounded is so at each of them.
         seconds_saved: To load and decode a sample, if a hit makes that unnecessary; else 0.
     """
 
@@ -81,6 +83,7 @@ class SharedCache:
         self.is_asked_for = is_asked_for
         self.cache: ActivationCache | None = None
         self.dataset: Any = None
+        self.cuts = [0]
         self.seconds_saved = 0.0
         self._undo: Callable[[], None] | None = None
         self._epoch: int | None = None
@@ -90,6 +93,7 @@ class SharedCache:
         """From now on, the training loader of a fit opens the cache; every rank calls it."""
         self.close()
         self._is_given_up = False
+        self.cuts = [0]
         strategy: Any = trainer.strategy
         process = strategy.process_dataloader
 
@@ -115,6 +119,10 @@ class SharedCache:
             self._epoch, self.dataset = trainer.current_epoch, getattr(loader, "dataset", None)
             if isinstance(self.dataset, WithIds):
                 self.dataset.read_from(self.cache)
+
+    def cut(self, number: int) -> None:
+        """So many atoms are frozen now."""
+        self.cuts = [cut for cut in self.cuts if cut < number] + [number]
 
     def expect_loader(self) -> None:
         """The training loader is about to be made anew."""

@@ -196,8 +196,10 @@ def numbered(index: int) -> tuple[Tensor, int]:
     return torch.randn(4, generator=generator), index % freezing.NUM_CLASSES
 
 
-def freezes(cache: bool = False, repack: Any = False, frozen: Any = None) -> list[Any]:
-    cached = AutoCache("student", memory=8_000_000, always=True) if cache else None
+def freezes(
+    cache: bool = False, repack: Any = False, frozen: Any = None, dtype: Any = None
+) -> list[Any]:
+    cached = AutoCache("student", memory=8_000_000, dtype=dtype, always=True) if cache else None
     policy = ScheduledFreeze(frozen or {1: 2, 2: 4})
     return [FreezeAndRepack(policy, repack=repack, cache=cached),
             MomentumEMA(0.8, teacher="average", buffers="average")]  # fmt: skip
@@ -207,7 +209,7 @@ def frozen(num_ranks: int = 2, num_stages: int | None = None, **named: Any) -> M
     number = num_stages or num_ranks
     cuts = [7 * (i + 1) // number - 7 * i // number for i in range(number)]
     options = {"num_stages": num_stages, "partition": {"student": cuts}, "num_microbatches": 2}
-    callbacks = {k: named.pop(k) for k in ("cache", "repack", "frozen") if k in named}
+    callbacks = {k: named.pop(k) for k in ("cache", "repack", "frozen", "dtype") if k in named}
     case = freezing.Case(averaged=True, **named.pop("case", {}))
     made = Mode(
         partial(freezing.Validated, case), numbered,
@@ -322,7 +324,13 @@ MODES |= {
 
 
 STEPS = {"max_steps": 6, "max_epochs": -1}
+ROUNDED = torch.float32
 ODD: dict[str, Mode] = {
+    "freeze, rounded cache": frozen(cache=True, dtype=ROUNDED),
+    "freeze, to a mesh, rounded cache": frozen(4, repack={2: 2}, cache=True, dtype=ROUNDED),
+    "fan-out, rounded cache": fanned(
+        sample=fixed_label, callbacks=lambda: [AutoCache(dtype=ROUNDED)],
+        with_ids=partial(WithIds, inputs=0), epochs=3),
     "steps": paired(trainer=STEPS),
     "steps, validation within": replace(paired(trainer={**STEPS, **TWICE}), validates=True),
     "steps, freeze": replace(

@@ -234,6 +234,22 @@ def test_bfloat16_rounds_and_no_more(uncached: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+def test_rounded_activations_are_the_same_whether_they_are_kept_or_not(
+    uncached: Any, tmp_path: Path
+) -> None:
+    """Else a run that goes on, whose cache is empty, would train something else."""
+    options = [{"dtype": "float32"}, {"dtype": "float32", "memory": 64 * 100}]
+    runs = [Run(options=each, always=False) for each in options]
+    whole, part = (jobs.run(train, run, num_ranks=1, folder=tmp_path)[0] for run in runs)
+    assert whole["rates"] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    assert all(0 < rate < 1 for rate in part["rates"][2:])
+    assert_same(part, whole)
+    with pytest.raises(AssertionError):
+        assert_same(whole, uncached)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 def test_what_is_faster_is_measured(uncached: Any, tmp_path: Path) -> None:
     found = jobs.run(train, Run(always=False), num_ranks=1, folder=tmp_path)[0]
     assert isinstance(found["is_on"], bool)

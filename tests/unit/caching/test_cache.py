@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,6 +70,25 @@ def test_entries_are_pushed_through_newly_frozen_layers_only() -> None:
         assert all(torch.equal(found[sample], expected[sample]) for sample in range(NUM))
     assert [layer.num_rows for layer in (first, second, third)] == [NUM, NUM, NUM]
     assert (cache.counts.misses, cache.counts.pushed, cache.counts.hits) == (NUM, NUM, NUM)
+
+
+def test_what_is_rounded_is_so_whether_it_is_read_or_computed_or_pushed() -> None:
+    """In float32, of float64."""
+    first, second, data = Layer(5, 4, seed=0), Layer(4, 6, seed=1), inputs()
+    parts = [
+        replace(part, boundary=replace(part.boundary, dtype=torch.float32))
+        for part in segments(first, second)
+    ]
+    expected = data
+    for layer in (Layer(5, 4, seed=0), Layer(4, 6, seed=1)):
+        expected = layer(expected).to(torch.float32).to(data.dtype)
+    cache, small = ActivationCache(NUM, memory=10**6), ActivationCache(NUM, memory=100)
+    epoch(cache, data, parts[:1], seed=0)
+    for seed in (1, 2):
+        for found in (epoch(each, data, parts, seed=seed) for each in (cache, small)):
+            assert all(torch.equal(found[sample], expected[sample]) for sample in range(NUM))
+    assert (cache.counts.misses, cache.counts.pushed, cache.counts.hits) == (NUM, NUM, NUM)
+    assert small.counts.misses > NUM
 
 
 def test_batches_of_hits_pushed_ones_and_misses_keep_their_order() -> None:
