@@ -38,8 +38,9 @@ class CheckpointHooks(ShardedHooks):
     ) -> None:
         if "optimizer_states" in checkpoint:  # not with weights_only
             with self.outside_validation():
-                found = self._left if self._engine is None else self._progress()
-            if found is not None and self.is_global_zero:
+                before = self._resumed if self._left is None else self._left
+                found = before if self._engine is None else self._progress()
+            if found is not None and self.is_global_zero and self.plan_of_run.now is not None:
                 found |= self.plan_of_run.to_entries(self.repacking.freezing)
             if self.is_loss_rank:
                 # Of shards no rank has the teacher that a callback would go on from.
@@ -93,6 +94,12 @@ class CheckpointHooks(ShardedHooks):
             self._left = self._progress()
             self._left_shards = self._engine.shards
         super().on_train_end()
+
+    def end_without_batches(self) -> None:
+        """A fit went on from a checkpoint of its end: what is saved now is what was loaded."""
+        if self._engine is None and self._resumed is not None:
+            self._left = self._resumed
+            self.restore_optimizers()
 
     @property
     def fails_within_batch(self) -> bool:

@@ -129,6 +129,12 @@ class ShardedHooks(EvaluationHooks):
             self._spread = engine
         return engine
 
+    def restore_optimizers(self) -> None:
+        """If no batch came, for whose stages each rank would have read its part: read all of it."""
+        if self._source is not None and self._restores_optimizers and not is_on_meta(self._module):
+            for index, optimizer in enumerate(self.optimizers):
+                self._restore(plain_optimizer(optimizer), index, self._source)
+
     def _restore(self, optimizer: Optimizer, index: int, source: Source) -> None:
         """Load what an optimizer keeps for the parameters that are here."""
         names = optimizer_names(self._module, optimizer)
@@ -177,10 +183,8 @@ class ShardedHooks(EvaluationHooks):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         engine, plain = self._placed, plain_optimizer(optimizer)
-        source = self._source if self._restores_optimizers else None
-        if engine is None and source is not None and not is_on_meta(self._module):
-            # No batch came, for whose stages each rank would have read its part.
-            self._restore(plain, self.optimizers.index(optimizer), source)
+        if engine is None:
+            self.restore_optimizers()
         # After a fit the module is whole again; of the optimizers each rank still has its part.
         shards = self._left_shards if engine is None else engine.shards
         if not self.saves_shards:

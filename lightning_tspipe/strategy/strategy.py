@@ -313,6 +313,8 @@ class PipelineHooks(EndHooks):
             self.barrier("teardown")
         if self._failures is not None:
             self._failures.end_watch()
+        if not self.is_failing:
+            self.end_without_batches()
         self.heads_here.release()
         self.options = replace(self.options, averages={})
         self._engine = None

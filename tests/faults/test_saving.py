@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
 import time
@@ -153,6 +154,10 @@ def test_a_fault_in_a_checkpoint_of_shards(
         text = "No space left on device" if how == "full" else TEXT
         assert text in job.output
         assert num_tracebacks(job) == 1, job.output
+        causes = re.findall(r"The job ends, because rank (\d)", job.output)
+        assert len(causes) == 1
+        # All of them hear of a full disk, and none is more to blame than the others.
+        assert how == "full" or causes == [str(rank)], job.output
     else:
         assert num_tracebacks(job) == 0, job.output
     # Its place, and that of a link to it, is taken by a checkpoint that is complete only.

@@ -97,6 +97,26 @@ def test_one_file_that_was_made_of_shards(stopped: tuple[Path, Went], tmp_path: 
     check(whole, run(go, alone, path, num_ranks=1, folder=tmp_path)[0], 2)
 
 
+@pytest.mark.parametrize("shards", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_run_that_is_over_saves_what_it_was_restored_from(shards: bool, tmp_path: Path) -> None:
+    """No batch comes, for whose stages each rank would read its part of the optimizer."""
+    options = {**SPREAD.training.options, "save_distributed_checkpoint": shards}
+    it = replace(SPREAD, training=replace(SPREAD.training, options=options), is_built_late=False)
+    longer = replace(it.training, trainer={**it.training.trainer, "max_epochs": 3})
+    path, again = tmp_path / "epoch-8.ckpt", tmp_path / "again"
+    again.mkdir()
+    run(go_and_save, it, folder=tmp_path)
+    over = run(go, it, str(path), folder=again)[0]
+    assert over.losses == []
+    on, on_again = (
+        run(go, replace(it, training=longer), str(each), folder=tmp_path)[0]
+        for each in (path, again / "end.ckpt")
+    )
+    assert len(on.losses) == 4
+    torch.testing.assert_close(on_again.losses, on.losses, **CLOSE)
+    torch.testing.assert_close(on_again.weights, on.weights, **CLOSE)
+
+
 class Watching(Callback):
     """Has the first folder wait, on rank 0, until the next batch begins; notes who writes."""
 

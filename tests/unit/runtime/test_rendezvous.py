@@ -1,0 +1,48 @@
+"""A process that a signal ends leaves its job as any other does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from lightning_tspipe.runtime.rendezvous import current_job, end_by, meet, tell_before_the_end
+
+PATIENCE = timedelta(seconds=10)
+
+
+def in_a_child(port: int, how: str) -> int:
+    """Meet as the only rank, and be ended; the status of the process."""
+    pid = os.fork()
+    if pid:
+        return os.waitpid(pid, 0)[1]
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        job = meet(port, 0, 1, PATIENCE, on_one_machine=True)
+        assert current_job() is job
+        told = Path(tempfile.gettempdir()) / "told"
+        tell_before_the_end(lambda signum: told.write_text(str(signum)) and None)
+        if how == "by another process":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            end_by(signal.SIGTERM)
+    finally:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("how", ["by another process", "by itself"])
+def test_sigterm_ends_it_with_its_folder_removed(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "LIGHTNING_TSPIPE_PARENT"):
+        monkeypatch.delenv(name, raising=False)
+    status = in_a_child(29500, how)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    assert (tmp_path / "told").read_text() == str(int(signal.SIGTERM))
+    (ours,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert [path.name for path in ours.iterdir()] == [".lock"]
