@@ -175,6 +175,7 @@ MODES = {
     },
     "fanout": Mode(Tasks),
     "relay": Mode(Blocks, lambda: [BlockwiseRelay(profile_steps=5, profile_cache=None)]),
+    "freeze": Mode(Plain, lambda: [FreezeAndRepack(ScheduledFreeze({1: 2}), cache=None)]),
     "freeze-cache": Mode(Plain, freezing, has_ids=True),
     "fanout-cache": Mode(
         Tasks, lambda: [AutoCache(memory="8MB", always=True)], has_ids=True

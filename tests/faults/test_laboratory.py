@@ -292,7 +292,7 @@ def laboratory(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.exhaustive  # as `make faults`: workers that are functions still leave files behind
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_few_draws(tmp_path: Path) -> None:
     """Through all of it; the draws of one group, and of another."""
