@@ -35,7 +35,12 @@ from lightning_tspipe.runtime.phases import HERE
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.rendezvous import Job
 
-_SIGNS = ("gloo", "closed by peer", "reset by peer", "Broken pipe", "remote server shutdown")
+_SIGNS = (
+    "gloo", "closed by peer", "reset by peer", "Broken pipe", "remote server shutdown",
+    # NCCL: the peer's end, the watchdog's, and what this process gave up because of either.
+    "ncclRemoteError", "closed by remote peer", "remote process exited",
+    "Watchdog caught collective operation timeout", "NCCL communicator was aborted",
+)  # fmt: skip
 _PATIENCE = 5.0
 _A_MOMENT = 2.0
 _KEEP_EVERY = 3600.0

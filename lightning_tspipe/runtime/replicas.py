@@ -95,7 +95,7 @@ def default_group(group: Any) -> Iterator[None]:
 
 
 def make_groups(
-    num_ranks: int, num_replicas: int, backend: str, timeout: timedelta
+    num_ranks: int, num_replicas: int, backend: str, timeout: timedelta, device: torch.device
 ) -> tuple[Any, Any]:
     """The group of this rank's pipeline and that of its peers; all ranks of the job call it.
 
@@ -104,7 +104,10 @@ def make_groups(
         num_replicas: Pipelines.
         backend: Backend among peers; a pipeline's group is for objects on the host.
         timeout: How long a collective waits for a live peer.
+        device: This rank's.
     """
+    # NCCL would take the one whose number is this process's on the machine.
+    bound = device if "nccl" in backend else None
     replica, place = divmod(dist.get_rank(), num_ranks)
     first = range(0, num_ranks * num_replicas, num_ranks)
     pipelines = [
@@ -112,7 +115,9 @@ def make_groups(
         for start in first
     ]
     peers = [
-        dist.new_group([start + rank for start in first], timeout=timeout, backend=backend)
+        dist.new_group(
+            [start + rank for start in first], timeout=timeout, backend=backend, device_id=bound
+        )
         for rank in range(num_ranks)
     ]
     return pipelines[replica], peers[place]

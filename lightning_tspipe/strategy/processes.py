@@ -254,7 +254,7 @@ class ProcessHooks(_Base):
         has_nccl = self._ordered_backend == "nccl"
         pipeline, peers = make_groups(
             self.num_ranks, self.num_replicas, "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-            self._timeout,
+            self._timeout, self.root_device,
         )  # fmt: skip
         self._replicas = Replicas(self.replica, self.num_replicas, peers)
         self._groups = (pipeline, peers)

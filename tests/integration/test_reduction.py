@@ -168,7 +168,7 @@ def test_what_can_go_wrong(tmp_path: Path) -> None:
 def talk() -> Any:
     """Two pipelines of two ranks."""
     rank = connect()
-    pipeline, peers = make_groups(2, 2, "gloo", timedelta(seconds=30))
+    pipeline, peers = make_groups(2, 2, "gloo", timedelta(seconds=30), torch.device("cpu"))
     with default_group(pipeline):
         inside = dist.new_group([0, 1], backend="gloo")
         numbers = dist.get_rank(), dist.get_world_size()

@@ -8,9 +8,12 @@ Each rank of theirs ends with as few communicators as it has neighbours, and lea
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests import strict_backend
+from tests.faults import test_killed
 from tests.integration.test_asynchronous import (
     test_a_run_goes_on_with_the_batches_in_flight,
     test_a_trainer_trains_as_the_emulation,
@@ -37,3 +40,14 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture(autouse=True)
 def _over_the_strict_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(strict_backend.VARIABLE, "1")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "where", "rank"),
+    [(2, "train", 0), (2, "validate", 1), (3, "train", 1), (4, "train", 3)],
+)
+def test_a_killed_rank_ends_the_others(
+    num_ranks: int, where: str, rank: int, tmp_path: Path
+) -> None:
+    """Within 20 s, and the cause is named, though no transfer of the others notices its end."""
+    test_killed.test_it_ends_the_others(num_ranks, where, rank, tmp_path)
