@@ -201,9 +201,10 @@ class Failures:
     def tell_of_signal(self, signum: int) -> None:
         """This process is about to be ended: if nothing has failed before, that is the cause.
 
-        A launcher of workers sees who was ended, and ends the others by the same signal.
+        A launcher of workers sees who was ended, and ends the others by the same signal; so does
+        any launcher if a rank fails that has not met the others.
         """
-        if self._job is not None and self._job.has_heir:
+        if self._job is not None and (self._job.has_heir or self._job.members.missing()):
             return
         what = f"{self._me} was ended by {signal.Signals(signum).name} in {HERE.text}"
         if self._find_cause() is None and self._claim(what, self._rank):

@@ -108,7 +108,7 @@ class Job:
         if member is None or self.notes.read(f"left/{rank}") is not None:
             return True
         near = member.machine == self.members.this.machine
-        return near and Neighbour(member.pid, member.started).has_ended
+        return near and Neighbour(member.pid, member.started).is_ending
 
 
 class Launched:

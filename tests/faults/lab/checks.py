@@ -119,8 +119,9 @@ def _codes(seen: Seen) -> _IsRight:
 def _after_sigterm(seen: Seen) -> set[int]:
     """Of the process that got it: before and after the training it ends as any process does."""
     fault = seen.draw.fault
-    if fault.target == "parent" and seen.draw.launcher != "torchrun":
-        return {-signal.SIGTERM, 143}  # which shells can't tell apart
+    if fault.target == "parent":
+        # Which shells can't tell apart; torchrun ends with 1.
+        return {1} if seen.draw.launcher == "torchrun" else {-signal.SIGTERM, 143}
     if fault.moment in {"start-up", "teardown"}:
         return {-signal.SIGTERM}
     if fault.moment == "any":
@@ -187,9 +188,9 @@ def _missing(seen: Seen, output: str) -> str:
     if rank is None or not has_others or fault.kind in DAMAGES:
         return ""
     is_ended = fault.kind in {"SIGKILL", "SIGTERM", "two jobs"}
-    is_alone = draw.launcher == "slurm" or (draw.launcher == "popen" and rank == 0)
-    if is_alone and fault.place in BEFORE_THEY_MET and is_ended:
-        return ""  # nobody else has met it: srun tells, or whoever ended the script
+    is_alone = draw.launcher in {"slurm", "torchrun"} or (draw.launcher == "popen" and rank == 0)
+    if is_alone and fault.place in BEFORE_THEY_MET and is_ended and not _CAUSE.search(output):
+        return ""  # nobody else has met it: the launcher tells, or whoever ended the script
     if fault.kind == "SIGSTOP" and fault.place in BEFORE_THEY_MET:
         absent = (
             rf"The job ends, because .*(rank {rank} did not come|no word of rank {rank}) within"
