@@ -1,14 +1,14 @@
-"""What is remembered of workers that failed, and what they leave."""
+"""What becomes of workers, of which one has failed, and what is remembered of it."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_tspipe.strategy import launching
 from lightning_tspipe.strategy.launching import _launcher_class, _Workers
 
 
@@ -19,25 +19,22 @@ class Workers:
     procs: tuple[Any, ...] = ()
 
     def launch(self, function: Any, *_args: Any, **_kwargs: Any) -> str:
-        self.temporary = Path(tempfile.gettempdir())
-        (self.temporary / "traceback").touch()
         if self.fails:
             raise RuntimeError("a worker failed")
         return "done"
 
 
-@pytest.fixture
-def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made: Any = _launcher_class("Launcher", _Workers, Workers)()
-    made._start_method = "fork"
-    made._strategy = SimpleNamespace(
+def launcher_over(base: type) -> Any:
+    launcher: Any = _launcher_class("Launcher", _Workers, base)()
+    launcher._start_method = "fork"
+    launcher._strategy = SimpleNamespace(
         have_workers_failed=False, cluster_environment=SimpleNamespace(main_port=29500)
     )
-    return made
+    return launcher
 
 
-def test_another_fit_starts_as_if_none_had_failed(launcher: Any) -> None:
+def test_another_fit_starts_as_if_none_had_failed() -> None:
+    launcher = launcher_over(Workers)
     with pytest.raises(RuntimeError, match="a worker failed"):
         launcher.launch(print)
     assert launcher._strategy.have_workers_failed
@@ -46,12 +43,29 @@ def test_another_fit_starts_as_if_none_had_failed(launcher: Any) -> None:
     assert not launcher._strategy.have_workers_failed
 
 
-def test_temporary_files_of_a_launch_are_removed_with_it(launcher: Any, tmp_path: Path) -> None:
-    """Of a worker that fails, torch leaves the traceback, and Lightning the weights."""
-    with pytest.raises(RuntimeError, match="a worker failed"):
-        launcher.launch(print)
-    assert tmp_path in launcher.temporary.parents
-    assert not launcher.temporary.exists()
-    assert tempfile.gettempdir() == str(tmp_path)
-    (ours,) = tmp_path.iterdir()
-    assert [path.name for path in ours.iterdir()] == [".lock"]
+class Waiting(Workers):
+    """Waits for a worker as torch does, whatever its exit code; here, until one is killed."""
+
+    exit_code: int | None = None
+    seconds = 30.0
+
+    def launch(self, *_args: Any, **_kwargs: Any) -> str:
+        is_killed = Event()
+        codes = (self.exit_code, None)
+        self.procs = tuple(
+            SimpleNamespace(_popen=SimpleNamespace(returncode=code), kill=is_killed.set)
+            for code in codes
+        )
+        return "killed" if is_killed.wait(self.seconds) else "left"
+
+
+def test_a_worker_that_is_stopped_is_killed_after_another_one_has_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No request to end reaches it."""
+    monkeypatch.setattr(launching, "_GRACE", 0.1)
+    launcher = launcher_over(Waiting)
+    launcher.exit_code = 1
+    assert launcher.launch(print) == "killed"
+    launcher.exit_code, launcher.seconds = None, 1.0
+    assert launcher.launch(print) == "left"

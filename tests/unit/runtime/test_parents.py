@@ -7,6 +7,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ SECONDS = 60.0
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + SECONDS / 2  # before what is to be ended ends by itself
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -40,13 +42,15 @@ def forked(function: Callable[[], None]) -> int:
     return child
 
 
-def family(grandchild: Callable[[str], None]) -> tuple[int, Neighbour]:
-    """A child and its child, which runs a function that gets what its parent has signed."""
+def family(
+    grandchild: Callable[[Any], None], made: Callable[[], Any] = signed_by_this_process
+) -> tuple[int, Neighbour]:
+    """A child and its child, which runs a function that gets what its parent has made."""
     reader, writer = os.pipe()
 
     def parent() -> None:
-        signature = signed_by_this_process()
-        pid = forked(lambda: grandchild(signature))
+        given = made()
+        pid = forked(lambda: grandchild(given))
         os.write(writer, f"{pid} {start_of(pid)}".encode())
         time.sleep(SECONDS)
 
@@ -75,13 +79,27 @@ def test_it_ends_with_its_parent() -> None:
 
 def test_it_ends_at_once_if_its_parent_has_ended_before() -> None:
     def grandchild(signature: str) -> None:
-        parent = os.getppid()
-        while os.getppid() == parent:
-            time.sleep(0.01)
+        parent = parent_of(signature).pid
+        until(lambda: os.getppid() != parent)
         end_with_parent(signature)
         time.sleep(SECONDS)
 
     child, neighbour = family(grandchild)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    until(lambda: neighbour.has_ended)
+
+
+def test_a_script_ends_at_once_if_its_parent_has_ended_before() -> None:
+    """Between fork and exec, too late for the signal."""
+
+    def grandchild(made: tuple[int, Callable[[], None]]) -> None:
+        parent, end = made
+        until(lambda: os.getppid() != parent)
+        end()
+        time.sleep(SECONDS)
+
+    child, neighbour = family(grandchild, lambda: (os.getpid(), before_exec()))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     until(lambda: neighbour.has_ended)
@@ -94,6 +112,8 @@ def test_a_signature_names_this_process() -> None:
 
 def test_only_the_main_thread_lives_long_enough() -> None:
     assert before_exec() is not None
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(before_exec).result() is None
 
 
 @pytest.mark.parametrize("name", ["LIGHTNING_TSPIPE_PARENT", "TORCHELASTIC_RUN_ID", "SLURM_PROCID"])

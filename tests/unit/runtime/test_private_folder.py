@@ -90,6 +90,19 @@ def test_one_of_somebody_else_is_refused(temporary: Path, tmp_path: Path) -> Non
     ours.unlink()
 
 
+def test_one_that_another_user_has_made_is_refused(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under our name, though its mode is right: who owns it may read what lies in it."""
+    ours = os.getuid()
+    made = temporary / f"lightning-tspipe-{ours + 1}"
+    made.mkdir(mode=0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getuid", lambda: ours + 1)
+        with pytest.raises(ConfigurationError, match=f"now: owner {ours}, mode drwx------"):
+            private_folder()
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
 def test_another_user_can_not_read_in_it(temporary: Path) -> None:
     folder = make_job_folder(NAME)
