@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_tspipe.strategy import launching
 from lightning_tspipe.strategy.launching import _launcher_class, _Workers
+from lightning_tspipe.strategy.worlds import installed_worlds
 
 
 class Workers:
@@ -24,10 +27,16 @@ class Workers:
         return "done"
 
 
+class Strategy(SimpleNamespace):
+    """Stands for a strategy."""
+
+    world = installed_worlds()[0]
+
+
 def launcher_over(base: type) -> Any:
     launcher: Any = _launcher_class("Launcher", _Workers, base)()
     launcher._start_method = "fork"
-    launcher._strategy = SimpleNamespace(
+    launcher._strategy = Strategy(
         have_workers_failed=False, cluster_environment=SimpleNamespace(main_port=29500)
     )
     return launcher
@@ -69,3 +78,33 @@ def test_a_worker_that_is_stopped_is_killed_after_another_one_has_failed(
     assert launcher.launch(print) == "killed"
     launcher.exit_code, launcher.seconds = None, 1.0
     assert launcher.launch(print) == "left"
+
+
+class Ended(Workers):
+    """Tells of a worker's exit code as torch does."""
+
+    exit_code = 1
+
+    def launch(self, *_args: Any, **_kwargs: Any) -> str:
+        name = "SIGTERM" if self.exit_code < 0 else None
+        raise ProcessExitedException("it has ended", 1, 1234, self.exit_code, name)
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [(143, ""), (-15, "The job ends, because rank 1 (pid 1234 on "), (1, "")],
+)
+def test_sigterm_to_a_worker_ends_the_parent_as_one_to_the_parent(
+    code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also to one that does not handle signals yet, and so has told nobody."""
+    launcher = launcher_over(Ended)
+    launcher.exit_code = code
+    expected = ProcessExitedException if code == 1 else Strategy.world.sigterm_exception
+    hook = sys.excepthook
+    with pytest.raises(expected):
+        launcher.launch(print)
+    sys.excepthook = hook
+    text = capsys.readouterr().err
+    assert text.startswith(told)
+    assert bool(text) == bool(told)
