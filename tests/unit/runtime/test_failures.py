@@ -19,9 +19,16 @@ from lightning_tspipe.runtime.failures import Failures
 from lightning_tspipe.runtime.members import Members
 from lightning_tspipe.runtime.neighbours import Neighbour, start_of
 from lightning_tspipe.runtime.notes import FolderNotes
+from lightning_tspipe.runtime.patrol import Found
+from lightning_tspipe.runtime.phases import HERE
 from lightning_tspipe.runtime.rendezvous import Job
 
 READ_ERROR = "[enforce fail at pair.cc] gloo: Read error [127.0.0.1]:5000: Connection reset by peer"
+
+
+@pytest.fixture(autouse=True)
+def phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HERE, "text", "training step 7")
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +77,7 @@ def test_the_first_is_the_cause(
     text = said(mistake, capsys)
     assert "ValueError: a mistake" in text  # where a traceback would be
     assert f"The job ends, because rank 0 (pid {os.getpid()} on " in text
-    assert "raised ValueError in " in text
+    assert "raised ValueError in training step 7" in text
     second.settle(another)
     text = said(another, capsys)
     assert text.startswith("rank 2 stops too: KeyError: 'another' (the cause: rank 0 (pid ")
@@ -97,7 +104,7 @@ def test_who_waits_in_vain_for_one_that_lives_tells_so(
     failures, others = failures_of(tmp_path, child), failures_of(tmp_path, child, rank=2)
     error, same = TransportError("nothing from rank 1"), TransportError("nothing from rank 0")
     failures.settle(error)
-    assert "waited in vain in" in said(error, capsys)
+    assert "waited in vain in training step 7: nothing from rank 1" in said(error, capsys)
     others.settle(same)
     text = said(same, capsys)
     assert text.startswith("rank 2 stops too: nothing from rank 0 (the cause: rank 0 (pid ")
@@ -160,6 +167,35 @@ def test_when_the_cause_ends_it_kills_those_that_are_stopped(
     assert neighbour.has_ended == is_stopped
 
 
+def test_one_that_is_stopped_is_killed_when_it_is_told(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the line says; who tells it may end much later."""
+    failures, neighbour = failures_of(tmp_path, child), Neighbour(child, start_of(child))
+    os.kill(child, signal.SIGSTOP)
+    until(lambda: neighbour.is_stopped)
+    failures._tell(Found("rank 1 was stopped", "It is killed now", 1, neighbour))
+    assert "The job ends, because rank 1 was stopped. It is killed now" in capsys.readouterr().err
+    until(lambda: neighbour.has_ended)
+
+
+def test_one_that_did_not_notice_says_where_it_was(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures_of(tmp_path, child).settle(ValueError("a mistake"))
+    unaware = failures_of(tmp_path, child, rank=2)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(Job, "leave", lambda _: None)
+    unaware._end()
+    assert codes == [1]
+    text = capsys.readouterr().err
+    assert text.startswith(f"rank 2 (pid {os.getpid()} on ")
+    assert "(the cause: rank 0 (pid " in text
+    assert "It was here, in training step 7:\n" in text
+    assert test_one_that_did_not_notice_says_where_it_was.__name__ in text
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30
     while not condition():
@@ -175,7 +211,7 @@ def test_a_signal_that_ends_a_rank_is_told_if_nothing_has_failed_before(
     first.tell_of_signal(signal.SIGTERM)
     text = capsys.readouterr().err
     assert f"The job ends, because rank 0 (pid {os.getpid()} on " in text
-    assert "was ended by SIGTERM in " in text
+    assert "was ended by SIGTERM in training step 7" in text
     second.tell_of_signal(signal.SIGTERM)
     assert not capsys.readouterr().err
 
@@ -184,11 +220,9 @@ def test_a_signal_is_no_cause_where_another_rank_was_killed(
     tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures = failures_of(tmp_path, child)
+    neighbour = Neighbour(child, start_of(child))
     os.kill(child, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while not Neighbour(child).is_ending:
-        assert time.monotonic() < deadline
-    time.sleep(0.05)
+    until(lambda: neighbour.has_ended)
     failures.tell_of_signal(signal.SIGTERM)
     text = capsys.readouterr().err
     assert "rank 1" in text
