@@ -27,7 +27,7 @@ from lightning_tspipe import (
     profiling,
 )
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.strategy import block_costs, fanout
+from lightning_tspipe.strategy import block_costs, fanout, repacking
 from tests.integration.trainings import strict
 
 WIDTH = 6
@@ -235,3 +235,13 @@ def train(it: Planned) -> Went:
     weights = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
     told = [str(one.message) for one in caught if "plan" in str(one.message)]
     return Went(watch.losses, weights, watch.placements, told, notes.told)
+
+
+def train_as_planned(it: Planned) -> Went:
+    """Fit where layers froze before; no plan is made for them."""
+
+    def choose(*_: Any) -> None:
+        raise AssertionError("the checkpoint has the plan")
+
+    vars(repacking)["choose"] = choose
+    return train(it)

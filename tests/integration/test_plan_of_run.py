@@ -13,7 +13,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.strategy.options import load_plan
 from tests.integration.jobs import run
-from tests.integration.planned import Planned, Went, train
+from tests.integration.planned import Planned, Went, train, train_as_planned
 
 SLOW = pytest.mark.slow
 ASYNCHRONOUS = Planned("plain", {"schedule": "1f1b"})
@@ -73,6 +73,17 @@ def test_a_run_that_goes_on_goes_by_the_plan_of_the_one_that_was_stopped(
         assert_same(ranks, whole)
         assert step != 3 or "that of the checkpoint" in str(ranks[0].notes)
         assert [rank.told for rank in ranks] == [[]] * it.num_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["repacked", "frozen"])
+def test_the_plan_for_layers_that_froze_is_not_made_again(name: str, tmp_path: Path) -> None:
+    """Another version of the planner, or another machine's memory, would make another one."""
+    it = replace(RUNS[name], saves=True)
+    whole = fit(it, tmp_path)
+    last = replace(it, saves=False, resume=f"step-{len(whole[0].losses) - 3}.ckpt")
+    ranks = run(train_as_planned, last, num_ranks=it.num_ranks, folder=tmp_path)
+    assert_same(ranks, whole)
 
 
 @pytest.mark.parametrize("name", [*SOME, pytest.param("by option", marks=SLOW)])
