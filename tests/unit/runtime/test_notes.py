@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is documented
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime import rendezvous
 from lightning_tspipe.runtime.notes import FolderNotes, InTime, Notes, StoreNotes
 
 
@@ -110,3 +111,38 @@ def test_a_connection_of_its_own_answers_while_another_one_waits(
     assert notes.read("cause") is None
     notes.leave("a")
     store.clone().set("never", "")
+
+
+def test_between_machines_a_store_is_given_up_and_nobody_else_s_waiting_counts(
+    free_port: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_SECONDS", 4.0)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    job = rendezvous._meet_across(0, 1, timedelta(seconds=60))
+    end = job.store.clone()
+
+    def wait_at(store: Any) -> Thread:
+        waits = Thread(target=store.get, args=("never",), daemon=True)
+        waits.start()
+        waits.join(0.5)
+        assert waits.is_alive()
+        return waits
+
+    threads = [wait_at(job.store)]
+    job.notes.leave("a", "text")
+    assert job.notes.read("a") == "text"
+    assert isinstance(job.notes, StoreNotes)
+    threads.append(wait_at(job.notes._store))
+
+    def read_on() -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            job.notes.read("a")
+
+    with pytest.raises(TransportError, match="did not answer within 4 s"):
+        read_on()
+    for key in ("never", "lightning_tspipe/never"):
+        end.set(key, "")
+    for thread in threads:
+        thread.join()
