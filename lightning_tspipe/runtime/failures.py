@@ -204,11 +204,26 @@ class Failures:
         A launcher of workers sees who was ended, and ends the others by the same signal; so does
         any launcher if a rank fails that has not met the others.
         """
-        if self._job is not None and (self._job.has_heir or self._job.members.missing()):
+        assert self._job is not None
+        if self._job.has_heir:
             return
+        self._await_the_dying()
         what = f"{self._me} was ended by {signal.Signals(signum).name} in {HERE.text}"
-        if self._find_cause() is None and self._claim(what, self._rank):
+        is_first = self._find_cause() is None and not self._job.members.missing()
+        if is_first and self._claim(what, self._rank):
             say(_told(what))
+
+    def _await_the_dying(self) -> None:
+        """A launcher may see that a rank is gone before the system says so."""
+        assert self._job is not None
+        assert self._patrol is not None
+        deadline = time.monotonic() + _A_MOMENT
+        for rank in range(self._job.members.num_ranks):
+            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
+            while neighbour is not None and neighbour.is_ending and not neighbour.has_ended:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.01)
 
     # The cause
 

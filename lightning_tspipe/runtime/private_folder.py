@@ -33,6 +33,8 @@ from lightning_tspipe.runtime.neighbours import Neighbour
 _ENTRY, _WORK, _WITH_IT = "job-", "work-", "also-"
 _LOCK_SECONDS = 30.0
 _PAUSE = 0.02
+_WORKER_SECONDS = 6.0
+"""A worker of torch's loaders asks every 5 s whether its rank is still there."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,22 @@ def remove_too(folder: Path, rank: int, path: str) -> None:
 def _remove(folder: Path) -> None:
     with suppress(OSError):
         for note in folder.glob(f"{_WITH_IT}*"):
-            shutil.rmtree(note.read_text(), ignore_errors=True)
+            other = Path(note.read_text())
+            _await_listeners(other)
+            shutil.rmtree(other, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _await_listeners(folder: Path) -> None:
+    """Until nobody listens at a socket there.
+
+    A loader's worker outlives its rank by some seconds, and complains if its socket is gone.
+    """
+    deadline = time.monotonic() + _WORKER_SECONDS
+    known = Path("/proc/net/unix")
+    with suppress(OSError):  # not on this system
+        while f"{folder}/" in known.read_text() and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
 
 
 def _folder_of(entry: Path) -> str:

@@ -222,8 +222,9 @@ class ShardedHooks(EvaluationHooks):
         states = {"model": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
             states[GRADIENTS] = self._own_gradients()
-        for index, state in enumerate(checkpoint.pop("optimizer_states", ())):
-            states[f"optimizer_{index}"] = state
+            for index, state in enumerate(checkpoint["optimizer_states"]):
+                states[f"optimizer_{index}"] = state
+            checkpoint["optimizer_states"] = []  # that there is no state yet is one too
         if self._writer is None:
             self._writer = ShardWriter(self._timeout, is_connected=self.total_ranks > 1)
         waits = not self._writes_meanwhile
@@ -312,7 +313,7 @@ class ShardedHooks(EvaluationHooks):
         checkpoint = source.rest()
         self._tell_unverified(path, has_checksums=source.has_checksums)
         checkpoint["state_dict"] = {}
-        if source.num_optimizers:
+        if source.num_optimizers:  # of an earlier version, which didn't say so otherwise
             checkpoint["optimizer_states"] = []
         self._source = source
         return checkpoint

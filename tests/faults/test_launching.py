@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,11 @@ class Strategy(SimpleNamespace):
     world = installed_worlds()[0]
 
 
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 def launcher_over(base: type) -> Any:
     launcher: Any = _launcher_class("Launcher", _Workers, base)()
     launcher._start_method = "fork"
@@ -50,6 +57,26 @@ def test_another_fit_starts_as_if_none_had_failed() -> None:
     launcher.fails = False
     assert launcher.launch(print) == "done"
     assert not launcher._strategy.have_workers_failed
+
+
+class Leaving(Workers):
+    """Leaves a file, as torch does of a traceback, and Lightning of weights."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> str:
+        self.place = Path(tempfile.gettempdir())
+        (self.place / "traceback").touch()
+        return super().launch(*args, **kwargs)
+
+
+def test_temporary_files_of_a_launch_are_removed_with_it(tmp_path: Path) -> None:
+    launcher = launcher_over(Leaving)
+    with pytest.raises(RuntimeError, match="a worker failed"):
+        launcher.launch(print)
+    assert tmp_path in launcher.place.parents
+    assert not launcher.place.exists()
+    assert tempfile.gettempdir() == str(tmp_path)
+    (ours,) = tmp_path.iterdir()
+    assert [path.name for path in ours.iterdir()] == [".lock"]
 
 
 class Waiting(Workers):

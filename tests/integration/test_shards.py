@@ -117,6 +117,33 @@ def test_a_run_that_is_over_saves_what_it_was_restored_from(shards: bool, tmp_pa
     torch.testing.assert_close(on_again.weights, on.weights, **CLOSE)
 
 
+class FailsAtStart(Callback):
+    """Raises before there are optimizers, and saves then."""
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        raise ValueError("at the start")
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint("failed.ckpt")
+
+
+def fail_at_start_and_go(it: Run) -> tuple[Went, Went]:
+    with pytest.raises(ValueError, match="at the start"):
+        go(it, callbacks=[FailsAtStart()])
+    return go(it), go(it, "failed.ckpt")
+
+
+def test_what_one_device_saves_before_it_has_optimizers_is_something_to_go_on_from(
+    tmp_path: Path,
+) -> None:
+    """As Lightning's files are."""
+    options = {**BYOL.options, "save_distributed_checkpoint": True}
+    it = Run(replace(BYOL, options=options, num_ranks=1))
+    ((whole, resumed),) = run(fail_at_start_and_go, it, num_ranks=1, folder=tmp_path)
+    assert is_sharded(tmp_path / "failed.ckpt")
+    assert len(resumed.losses) == len(whole.losses) == 8
+
+
 class Watching(Callback):
     """Has the first folder wait, on rank 0, until the next batch begins; notes who writes."""
 

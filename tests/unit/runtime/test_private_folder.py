@@ -6,7 +6,9 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -214,6 +216,29 @@ def test_folders_of_ranks_go_with_the_job_s(tmp_path: Path) -> None:
     folder = make_job_folder(NAME)
     remove_too(folder, 1, str(own))
     remove_job_folder(folder)
+    assert not own.exists()
+
+
+def test_a_socket_is_not_removed_while_somebody_listens(temporary: Path) -> None:
+    """A loader's worker outlives its rank by some seconds."""
+    folder = make_job_folder(NAME)
+    own = temporary / "pymp-of-rank-1"
+    own.mkdir()
+    remove_too(folder, 1, str(own))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(own / "listener"))
+    listening.listen()
+    seen = []
+
+    def close() -> None:
+        seen.append((own / "listener").exists())
+        listening.close()
+
+    timer = threading.Timer(0.5, close)
+    timer.start()
+    remove_job_folder(folder)
+    timer.join()
+    assert seen == [True]
     assert not own.exists()
 
 
