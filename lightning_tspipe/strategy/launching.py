@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import util
 from types import TracebackType
@@ -54,7 +54,8 @@ _SIGTERM_CODES = {-signal.SIGTERM, 128 + signal.SIGTERM}
 class _PassedOn:
     """A SIGTERM is one to the workers, which stop together; then it ends the parent too.
 
-    Ended at once, the parent would take the workers with it before they could save.
+    Ended at once, the parent would take the workers with it before they could save; and in the
+    middle of starting them, it would wait for those that it has started.
 
     Args:
         launcher: Knows the workers.
@@ -64,14 +65,18 @@ class _PassedOn:
         self._launcher = launcher
         self._previous = signal.getsignal(signal.SIGTERM)
         self._signum = 0
+        self._is_due = False
 
     def __call__(self, signum: int, _frame: Any) -> None:
         """Handle the signal."""
-        self._signum = signum
-        if self._launcher.procs:
-            self._launcher.kill(signum)
-        else:
-            self.end()
+        self._signum, self._is_due = signum, True
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Tell the workers, if it has come and they have been started."""
+        if self._is_due and self._launcher.procs:
+            self._is_due = False
+            self._launcher.kill(self._signum)
 
     def end(self) -> None:
         """Do what the signal would have done, and tidy up if that is to end this process.
@@ -92,6 +97,9 @@ class _PassedOn:
     @contextmanager
     def during(self) -> Iterator[None]:
         """Be the handler while inside."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # which alone can do something about signals
+            return
         signal.signal(signal.SIGTERM, self)
         try:
             yield
@@ -104,12 +112,6 @@ class _PassedOn:
                 self.end()
         finally:
             self.give_back()
-
-
-def _sigterm_passed_on(launcher: Any) -> AbstractContextManager[None]:
-    if threading.current_thread() is not threading.main_thread():
-        return nullcontext()  # only the main thread can do something about signals
-    return _PassedOn(launcher).during()
 
 
 @dataclass
@@ -245,10 +247,11 @@ class _Workers:
 
     def _launch(self, job: Launched, worker: InWorker, *args: Any, **kwargs: Any) -> Any:
         is_over = threading.Event()
-        threading.Thread(target=self._end_together, args=(is_over,), daemon=True).start()
+        signals = _PassedOn(self)
+        threading.Thread(target=self._look_after, args=(is_over, signals), daemon=True).start()
         try:
             launch = super().launch  # type: ignore[misc]
-            with _sigterm_passed_on(self):
+            with signals.during():
                 return launch(worker, *args, **kwargs)
         except BaseException as exception:
             self._strategy.have_workers_failed = True
@@ -292,12 +295,14 @@ class _Workers:
         module = world_of(self._strategy).launchers.multiprocessing
         return module._GlobalStateSnapshot.capture()  # noqa: SLF001
 
-    def _end_together(self, is_over: threading.Event) -> None:
+    def _look_after(self, is_over: threading.Event, signals: _PassedOn) -> None:
         """Kill the workers that are left a while after one has failed, such as stopped ones.
 
-        torch asks them to end, and would wait for 30 s.
+        torch asks them to end, and would wait for 30 s. And pass on a signal that came before
+        they were there.
         """
         while not is_over.wait(_PERIOD):
+            signals.pass_on()
             # Seen in passing: only one thread may ask for exit codes, and torch does.
             codes = [getattr(worker._popen, "returncode", None) for worker in self.procs]  # noqa: SLF001
             if any(codes):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -135,3 +137,34 @@ def test_sigterm_to_a_worker_ends_the_parent_as_one_to_the_parent(
     text = capsys.readouterr().err
     assert text.startswith(told)
     assert bool(text) == bool(told)
+
+
+class Starting(Workers):
+    """Is ended while it starts workers, as the one before does after that."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.is_told = Event()
+
+    def kill(self, signum: int) -> None:
+        self.signals.append(signum)
+        self.is_told.set()
+
+    def launch(self, *_args: Any, **_kwargs: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert self.signals == []
+        self.procs = (SimpleNamespace(_popen=SimpleNamespace(returncode=None)),)
+        assert self.is_told.wait(30)
+        return "stopped"
+
+
+def test_sigterm_while_workers_are_started_reaches_them_when_they_are_there() -> None:
+    """The parent would wait for those that it has started, and they for the others."""
+    launcher = launcher_over(Starting)
+    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(Strategy.world.sigterm_exception):
+            launcher.launch(print)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert launcher.signals == [signal.SIGTERM]
