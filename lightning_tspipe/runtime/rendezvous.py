@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import current_process, util
+from multiprocessing import active_children, current_process, util
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ _LAUNCHERS = (
 _STORE = "store"
 _CONNECTIONS = itertools.count()
 _PAUSE = 0.02
+_CHILD_SECONDS = 2.0
 _ANSWER_SECONDS = 20.0
 
 
@@ -206,9 +207,20 @@ def end_by(signum: int) -> None:
     if _Current.job is not None and _Current.job.members.this.pid == os.getpid():
         if _Current.tell is not None:
             _Current.tell(signum)
-        util._run_finalizers()  # type: ignore[attr-defined] # noqa: SLF001 - as at any other end
+        _end_as_usual()
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
+
+
+def _end_as_usual() -> None:
+    """What multiprocessing does at any other end; a child that does not end isn't waited for."""
+    run: Callable[..., None] = util._run_finalizers  # type: ignore[attr-defined] # noqa: SLF001
+    run(0)
+    # Before the folder goes in which loaders' workers have sockets.
+    for child in (each for each in active_children() if each.daemon):
+        child.terminate()
+        child.join(_CHILD_SECONDS)
+    run()
 
 
 def tell_before_the_end(tell: Callable[[int], None]) -> None:

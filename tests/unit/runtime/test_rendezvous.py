@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import tempfile
 from datetime import timedelta
+from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,13 @@ import pytest
 from lightning_tspipe.runtime.rendezvous import current_job, end_by, meet, tell_before_the_end
 
 PATIENCE = timedelta(seconds=10)
+
+
+def listen(ready: Connection) -> None:
+    """As a worker of a loader does, which has no folder of its own."""
+    sharing = Listener(None, family="AF_UNIX")
+    ready.send(None)
+    sharing.accept()
 
 
 def in_a_child(port: int, how: str) -> int:
@@ -24,6 +33,10 @@ def in_a_child(port: int, how: str) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         job = meet(port, 0, 1, PATIENCE, on_one_machine=True)
         assert current_job() is job
+        context = multiprocessing.get_context("fork")
+        here, there = context.Pipe()
+        context.Process(target=listen, args=(there,), daemon=True).start()
+        here.recv()
         told = Path(tempfile.gettempdir()) / "told"
         tell_before_the_end(lambda signum: told.write_text(str(signum)) and None)
         if how == "by another process":
@@ -36,8 +49,12 @@ def in_a_child(port: int, how: str) -> int:
 
 @pytest.mark.parametrize("how", ["by another process", "by itself"])
 def test_sigterm_ends_it_with_its_folder_removed(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """And its children before, whose sockets are in a folder of its own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "LIGHTNING_TSPIPE_PARENT"):
         monkeypatch.delenv(name, raising=False)
@@ -46,3 +63,4 @@ def test_sigterm_ends_it_with_its_folder_removed(
     assert (tmp_path / "told").read_text() == str(int(signal.SIGTERM))
     (ours,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert [path.name for path in ours.iterdir()] == [".lock"]
+    assert "Traceback" not in capfd.readouterr().err
