@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 from datetime import timedelta
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -14,14 +15,15 @@ import pytest
 
 from lightning_tspipe.runtime.rendezvous import current_job, end_by, meet, tell_before_the_end
 
+SECONDS = 3.0
 PATIENCE = timedelta(seconds=10)
 
 
 def listen(ready: Connection) -> None:
     """As a worker of a loader does, which has no folder of its own."""
-    sharing = Listener(None, family="AF_UNIX")
-    ready.send(None)
-    sharing.accept()
+    with Listener(None, family="AF_UNIX"):
+        ready.send(None)
+        time.sleep(SECONDS)
 
 
 def in_a_child(port: int, how: str) -> int:
