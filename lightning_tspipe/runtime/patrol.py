@@ -123,13 +123,14 @@ class Patrol:
         return None
 
     def _look(self) -> Found | None:
-        for rank in self._others():
-            neighbour = self.neighbour(rank)
-            if neighbour is None:
-                continue
-            found = self._if_ended(rank, neighbour) or self._if_stopped(rank, neighbour)
-            if found is not None:
-                return found
+        near = {rank: self.neighbour(rank) for rank in self._others()}
+        # By SIGTERM a launcher ends the others when one has failed: that one comes first.
+        for is_ordered in (False, True):
+            for rank, neighbour in near.items():
+                if neighbour is not None and _was_ordered(neighbour) == is_ordered:
+                    found = self._if_ended(rank, neighbour) or self._if_stopped(rank, neighbour)
+                    if found is not None:
+                        return found
         return self._if_parent_ended() or self._if_silent()
 
     def _others(self) -> list[int]:
@@ -215,6 +216,10 @@ def next_of_another_machine(members: list[Member], this: Member) -> Member | Non
     if target in {None, this.machine}:
         return None
     return next(member for member in members if member.machine == target)
+
+
+def _was_ordered(neighbour: Neighbour) -> bool:
+    return neighbour.has_ended and "SIGTERM" in neighbour.how_it_ended()
 
 
 def _without_a_word(how: str) -> str:

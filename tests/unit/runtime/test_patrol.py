@@ -25,9 +25,10 @@ class Process:
     def __init__(self, pid: int, _started: int | None = None) -> None:
         self.pid = pid
         self.has_ended = self.is_stopped = False
+        self.signal = "SIGKILL"
 
     def how_it_ended(self) -> str:
-        return "was killed by SIGKILL"
+        return f"was killed by {self.signal}"
 
 
 class Ranks:
@@ -79,6 +80,18 @@ def test_one_that_has_ended_is_found_at_once(tmp_path: Path) -> None:
     assert found.what.startswith("rank 2 (pid 1002 on ")
     assert found.what.endswith("was killed by SIGKILL in training step 7")
     assert "memory" in found.remedy
+
+
+def test_who_was_ended_by_the_launcher_is_not_why(tmp_path: Path) -> None:
+    """It ends the others when one has failed, by SIGTERM and at once."""
+    ranks = Ranks(tmp_path, ("here", "here", "here"))
+    for rank, signal in ((1, "SIGTERM"), (2, "SIGKILL")):
+        ranks.process(rank).has_ended, ranks.process(rank).signal = True, signal
+    assert ranks.look().rank == 2
+    ranks.notes.leave("run-0/over/2")
+    found = ranks.look()
+    assert found.rank == 1
+    assert "was killed by SIGTERM" in found.what
 
 
 def test_one_that_is_done_may_end(tmp_path: Path) -> None:
