@@ -199,17 +199,12 @@ class Failures:
                 time.sleep(0.05)
 
     def tell_of_signal(self, signum: int) -> None:
-        """This process is about to be ended: if nothing has failed before, that is the cause.
-
-        A launcher of workers sees who was ended, and ends the others by the same signal; so does
-        any launcher if a rank fails that has not met the others: then it tells.
-        """
+        """This process is about to be ended: if nothing has failed before, that is the cause."""
         assert self._job is not None
         self._await_the_dying()
         what = f"{self._me} was ended by {signal.Signals(signum).name} in {HERE.text}"
-        is_told = self._find_cause() is not None
-        knows_more = self._job.has_heir or self._job.members.missing()
-        if not is_told and not knows_more and self._claim(what, self._rank):
+        is_first = self._find_cause() is None and not self._job.launcher_knows_more
+        if is_first and self._claim(what, self._rank):
             say(_told(what))
 
     def _await_the_dying(self) -> None:

@@ -104,6 +104,14 @@ class Job:
         """Whether the process that has launched the ranks will look for what they have left."""
         return HEIR in os.environ and not parent_of(os.environ[HEIR]).is_ending
 
+    @property
+    def launcher_knows_more(self) -> bool:
+        """Whether it is for whoever launched the ranks to tell of one that a signal has ended.
+
+        It ends the others so when one has failed, and knows that one, even if these don't.
+        """
+        return self.has_heir or bool(self.members.missing())
+
     def _has_left(self, rank: int) -> bool:
         member = self.members.find(rank)
         if member is None or self.notes.read(f"left/{rank}") is not None:

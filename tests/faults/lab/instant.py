@@ -132,13 +132,19 @@ def _fork(  # noqa: PLR0913 - what a new process gets
 
 
 def _take(files: Mapping[int, int], keeps: Iterable[int]) -> None:
-    """Close what a new interpreter does not inherit."""
+    """Close what a new interpreter does not inherit.
+
+    The numbers stay taken: objects of the parent's memory know them, and would close whatever else
+    had them when they are collected.
+    """
     moved = {new: os.dup(old) for new, old in files.items()}
     for new, old in moved.items():
         os.dup2(old, new)
-    kept = sorted({0, 1, 2, *keeps})
-    for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
-        os.closerange(low + 1, high)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - no paths
+        if number not in {0, 1, 2, nowhere, *keeps}:
+            os.dup2(nowhere, number, inheritable=False)
+    os.close(nowhere)
 
 
 def _forget() -> None:

@@ -216,6 +216,14 @@ def test_a_signal_that_ends_a_rank_is_told_if_nothing_has_failed_before(
     assert not capsys.readouterr().err
 
 
+def test_a_signal_before_all_have_met_is_told_by_who_has_launched_the_ranks(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends those that wait, when one has failed that they don't know."""
+    failures_of(tmp_path, child).tell_of_signal(signal.SIGTERM)  # rank 2 has not come
+    assert not capsys.readouterr().err
+
+
 def test_a_signal_is_no_cause_where_another_rank_was_killed(
     tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,15 @@ def test_who_was_ended_by_the_launcher_is_not_why(tmp_path: Path) -> None:
     assert "was killed by SIGTERM" in found.what
 
 
+def test_who_was_ended_before_all_have_met_is_told_by_the_launcher(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, ("here", "here"))
+    ranks.members.num_ranks = 3
+    ranks.process(1).has_ended, ranks.process(1).signal = True, "SIGTERM"
+    assert ranks.look(100) is None
+    ranks.process(1).signal = "SIGKILL"
+    assert ranks.look().rank == 1
+
+
 def test_one_that_is_done_may_end(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, ("here", "here"))
     ranks.process(1).has_ended = True
