@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import Late, after_backward
 from lightning_tspipe.runtime.relay.blocks import BlockPair, pair_blocks
 from lightning_tspipe.runtime.relay.walk import BlockOutcome
 
@@ -37,13 +38,16 @@ class Rounds(Protocol):
 
 @dataclass
 class _Means:
-    """Sums of losses since the epoch began; an object, so that a pipeline leaves it to its rank."""
+    """Sums of losses since the epoch began; an object, so that a pipeline leaves it to its rank.
 
-    sums: dict[int, float] = field(default_factory=dict)
+    Where the losses are: nobody waits for them.
+    """
+
+    sums: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
 
-    def add(self, block: int, total: float, count: int) -> None:
-        self.sums[block] = self.sums.get(block, 0.0) + total
+    def add(self, block: int, total: Tensor, count: int) -> None:
+        self.sums[block] = self.sums[block] + total if block in self.sums else total
         self.counts[block] = self.counts.get(block, 0) + count
 
 
@@ -191,16 +195,21 @@ class BlockwiseDistillation(_Base):
         run = self.run_blocks(name, batch) if self.rounds is None else self.rounds.run_round(number)
         means = self._means = self._means or _Means()
         for block, outcome in run.items():
-            value = float(outcome.value)
+            if name == "weights":
+                means.add(block, outcome.value.double() * outcome.samples, outcome.samples)
+        total = torch.stack([outcome.loss for outcome in run.values()]).sum()
+        values = Late(torch.stack([outcome.value for outcome in run.values()]))
+        after_backward(total, lambda: self._refuse_diverged(tuple(run), values))
+        return total
+
+    def _refuse_diverged(self, blocks: Sequence[int], values: Late) -> None:
+        for block, value in zip(blocks, values.tolist(), strict=True):
             if not math.isfinite(value):
                 raise ConfigurationError(
                     f"the loss of block {block} ({self.block_pairs[block].name}) is {value}: its "
                     "weights are lost, those of the other blocks are not. Lower its learning rate, "
                     "clip its gradients, or look at what its teacher's block returns"
                 )
-            if name == "weights":
-                means.add(block, value * outcome.samples, outcome.samples)
-        return torch.stack([outcome.loss for outcome in run.values()]).sum()
 
     def run_blocks(self, round_name: str, batch: Any) -> dict[int, BlockOutcome]:
         """All blocks on this device, in their order."""
@@ -218,15 +227,17 @@ class BlockwiseDistillation(_Base):
     def on_train_epoch_end(self) -> None:
         """Log the means of the epoch, on every rank alike."""
         super().on_train_epoch_end()
-        own = self._means or _Means()
-        gathered = [own] if self.rounds is None else self.rounds.gather(own)
-        total = _Means()
-        for means in gathered:
-            for block, value in means.sums.items():
-                total.add(block, value, means.counts[block])
+        means = self._means or _Means()
+        own = {block: (float(total), means.counts[block]) for block, total in means.sums.items()}
+        sums: dict[int, float] = {}
+        counts: dict[int, int] = {}
+        for told in [own] if self.rounds is None else self.rounds.gather(own):
+            for block, (total, count) in told.items():
+                sums[block] = sums.get(block, 0.0) + total
+                counts[block] = counts.get(block, 0) + count
         values = {
-            f"train_loss/block_{block}": total.sums[block] / max(1, total.counts[block])
-            for block in sorted(total.sums)
+            f"train_loss/block_{block}": sums[block] / max(1, counts[block])
+            for block in sorted(sums)
         }
         if values:
             self.log_dict({"train_loss": sum(values.values()), **values})

@@ -123,6 +123,7 @@ class FreezeAndRepack(Callback):
         self._layers: list[Layer] = []
         self._place: dict[str, int] = {}
         self._squares: Tensor | None = None
+        self._index: dict[tuple[int, ...], Tensor] = {}
         self._restored: list[float] = []
         self._num_steps = 0
         self._num_ranks = 0
@@ -218,7 +219,8 @@ class FreezeAndRepack(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Any
     ) -> None:
         if self._squares is None:
-            self._squares = torch.zeros(len(self._layers), dtype=torch.float64)
+            device = pl_module.device
+            self._squares = torch.zeros(len(self._layers), dtype=torch.float64, device=device)
         names = {id(p): name for name, p in pl_module.named_parameters()}
         found = [
             (self._place[name], p.grad)
@@ -228,9 +230,13 @@ class FreezeAndRepack(Callback):
         ]
         if found:
             places, gradients = zip(*found, strict=True)
-            norms = torch.stack(torch._foreach_norm(list(gradients))).double().cpu()  # noqa: SLF001
-            if bool(norms.isfinite().all()):  # else the scaler skips the step
-                self._squares.index_add_(0, torch.tensor(places), norms**2)
+            squares = torch.stack(torch._foreach_norm(list(gradients))).double().square()  # noqa: SLF001
+            # Not finite: the scaler skips the step.
+            counted = squares.where(squares.isfinite().all(), squares.new_zeros(()))
+            index = self._index.get(places)
+            if index is None:  # a list would be copied, and waited for, in every step
+                index = self._index[places] = torch.tensor(places, device=counted.device)
+            self._squares.index_add_(0, index, counted)
         self._num_steps += 1
 
     @override

@@ -49,7 +49,7 @@ class WeightPrediction(Callback):
         prediction = None if pipelined is None else pipelined.teacher_prediction
         if pipelined is None or prediction is None:
             return
-        own = {d.step: (d.delayed, d.predicted) for d in prediction.distances}
+        own = {d.step: d.squares.tolist() for d in prediction.distances}
         prediction.distances.clear()
         ranks = pipelined.gather(own) or []
         steps = set.intersection(*(set(rank) for rank in ranks)) if ranks else set()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -121,22 +121,23 @@ class StudentFanout(nn.Module):
         """Train a head no further."""
         self.stopped.setdefault(name, reason)
 
-    def accepts(self, name: str, loss: Tensor) -> bool:
-        """Whether a head can learn from its loss; one that can't is stopped.
+    def judge(self, name: str, loss: float) -> None:
+        """Stop a head that can't learn from its loss; its gradients are dropped.
 
         Raises:
             ConfigurationError: The loss is not finite, and that is to end the run.
         """
-        if self.rehearses or loss.is_meta or bool(torch.isfinite(loss.detach()).all()):
-            return True
-        reason = f"its loss is {float(loss.detach())}"
+        if math.isfinite(loss):
+            return
+        reason = f"its loss is {loss}"
         if self.on_nan == "raise":
             raise ConfigurationError(
                 f"head {name!r}: {reason}. Lower its learning rate or clip its gradients; with "
                 "StudentFanout(..., on_nan='stop') such a head stops and the others go on"
             )
         self.stop(name, reason)
-        return False
+        for parameter in self.heads[name].parameters():
+            parameter.grad = None
 
 
 def _check(heads: Mapping[str, nn.Module]) -> None:

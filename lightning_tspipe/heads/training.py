@@ -14,7 +14,7 @@ On one device that is all of them, in a pipeline those whose parameters are ther
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_tspipe.capture import swap
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads.optimizers import HeadOptimizers
 from lightning_tspipe.heads.student import StudentFanout
+from lightning_tspipe.late import Late, after_backward
 
 STOPPED = "stopped_heads"
 """Where a checkpoint has them, with the reasons."""
@@ -156,18 +157,72 @@ def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any
             return function(self, *args, **kwargs)
         if trains and not student.rehearses:
             _look_at_trunk(self)
-        results = {}
-        with _one_trunk(self.teacher) as turn, _same_random_numbers() as begin:
+        results: dict[str, Any] = {}
+        inputs = _Inputs(compares=not student.rehearses)
+        with _one_trunk(self.teacher, inputs) as turn, _same_random_numbers() as begin:
             for name in student.trained if trains else student.here:
                 begin()
                 with student.only(name), turn(name):
                     results[name] = function(self, *args, **kwargs)
-        return _total(self, results) if trains else results
+        if trains and results:
+            return _total(self, results, inputs)
+        inputs.look()
+        return torch.zeros((), device=self.device, requires_grad=True) if trains else results
 
     return for_each_head
 
 
-def _total(module: Any, results: dict[str, Any]) -> Tensor:
+class _Inputs:
+    """Whether all heads give the trunk the same; what a device computes is looked at later.
+
+    Args:
+        compares: Whether values mean something.
+    """
+
+    def __init__(self, *, compares: bool) -> None:
+        self._compares = compares
+        self._verdicts: list[tuple[str, Late]] = []
+
+    def compare(self, reader: str, given: Sequence[Any], known: Sequence[Any]) -> None:
+        """Note whether a head's inputs are those of the first one.
+
+        Raises:
+            ConfigurationError: They differ, as the host can see.
+        """
+        if len(given) != len(known):
+            self._refuse(reader)
+        for a, b in zip(given, known, strict=True):
+            if a is b:
+                continue
+            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+                if not bool(a == b):
+                    self._refuse(reader)
+                continue
+            if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
+                self._refuse(reader)
+            if self._compares and not a.is_meta:
+                with torch._C.DisableTorchFunction():  # noqa: SLF001 - a look is no use of it
+                    self._verdicts.append((reader, Late((a != b).any())))
+
+    def look(self) -> None:
+        """Refuse what differs.
+
+        Raises:
+            ConfigurationError: Names the head.
+        """
+        for reader, differs in self._verdicts:
+            if differs.tolist():
+                self._refuse(reader)
+
+    @staticmethod
+    def _refuse(reader: str) -> None:
+        raise ConfigurationError(
+            f"head {reader!r} gives the trunk another input than the first head: all heads share "
+            "one pass. Make the input in the dataset, or in on_after_batch_transfer"
+        )
+
+
+def _total(module: Any, results: dict[str, Any], inputs: _Inputs) -> Tensor:
     """The sum of the losses: its gradients are those of each head's own loss."""
     losses = {
         name: result["loss"] if isinstance(result, Mapping) else result
@@ -176,10 +231,39 @@ def _total(module: Any, results: dict[str, Any]) -> Tensor:
     for name, loss in losses.items():
         if not isinstance(loss, Tensor):
             raise ConfigurationError(f"training_step returned no loss for head {name!r}")
-    accepted = [loss for name, loss in losses.items() if module.student.accepts(name, loss)]
-    if not accepted:
-        return torch.zeros((), device=module.device, requires_grad=True)
-    total: Tensor = functools.reduce(torch.add, accepted)
+    student = module.student
+    if student.rehearses or any(loss.is_meta for loss in losses.values()):
+        return _sum(losses.values())
+    # Heads have nothing in common but a frozen trunk: one that has diverged spoils no other's
+    # gradients, and loses its own before any optimizer sees them.
+    late = Late(torch.stack([loss.detach().double() for loss in losses.values()]))
+    total = _sum(loss.where(loss.isfinite(), loss.new_zeros(())) for loss in losses.values())
+
+    def look() -> None:
+        inputs.look()
+        for name, value in zip(losses, late.tolist(), strict=True):
+            student.judge(name, value)
+            if name in student.stopped:
+                _refuse_common(module, name)
+
+    after_backward(total, look)
+    return total
+
+
+def _refuse_common(module: Any, name: str) -> None:
+    """Refuse to go on without a head if it has spoilt the gradients of others."""
+    own = {id(p) for p in module.student.parameters()}
+    for other, parameter in module.named_parameters():
+        if parameter.grad is not None and id(parameter) not in own:
+            raise ConfigurationError(
+                f"head {name!r}: {module.student.stopped[name]}, and {other!r} learns from it too. "
+                "Only heads that have all their parameters for themselves can stop alone: give "
+                "each head its own, or leave on_nan='stop' out"
+            )
+
+
+def _sum(losses: Iterable[Tensor]) -> Tensor:
+    total: Tensor = functools.reduce(torch.add, losses)
     return total
 
 
@@ -204,7 +288,7 @@ def _same_random_numbers() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _one_trunk(trunk: nn.Module) -> Iterator[Callable[[str], Any]]:
+def _one_trunk(trunk: nn.Module, inputs: _Inputs) -> Iterator[Callable[[str], Any]]:
     """While inside, the trunk runs in the first head's turn; the others get what it returned."""
     original = trunk.forward
     calls: list[tuple[list[Any], Any, list[int]]] = []
@@ -223,12 +307,8 @@ def _one_trunk(trunk: nn.Module) -> Iterator[Callable[[str], Any]]:
             finally:
                 is_running = False
             calls.append((given, result, _versions(result)))
-        elif not _is_same(given, calls[mine][0]):
-            raise ConfigurationError(
-                f"head {reader!r} gives the trunk another input than the first head: all "
-                "heads share one pass. Make the input in the dataset, or in "
-                "on_after_batch_transfer"
-            )
+        else:
+            inputs.compare(reader, given, calls[mine][0])
         return calls[mine][1]
 
     @contextmanager
@@ -250,14 +330,3 @@ def _one_trunk(trunk: nn.Module) -> Iterator[Callable[[str], Any]]:
 def _versions(result: Any) -> list[int]:
     leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
     return [0 if leaf.is_inference() else leaf._version for leaf in leaves]  # noqa: SLF001
-
-
-def _is_same(given: list[Any], known: list[Any]) -> bool:
-    return len(given) == len(known) and all(_equal(a, b) for a, b in zip(given, known, strict=True))
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if a is b or not isinstance(a, Tensor) or not isinstance(b, Tensor):
-        return a is b or bool(a == b)
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - a look is no use of it
-        return a.shape == b.shape and (a.is_meta or torch.equal(a, b))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -159,9 +160,9 @@ class _Layer:
         """Move the running statistics towards these."""
         module = self.module
         module.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        momentum = module.momentum
-        if momentum is None:  # cumulative average
-            momentum = 1.0 / float(module.num_batches_tracked)  # type: ignore[arg-type]
+        momentum: Any = module.momentum
+        if momentum is None:  # cumulative average, reckoned on the device
+            momentum = 1.0 / module.num_batches_tracked.double()  # type: ignore[union-attr]
         for running, new in ((module.running_mean, mean), (module.running_var, variance)):
             assert isinstance(running, Tensor)
             # Like torch's own update, invisible to autograd: a backward that is still to come saved

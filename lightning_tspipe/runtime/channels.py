@@ -58,6 +58,9 @@ class Channel(IntEnum):
     SHARED_STATISTICS = 18
     """Between the ranks of one stage."""
 
+    SUMS = 19
+    """Between two steps: numbers that all ranks add up."""
+
 
 @unique
 class Lane(IntEnum):

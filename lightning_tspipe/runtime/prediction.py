@@ -138,9 +138,8 @@ def _sgd(parameter: Tensor, state: State, group: Group) -> Tensor | None:
 
 
 def _adam(parameter: Tensor, state: State, group: Group) -> Tensor | None:
-    step = float(state["step"])
-    if not step:
-        return None
+    # No number of the host's, wherever the counter is: nobody waits for it.
+    step = torch.as_tensor(state["step"]).double().clamp(min=1)
     beta1, beta2 = group["betas"]
     squares = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
     mean = state["exp_avg"] / (1 - beta1**step)
@@ -173,9 +172,3 @@ def _last_gradient(parameter: Tensor, state: State, group: Group) -> Tensor | No
 
 
 _RULES: dict[type[Optimizer], Rule] = {SGD: _sgd, Adam: _adam, AdamW: _adam, RMSprop: _rmsprop}
-
-
-def has_non_finite(values: Iterable[Tensor]) -> bool:
-    """Whether a value of some tensors is not finite; one look at the device."""
-    sums = [value.sum() for value in values]
-    return bool(sums) and not bool(torch.stack([s.double() for s in sums]).isfinite().all())

@@ -14,9 +14,10 @@ weights and then saves (a cast under autocast, weight_norm's product) stays what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import Late
 from lightning_tspipe.runtime.prediction import (
     Group,
-    has_non_finite,
     predicted_update,
     remember_gradients,
 )
@@ -109,7 +110,8 @@ class StageWeights:
     _kept: dict[int, Values] = field(default_factory=dict)
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
     _seen: list[tuple[int, int]] = field(default_factory=list)
-    _sums: list[float] = field(default_factory=list)
+    _sums: Tensor | None = None
+    _verdicts: list[tuple[Late, Callable[[list[bool]], None]]] = field(default_factory=list)
     _groups: dict[int, tuple[Optimizer, Group]] = field(default_factory=dict)
     _backward_values: Sequence[Tensor] = ()
 
@@ -168,7 +170,12 @@ class StageWeights:
     # Between two steps
 
     def written(self) -> dict[str, Any]:
-        """The versions and the batches in flight, as plain values and tensors."""
+        """The versions and the batches in flight, as plain values and tensors.
+
+        Raises:
+            ConfigurationError: A check of the last steps has failed.
+        """
+        self._look()
         flights = {
             batch: {
                 "version": flight.version,
@@ -217,6 +224,7 @@ class StageWeights:
     def keep(self) -> None:
         """Before an update: keep the current version if something will still read it."""
         self._check_unchanged()
+        self._look()
         self._check_values()
         self._check_gradients()
         read = {flight.version for flight in self._in_flight.values()}
@@ -234,11 +242,16 @@ class StageWeights:
         self._seen, self._sums = self._marks(), self._values()
 
     def drain(self) -> None:
-        """Nothing is in flight any more: what comes next reads the current version."""
+        """Nothing is in flight any more: what comes next reads the current version.
+
+        Raises:
+            ConfigurationError: A check of the last steps has failed.
+        """
+        self._look()
         self._in_flight.clear()
         self._kept.clear()
         self._base = self.version
-        self._seen, self._sums = [], []
+        self._seen, self._sums = [], None
 
     # Versions
 
@@ -281,14 +294,15 @@ class StageWeights:
             update = predicted_update(optimizer, parameter, group)
             value = parameter.detach()
             values.append(value.clone() if update is None else value - steps * update)
-        if has_non_finite(values):
-            self._fail_non_finite(values, steps)
+        if values:
+            found = torch.stack([_sums_of(values), _sums_of(self.parameters)]).isfinite()
+            self._verdicts.append((Late(found), partial(self._refuse_non_finite, steps)))
         return values
 
-    def _fail_non_finite(self, values: Sequence[Tensor], steps: int) -> None:
-        for name, parameter, value in zip(self.names, self.parameters, values, strict=True):
-            if not bool(value.isfinite().all()):
-                whose = "it holds one itself" if not bool(parameter.isfinite().all()) else (
+    def _refuse_non_finite(self, steps: int, finite: list[list[bool]]) -> None:
+        for name, predicted, own in zip(self.names, *finite, strict=True):
+            if not predicted:
+                whose = "it holds one itself" if not own else (
                     "its optimizer's state holds one, or the learning rate is too high"
                 )  # fmt: skip
                 raise ConfigurationError(
@@ -328,16 +342,27 @@ class StageWeights:
         now = self._marks()
         if not self._seen:
             self._seen, self._sums = now, self._values()
-        self._refuse_changed(self._seen, now)
+        self._refuse_changed([a != b for a, b in zip(self._seen, now, strict=True)])
 
     def _check_values(self) -> None:
-        """The same for changes through ``.data``, of which nothing else tells."""
-        if self._sums:
-            self._refuse_changed(self._sums, self._values())
+        """The same for changes through ``.data``, of which nothing else tells; one step later."""
+        values = self._values()
+        if self._sums is not None and values is not None:
+            self._verdicts.append((Late(self._sums != values), self._refuse_changed))
 
-    def _refuse_changed(self, before: Sequence[object], after: Sequence[object]) -> None:
-        for name, old, new in zip(self.names, before, after, strict=True):
-            if old != new:
+    def _look(self) -> None:
+        """What the device has said of the checks so far.
+
+        Raises:
+            ConfigurationError: One has failed.
+        """
+        verdicts, self._verdicts = self._verdicts, []
+        for verdict, judge in verdicts:
+            judge(verdict.tolist())
+
+    def _refuse_changed(self, is_changed: Sequence[bool]) -> None:
+        for name, changed in zip(self.names, is_changed, strict=True):
+            if changed:
                 raise ConfigurationError(
                     f"{name!r} was changed between two updates, while forwards of later batches "
                     "are under way that have read it. With schedule='1f1b' only optimizer.step may "
@@ -348,12 +373,11 @@ class StageWeights:
         """What differs when a parameter was written to, or replaced."""
         return [(p._version, p.data_ptr()) for p in self.parameters]  # noqa: SLF001
 
-    def _values(self) -> list[float]:
+    def _values(self) -> Tensor | None:
         """A number for each parameter that other values would hardly have."""
         if self.num_ranks == 1 or not self.parameters:
-            return []
-        sums = [parameter.detach().sum().double() for parameter in self.parameters]
-        return torch.stack(sums).nan_to_num(nan=0.0).tolist()
+            return None
+        return _sums_of(self.parameters).nan_to_num(nan=0.0)
 
     def _check_gradients(self) -> None:
         for name, parameter in zip(self.names, self.parameters, strict=True):
@@ -362,6 +386,12 @@ class StageWeights:
                     f"{name!r} has a sparse gradient, and updates by sparse gradients can't be "
                     "predicted. Use nn.Embedding(sparse=False)"
                 )
+
+
+def _sums_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Sums in float64, shape (tensors,); those of half precision would leave its range."""
+    wide = {tensor: torch.float32 if tensor.itemsize < 4 else tensor.dtype for tensor in tensors}
+    return torch.stack([t.detach().sum(dtype=dtype).double() for t, dtype in wide.items()])
 
 
 def stage_weights(

@@ -12,7 +12,7 @@ checkpoint tells of ξ(n-1).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +27,12 @@ class TeacherDistance:
 
     Attributes:
         step: The step that it was meant for.
-        delayed: Of the teacher of one update before.
-        predicted: Of the one that was read.
+        squares: Of the teacher of one update before, and of the one that was read; shape (2,), on
+            the device: nobody waits for it before it is logged.
     """
 
     step: int
-    delayed: float
-    predicted: float
+    squares: Tensor
 
 
 class TeacherPrediction:
@@ -110,7 +109,11 @@ class TeacherPrediction:
         self._step, self._before, self._moves = step, now, moves
 
     def _measure(self, step: int, moves: list[Tensor]) -> None:
-        delayed = sum(float(move.square().sum()) for move in moves)
-        errors = zip(moves, self._moves, strict=True)
-        predicted = sum(float((move - expected).square().sum()) for move, expected in errors)
-        self.distances.append(TeacherDistance(step, delayed, predicted))
+        errors = torch._foreach_sub(moves, self._moves)  # noqa: SLF001
+        squares = torch.stack([_square_of(moves), _square_of(errors)])
+        self.distances.append(TeacherDistance(step, squares))
+
+
+def _square_of(tensors: Sequence[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(list(tensors))  # noqa: SLF001
+    return torch.stack(norms).double().square().sum()

@@ -104,11 +104,13 @@ class Relaying:
             engine.finish()
         return result
 
-    def _factor(self) -> float:
+    def _factor(self) -> float | Tensor:
         """By what a loss will be multiplied before its backward."""
         strategy = self._strategy
         scaler = getattr(strategy.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
+        # A scale stays on the device: the host would wait for it.
+        one = torch.ones((), device=strategy.root_device)
+        scale = 1.0 if scaler is None else scaler.scale(one)
         if not strategy._module.automatic_optimization:  # noqa: SLF001
             return scale
         return scale / strategy._trainer.accumulate_grad_batches  # noqa: SLF001

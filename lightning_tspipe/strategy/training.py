@@ -18,7 +18,7 @@ from lightning_tspipe.runtime.evaluation import Evaluation
 from lightning_tspipe.runtime.host_memory import give_back_memory
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.stopping import Stop
-from lightning_tspipe.runtime.weights import LOSS_RANK
+from lightning_tspipe.runtime.sums import sum_over_ranks
 from lightning_tspipe.strategy.asynchronous import begin_step, check_epochs
 from lightning_tspipe.strategy.data import DataHooks
 from lightning_tspipe.strategy.heads_here import HeadsHere
@@ -294,14 +294,11 @@ class TrainingHooks(DataHooks):
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         is_copy = self._engine is not None and self._engine.is_copy
-        own = nn.utils.get_total_norm(gradients) if gradients and not is_copy else None
-        squares = self.transport.gather_object(0.0 if own is None else float(own) ** 2)
-        total = self.transport.broadcast_object(
-            None if squares is None else sum(squares) ** 0.5, LOSS_RANK
-        )
-        nn.utils.clip_grads_with_norm_(
-            parameters, clip_val, torch.tensor(total, device=self.root_device)
-        )
+        square = torch.zeros((), dtype=torch.float64, device=self.root_device)
+        if gradients and not is_copy:
+            square += nn.utils.get_total_norm(gradients).double().square()
+        total = sum_over_ranks(square, self.transport).sqrt().to(torch.get_default_dtype())
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
         self.pipelined.recorder.paused("clip", started)
         self._gradients_ready = time.perf_counter()
 

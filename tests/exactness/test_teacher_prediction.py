@@ -38,5 +38,5 @@ def test_the_distance_to_the_teacher_that_was_meant_is_counted() -> None:
             read.append(float(layer.weight))
         assert float(layer.weight) == place
     assert read == [0.0, 2.0, 3.0, 2.0]
-    found = [(d.step, d.delayed, d.predicted) for d in prediction.distances]
+    found = [(d.step, *d.squares.tolist()) for d in prediction.distances]
     assert found == [(1, 1.0, 1.0), (2, 1.0, 0.0), (3, 0.0, 1.0)]

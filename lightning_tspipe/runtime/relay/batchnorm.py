@@ -59,12 +59,13 @@ def _track(layer: _BatchNorm, mean: Tensor, variance: Tensor, count: Tensor) -> 
     assert layer.running_var is not None
     assert layer.num_batches_tracked is not None
     layer.num_batches_tracked.add_(1)
-    factor = layer.momentum
-    if factor is None:
-        factor = 1.0 / float(layer.num_batches_tracked)
+    factor: Any = layer.momentum
+    if factor is None:  # reckoned on the device
+        factor = 1.0 / layer.num_batches_tracked.double()
     unbiased = variance * (count / (count - 1).clamp(min=1))
-    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
-    layer.running_var.lerp_(unbiased.to(layer.running_var.dtype), factor)
+    for running, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
+        weight = factor.to(running.dtype) if isinstance(factor, Tensor) else factor
+        running.lerp_(new.to(running.dtype), weight)
 
 
 class _Normalise(Function):

@@ -23,7 +23,7 @@ class _Aside:
     """What a backward gave, and by what its loss had been multiplied."""
 
     stand_in: Tensor
-    factor: float
+    factor: float | Tensor
     gradients: list[tuple[nn.Parameter, Tensor]]
 
 
@@ -37,7 +37,7 @@ class EarlyBackwards:
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], factor: Callable[[], float] = lambda: 1.0
+        self, parameters: Iterable[nn.Parameter], factor: Callable[[], float | Tensor] = lambda: 1.0
     ) -> None:
         self._parameters = [p for p in parameters if not p.is_meta]
         self.factor = factor
@@ -55,7 +55,7 @@ class EarlyBackwards:
             for parameter, _ in before:
                 parameter.grad = None
             try:
-                (loss if factor == 1 else loss * factor).backward()
+                (loss * factor).backward()
                 gradients = [(p, p.grad) for p, _ in before if p.grad is not None]
             finally:
                 for parameter, gradient in before:
@@ -72,10 +72,9 @@ class EarlyBackwards:
             wanted = one.stand_in.grad
             if wanted is None:  # this loss takes no part
                 continue
-            ratio = float(wanted) / one.factor
+            if one.gradients:
+                torch._foreach_mul_([g for _, g in one.gradients], wanted / one.factor)
             for parameter, gradient in one.gradients:
-                if ratio != 1:
-                    gradient.mul_(ratio)
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:
