@@ -23,7 +23,8 @@ from lightning_tspipe.runtime.channels import Channel, Edge, lane_of
 from lightning_tspipe.runtime.ordered import WIRE_TYPES, OrderedTransport, Wire
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("cpu")
+"""Where the tensors of a new network are."""
 
 
 class BrokenRuleError(AssertionError):
@@ -86,6 +87,7 @@ class StrictNetwork:
 
     def __init__(self, num_ranks: int, timeout: float = 60.0) -> None:
         self.objects = LocalNetwork(num_ranks, timeout)
+        self.device = DEVICE
         self.changed = threading.Condition()
         self.queues: dict[Edge, _Queue] = {}
         self._timeout = timeout
@@ -93,7 +95,9 @@ class StrictNetwork:
 
     def transport(self, rank: int) -> OrderedTransport:
         """The transport of one rank."""
-        return OrderedTransport(LocalTransport(self.objects, rank), StrictWire(self, rank), CPU)
+        return OrderedTransport(
+            LocalTransport(self.objects, rank), StrictWire(self, rank), self.device
+        )
 
     def wait_for(self, condition: Callable[[], bool], description: str) -> None:
         """Wait, but not for ever; a rule that was broken anywhere ends it."""
@@ -155,7 +159,7 @@ class StrictWire(Wire):
                 queue.present.discard(self._rank)
 
     def _begin(self, end: str, tensor: Tensor, edge: Edge, channel: Channel) -> _StrictWork:
-        _check_wired(tensor, edge, channel)
+        self._check_wired(tensor, edge, channel)
         transfer = _Transfer(tensor, channel, _bits(tensor))
         with self._network.changed:
             queue = self._network.queues.get(edge)
@@ -168,12 +172,12 @@ class StrictWire(Wire):
             self._network, transfer, f"rank {self._rank}: {channel.name} on {edge} {verb}"
         )
 
-
-def _check_wired(tensor: Tensor, edge: Edge, channel: Channel) -> None:
-    if tensor.dtype not in WIRE_TYPES:
-        raise BrokenRuleError(f"{channel.name} on {edge}: NCCL has no {tensor.dtype}")
-    if tensor.device != CPU or not tensor.is_contiguous():
-        raise BrokenRuleError(f"{channel.name} on {edge}: not contiguous on {CPU}")
+    def _check_wired(self, tensor: Tensor, edge: Edge, channel: Channel) -> None:
+        device = self._network.device
+        if tensor.dtype not in WIRE_TYPES:
+            raise BrokenRuleError(f"{channel.name} on {edge}: NCCL has no {tensor.dtype}")
+        if tensor.device != device or not tensor.is_contiguous():
+            raise BrokenRuleError(f"{channel.name} on {edge}: not contiguous on {device}")
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -197,7 +197,7 @@ def combine_statistics(layers: Sequence[Sequence[Part]]) -> list[tuple[Tensor, T
     means = torch.stack([torch.cat([part[1] for part in row]) for row in rows]).double()
     variances = torch.stack([torch.cat([part[2] for part in row]) for row in rows]).double()
     counts = torch.tensor([[part[0] for part in row] for row in rows], dtype=torch.float64)
-    counts = counts.repeat_interleave(torch.tensor(channels), dim=1)
+    counts = counts.repeat_interleave(torch.tensor(channels), dim=1, output_size=sum(channels))
     counts = counts.to(means.device, non_blocking=True)
     total = counts.sum(0)
     mean = (counts * means).sum(0) / total

@@ -296,13 +296,13 @@ class StageWeights:
             values.append(value.clone() if update is None else value - steps * update)
         if values:
             found = torch.stack([_sums_of(values), _sums_of(self.parameters)]).isfinite()
-            self._verdicts.append((Late(found), partial(self._refuse_non_finite, steps)))
+            self._verdicts.append((Late(~found), partial(self._refuse_non_finite, steps)))
         return values
 
-    def _refuse_non_finite(self, steps: int, finite: list[list[bool]]) -> None:
-        for name, predicted, own in zip(self.names, *finite, strict=True):
-            if not predicted:
-                whose = "it holds one itself" if not own else (
+    def _refuse_non_finite(self, steps: int, are_lost: list[list[bool]]) -> None:
+        for name, predicted, own in zip(self.names, *are_lost, strict=True):
+            if predicted:
+                whose = "it holds one itself" if own else (
                     "its optimizer's state holds one, or the learning rate is too high"
                 )  # fmt: skip
                 raise ConfigurationError(

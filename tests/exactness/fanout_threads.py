@@ -25,7 +25,7 @@ from lightning_tspipe.runtime.ordered import OrderedTransport
 from lightning_tspipe.runtime.transport import LocalTransport
 from tests.exactness.fanout import Batch, Tasks, make_batches, make_optimizer
 from tests.exactness.pipelined import even_cuts
-from tests.strict import CPU, StrictNetwork, StrictWire
+from tests.strict import StrictNetwork, StrictWire
 from tests.threads import run_on_threads
 
 _COLLECTING = threading.Lock()
@@ -78,7 +78,7 @@ class Found:
     """
 
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    losses: dict[int, list[float]] = field(default_factory=dict)
+    losses: dict[int, list[Tensor | float]] = field(default_factory=dict)
     sent: Counter[tuple[int, int, int]] = field(default_factory=Counter)
     began: list[tuple[int, int]] = field(default_factory=list)
 
@@ -88,7 +88,7 @@ class Counting(OrderedTransport):
 
     def __init__(self, network: StrictNetwork, rank: int, found: Found) -> None:
         objects = LocalTransport(network.objects, rank)
-        super().__init__(objects, StrictWire(network, rank), CPU)
+        super().__init__(objects, StrictWire(network, rank), network.device)
         self._found = found
 
     @override
@@ -146,7 +146,7 @@ def _train_rank(
             engine.backward(None if loss is None else loss.backward)
             for optimizer in optimizers:
                 optimizer.step()
-            found.losses.setdefault(rank, []).append(0.0 if loss is None else float(loss.detach()))
+            found.losses.setdefault(rank, []).append(0.0 if loss is None else loss.detach())
     for name in student.here:
         found.weights[name] = dict(student.heads[name].state_dict())
 

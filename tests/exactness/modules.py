@@ -186,7 +186,7 @@ class Contrastive(Classifier):
 
     def training_step(self, batch: Any, _index: int) -> Any:
         a, b = (F.normalize(self.net(view)) for view in batch)
-        return F.cross_entropy(a @ b.T / 0.5, torch.arange(len(a)))
+        return F.cross_entropy(a @ b.T / 0.5, torch.arange(len(a), device=a.device))
 
     def batch(self, size: int, seed: int) -> Any:
         return images(size, seed), images(size, seed + 100)

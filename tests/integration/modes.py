@@ -23,6 +23,7 @@ from lightning_tspipe import (
     OnlineLinearProbe,
     ScheduledFreeze,
     TSPipeStrategy,
+    WeightPrediction,
 )
 from lightning_tspipe.caching import WithIds
 from tests.exactness import fanout
@@ -101,6 +102,10 @@ def piped(module: Any, **options: Any) -> Any:
 
 def delayed() -> list[Any]:
     return [DelayedTeacherUpdate()]
+
+
+def predicting() -> list[Any]:
+    return [WeightPrediction()]
 
 
 def averaging() -> list[Any]:

@@ -51,3 +51,27 @@ def test_from_every_checkpoint(name: str, tmp_path: Path) -> None:
     for rank, (files, found) in enumerate(ranks):
         assert len(files) > 4
         assert found == [], f"rank {rank}:\n" + "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "stops"),
+    [
+        ("freeze, to a mesh, validation within", ["5-batch"]),
+        ("freeze, to a mesh, cache, validation within", ["5-batch"]),
+        ("freeze, to a mesh, validation", ["3-batch", "6-batch"]),
+    ],
+)
+def test_from_before_a_validation_on_another_mesh(
+    name: str, stops: list[str], tmp_path: Path
+) -> None:
+    """The loaders of a validation are made anew with the mesh, and not as training loaders.
+
+    Ranks with losses waited for its batches for ever, and a cache saw several training loaders.
+    """
+    mode, only = Named(name), [f"first/{stop}.ckpt" for stop in stops]
+    ranks = run(everywhere, mode, "", only, num_ranks=mode().num_ranks, folder=tmp_path, seconds=60)
+    for rank, (files, found) in enumerate(ranks):
+        assert set(only) <= set(files)
+        assert found == [], f"rank {rank}:\n" + "\n".join(found)

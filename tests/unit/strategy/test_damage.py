@@ -23,6 +23,8 @@ from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.checksums import (
     BLOCK,
     TABLE_FILE,
+    from_json,
+    to_json,
 )
 from lightning_tspipe.strategy.folders import CONTENTS_FILE, META_FILE
 from lightning_tspipe.strategy.shards import FolderSource, is_sharded, own_optimizer_state
@@ -207,6 +209,24 @@ def test_contents_run_nothing(where: str, trusts: bool, path: Path, tmp_path: Pa
     assert not (tmp_path / "trace").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("ctorch\nsave\n(I1\nV{trace}\ntR.", "would load torch.save"),
+        ("P1\n.", "points to objects outside"),
+    ],
+)
+def test_contents_reach_nothing_but_data(
+    content: str, told: str, path: Path, tmp_path: Path
+) -> None:
+    """Of torch itself only dtypes are known, and nothing that is not in the file."""
+    (path / TABLE_FILE).unlink()
+    (path / CONTENTS_FILE).write_text(content.format(trace=tmp_path / "trace"))
+    with pytest.raises(CheckpointError, match=told):
+        read_all(path)
+    assert not (tmp_path / "trace").exists()
+
+
 def test_the_rest_runs_nothing(path: Path, tmp_path: Path) -> None:
     (path / TABLE_FILE).unlink()
     torch.save({"x": Running(tmp_path / "trace")}, path / META_FILE)
@@ -250,6 +270,11 @@ def _elsewhere(contents: Any) -> None:
         info.relative_path = "../../secret.distcp"
 
 
+def _in_the_rest(contents: Any) -> None:
+    for info in contents.storage_data.values():
+        info.relative_path = META_FILE
+
+
 def _encoded(contents: Any) -> None:
     for info in contents.storage_data.values():
         info.transform_descriptors = ["zstd"]
@@ -289,6 +314,7 @@ def _nothing(contents: Any) -> None:
     ("change", "message"),
     [
         (_elsewhere, "would be read from '../../secret.distcp'"),
+        (_in_the_rest, "would be read from 'meta.pt'"),
         (_encoded, "is encoded by"),
         (_unnamed, "without the names"),
         (_of_others, "it has no 'model', but net"),
@@ -326,4 +352,21 @@ def test_a_later_table_is_not_taken_for_damage_of_files(path: Path) -> None:
     table = json.loads((path / TABLE_FILE).read_text())
     (path / TABLE_FILE).write_text(json.dumps({**table, "version": 2}))
     with pytest.raises(CheckpointError, match="it has version 2, and known is 1"):
+        read_all(path)
+
+
+def test_only_files_of_the_table_are_read(path: Path) -> None:
+    """One that has no checksums would be read without being compared."""
+    table = from_json((path / TABLE_FILE).read_bytes())
+    del table[SHARD]
+    (path / TABLE_FILE).write_text(to_json(table))
+    with pytest.raises(CheckpointError, match=f"'{SHARD}' is not among those that were written"):
+        read_all(path)
+
+
+def test_a_rest_that_is_no_pickle_is_named(path: Path) -> None:
+    """Where there are no checksums, torch's own error would be all."""
+    (path / TABLE_FILE).unlink()
+    (path / META_FILE).write_bytes(b"no pickle at all")
+    with pytest.raises(CheckpointError, match=r"meta.pt holds no pickle that torch would"):
         read_all(path)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tspipe import TSPipeStrategy
+from lightning_tspipe.cli.exporting import read_part
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.checksums import TABLE_FILE
 from lightning_tspipe.strategy.folders import CONTENTS_FILE, META_FILE
@@ -120,3 +121,13 @@ def test_a_file_of_plain_lightning_is_read(tmp_path: Path) -> None:
     trainer.fit(Module(), batches())
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     assert fit(tmp_path, tmp_path / "plain.ckpt").global_step == 2
+
+
+def test_an_export_compares_too_unless_told_not_to(path: Path) -> None:
+    """``tspipe export``, with and without ``--no-verify``."""
+    expected = read_part(path, "student")["weight"].clone()  # which may be mapped to the file
+    damage(path)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt' is damaged"):
+        read_part(path, "student")
+    found = read_part(path, "student", verify=False)
+    assert not torch.equal(found["weight"], expected)

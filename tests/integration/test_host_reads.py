@@ -1,0 +1,52 @@
+"""In a steady step, no host asks its device for a number and waits for it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.integration.everywhere import Mode
+from tests.integration.host_reads import reads_of
+from tests.integration.jobs import run
+from tests.integration.modes import MODES, PLAIN, asynchronous, paired, predicting
+
+pytestmark = pytest.mark.distributed
+
+CACHED = {name for name in PLAIN if "cache" in name}
+"""A cache reads from the host, and writes to it: that is what it is for."""
+QUICK = {"tspipe", "by hand", "pipeoptim", "spectrain", "fan-out", "freeze", "relay"}
+# Two replicas agree on whether gradients came, by a number of their hosts.
+OF_HOSTS = {"runtime/replicas.py"}
+
+MORE: dict[str, Mode] = {
+    "clipping": paired(trainer={"gradient_clip_val": 0.1}, num_ranks=3),
+    "clipping, replicas": paired(
+        trainer={"gradient_clip_val": 0.1}, num_ranks=4, num_stages=2, case="Byol-group-2-by hand"
+    ),
+    "clipping, 1f1b": asynchronous("pipedream", (3, 4), trainer={"gradient_clip_val": 0.1}),
+    "predicting": paired(callbacks=predicting),
+}  # fmt: skip
+
+
+def mode_of(name: str) -> Mode:
+    return MORE[name] if name in MORE else MODES[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK or name in MORE else [pytest.mark.slow])
+        for name in [*PLAIN, *MORE]
+        if name not in CACHED
+    ],
+)
+def test_nothing_is_read(name: str, tmp_path: Path) -> None:
+    ranks = run(
+        reads_of, partial(mode_of, name), num_ranks=mode_of(name).num_ranks, folder=tmp_path
+    )
+    for rank, (found, num_batches) in enumerate(ranks):
+        assert num_batches >= 3
+        read = {place: n for place, n in found.items() if place.split(":")[0] not in OF_HOSTS}
+        assert not read, f"rank {rank}, in {num_batches} steps"
