@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,9 +42,12 @@ _SIGNS = (
     "ncclRemoteError", "closed by remote peer", "remote process exited",
     "Watchdog caught collective operation timeout", "NCCL communicator was aborted",
 )  # fmt: skip
+_OF_GLOO = re.compile(r"\[[^]]*/gloo/[^]]*\] *")
+_CLOSED = ("Read error", "Write error", "losed by peer", "reset by peer", "Broken pipe")
 _PATIENCE = 5.0
 _A_MOMENT = 2.0
 _KEEP_EVERY = 3600.0
+_SHOWN = 4
 
 
 def is_consequence(exception: BaseException) -> bool:
@@ -55,8 +59,15 @@ def is_consequence(exception: BaseException) -> bool:
 
 
 def first_line(exception: BaseException) -> str:
-    """What an exception says, in short."""
-    return (str(exception).strip().splitlines() or [type(exception).__name__])[0]
+    """What an exception says, in short; what gloo says, in plain words."""
+    line = (str(exception).strip().splitlines() or [type(exception).__name__])[0]
+    if _OF_GLOO.match(line) is None:
+        return line
+    if timed_out := re.search(r"[Tt]imed out waiting (\d+) ?ms", line):
+        return f"nothing came from another rank within {int(timed_out[1]) / 1000:g} s"
+    if any(sign in line for sign in _CLOSED):
+        return "another rank closed its connection"
+    return _OF_GLOO.sub("", line)
 
 
 @contextmanager
@@ -289,12 +300,23 @@ class Failures:
         if self._job is None:  # it has met nobody who could know more
             self._tell_at_the_end(exception, _told(text))
             return
-        what = f"{self._me} waited in vain in {HERE.text}: {text}"
+        what = f"{self._me} waited in vain in {HERE.text}: {text}{self._meanwhile()}"
         if self._cause() is None and self._claim(what, self._rank):
             remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
             self._tell_at_the_end(exception, _told(what, remedy))
         else:
             self._stop_too(exception, text)
+
+    def _meanwhile(self) -> str:
+        """What the other ranks of this machine are doing: one of them did not come."""
+        assert self._job is not None
+        found = [
+            f"{self._job.members.name(rank)} is in {phase}"
+            for rank in range(self._job.members.num_ranks)
+            if rank != self._rank and (phase := self._job.phase_of(rank))
+        ]
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return f"; {', '.join(found[:_SHOWN])}{more}" if found else ""
 
     def _stop_too(self, exception: BaseException, text: str) -> None:
         line = f"rank {self._rank} stops too: {text}{self._because()}"

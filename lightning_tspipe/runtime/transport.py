@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.channels import Channel, Edge
+from lightning_tspipe.runtime.failures import first_line
 
 
 class Receipt(ABC):
@@ -251,7 +252,7 @@ def _wait_for(sent: list[tuple[Any, Tensor]], wait: Callable[[Any], None]) -> No
 def failure(rank: int, verb: str, peer: int | None, error: Exception) -> TransportError:
     """The error of a transfer that failed since a peer did."""
     who = "a peer" if peer is None else f"rank {peer}"
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else "connection lost"
+    reason = first_line(error)
     return TransportError(
         f"rank {rank} could not {verb} {who}: it ended or stalled ({reason}). "
         "The cause is in the output of that rank"

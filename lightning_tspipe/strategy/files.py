@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from lightning_tspipe.strategy.zips import compare_records, is_archive
 
 _PART = ".part"
 _MANY = 3
+_MAGIC = b"PK\x03\x04"
 
 
 def write_whole(checkpoint: Any, path: Path) -> None:
@@ -86,14 +89,35 @@ def explain_damage(path: Any) -> Iterator[None]:
             raise
         if is_archive(file):
             told = _damage_behind(error, file)
-            if told is None:
-                raise
-            raise damaged(file, told) from None
+            if told is not None:
+                raise damaged(file, told) from None
+            if isinstance(error, UnpicklingError):
+                raise CheckpointError(_too_rich(file, error)) from None
+            raise
         raise CheckpointError(
-            f"{str(file)!r} is no complete checkpoint (it has {file.stat().st_size:,} bytes; "
-            f"{first_line(error)}): it was cut off when it was written or copied. "
-            f"Give ckpt_path another one{others_beside(file)}"
+            f"{str(file)!r} is no complete checkpoint (it has {file.stat().st_size:,} bytes): "
+            f"{_why_incomplete(file)}. Give ckpt_path another one{others_beside(file)}"
         ) from None
+
+
+def _why_incomplete(file: Path) -> str:
+    """Why a file is no archive."""
+    with file.open("rb") as opened:
+        if opened.read(len(_MAGIC)) == _MAGIC:
+            return "it was cut off when it was written or copied"
+    return "it does not begin as one does, so it is damaged, or something else"
+
+
+def _too_rich(file: Path, error: UnpicklingError) -> str:
+    """What to do with a checkpoint that is whole, and holds objects of the user's."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    what = f"objects of {found[1]}" if found else "objects of classes of yours"
+    return (
+        f"{str(file)!r} holds {what}, which are not read unless you say so, since to read them may "
+        "run whatever the file says. If you trust it, pass weights_only=False beside ckpt_path, as "
+        "in trainer.fit(..., weights_only=False), or name the class by "
+        "torch.serialization.add_safe_globals([...])"
+    )
 
 
 def _damage_behind(error: Exception, file: Path) -> str | None:

@@ -16,6 +16,12 @@ def phase_hooks(strategy: Any) -> dict[str, Callable[..., None]]:
         plans = strategy.engine is None
         HERE.enter(f"training step {step}{', which captures and plans' if plans else ''}")
 
+    def goes_on(after: str) -> Callable[..., None]:
+        def behind(trainer: Any, *_: Any) -> None:
+            HERE.enter(f"the way from {after} to training step {trainer.global_step + 1}")
+
+        return behind
+
     def evaluates(what: str) -> Callable[..., None]:
         def batch(_trainer: Any, _module: Any, _batch: Any, index: int, *_: Any) -> None:
             HERE.enter(f"batch {index} of the {what}")
@@ -23,8 +29,15 @@ def phase_hooks(strategy: Any) -> dict[str, Callable[..., None]]:
         return batch
 
     return {
+        "on_sanity_check_end": goes_on("the sanity check"),
+        "on_train_epoch_start": lambda trainer, *_: HERE.enter(
+            f"the beginning of epoch {trainer.current_epoch}"
+        ),
         "on_train_batch_start": train_batch,
         "on_validation_batch_start": evaluates("validation"),
+        "on_validation_end": lambda trainer, *_: (
+            None if trainer.sanity_checking else goes_on("the validation")(trainer)
+        ),
         "on_test_batch_start": evaluates("test"),
         "on_predict_batch_start": evaluates("prediction"),
         "on_save_checkpoint": lambda *_: HERE.interrupt(SAVING),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import resource
 import signal
@@ -216,12 +217,24 @@ def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
     assert num_tracebacks(job) == 1, job.output
 
 
-@pytest.mark.parametrize("content", [b"", b"something else", b"PK\x03\x04 cut off"])
-def test_damage_is_explained(content: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "does not begin as one does"),
+        (b"something else", "does not begin as one does"),
+        (pickle.dumps({"x": pytest.raises}), "does not begin as one does"),
+        (b"PK\x03\x04 cut off", "was cut off"),
+    ],
+    ids=["empty", "text", "pickle", "cut off"],
+)
+def test_damage_is_explained(content: bytes, why: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match="no complete checkpoint"), explain_damage(path):
+    refused = pytest.raises(CheckpointError, match="no complete checkpoint")
+    with refused as found, explain_damage(path):
         torch.load(path)
+    assert why in str(found.value)
+    assert "weights_only" not in str(found.value)  # the advice to run what the file says
 
 
 class Own:
@@ -232,7 +245,8 @@ class Own:
 def test_other_errors_stay_what_they_are(error: Exception, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save({"x": Own()}, path)
-    with pytest.raises(Exception, match="Weights only load failed"), explain_damage(path):
+    message = r"holds objects of .*Own.*weights_only=False"
+    with pytest.raises(CheckpointError, match=message), explain_damage(path):
         torch.load(path)
     with pytest.raises(type(error), match=str(error)), explain_damage(path):
         raise error

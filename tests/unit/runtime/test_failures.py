@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.failures import Failures
+from lightning_tspipe.runtime.failures import Failures, first_line
 from lightning_tspipe.runtime.members import Members
 from lightning_tspipe.runtime.neighbours import Neighbour, start_of
 from lightning_tspipe.runtime.notes import FolderNotes
@@ -102,12 +102,31 @@ def test_who_waits_in_vain_for_one_that_lives_tells_so(
     tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     failures, others = failures_of(tmp_path, child), failures_of(tmp_path, child, rank=2)
+    (tmp_path / "phase-1").write_text("the validation")
     error, same = TransportError("nothing from rank 1"), TransportError("nothing from rank 0")
     failures.settle(error)
-    assert "waited in vain in training step 7: nothing from rank 1" in said(error, capsys)
+    told = said(error, capsys)
+    assert "waited in vain in training step 7: nothing from rank 1; rank 1 (pid " in told
+    assert ") is in the validation. If a rank only computes" in told
     others.settle(same)
     text = said(same, capsys)
     assert text.startswith("rank 2 stops too: nothing from rank 0 (the cause: rank 0 (pid ")
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 6000ms for recv operation",
+         "nothing came from another rank within 6 s"),
+        ("[/x/gloo/transport/tcp/pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer",
+         "another rank closed its connection"),
+        ("[/x/gloo/transport/tcp/pair.cc:99] something new\nGLHF!", "something new"),
+        ("[not of gloo] Read error", "[not of gloo] Read error"),
+        ("", "RuntimeError"),
+    ],
+)  # fmt: skip
+def test_what_gloo_says_is_told_in_plain_words(text: str, plain: str) -> None:
+    assert first_line(RuntimeError(text)) == plain
 
 
 def test_who_has_met_nobody_tells_what_it_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
