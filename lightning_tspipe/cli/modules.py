@@ -11,9 +11,11 @@ from types import ModuleType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import profile_step
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
@@ -146,6 +148,34 @@ def measure(  # noqa: PLR0913 - what to measure, where, and how
     if not measured:
         raise ConfigurationError("the training data has no batch: there is nothing to measure")
     return measured[0]
+
+
+def measure_link(accelerator: str = "auto") -> Link | None:
+    """What is between two devices of this machine, as a training measures it at its start.
+
+    Args:
+        accelerator: Which devices.
+
+    Returns:
+        None where there are not two of them.
+    """
+    strategy = TSPipeStrategy(num_stages=2, start_method="spawn")
+    try:
+        trainer = Trainer(accelerator=accelerator, devices=2, strategy=strategy, **QUIET)
+    except MisconfigurationException:
+        return None
+    assert strategy.launcher is not None
+    latency, bandwidth = strategy.launcher.launch(_link_of, trainer)
+    return Link(latency, bandwidth)
+
+
+def _link_of(trainer: Trainer) -> tuple[float, float]:
+    """In each of the two processes."""
+    strategy: Any = trainer.strategy
+    strategy.setup_environment()
+    latency, bandwidth = strategy.transport.link
+    strategy.teardown()
+    return latency, bandwidth
 
 
 class Batches:

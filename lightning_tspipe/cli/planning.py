@@ -25,6 +25,7 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.recomputing import keep_or_recompute
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.runtime.links import NOMINAL
 from lightning_tspipe.runtime.weight_policies import POLICIES
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
 from lightning_tspipe.strategy.options import parse_bytes
@@ -61,8 +62,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memories", metavar="32GiB,16GiB", help="of each device, or of those of one node"
     )
-    parser.add_argument("--link", default="4GB/s", metavar="50GB/s", help="between two devices")
-    parser.add_argument("--latency", default="150us", metavar="20us", help="of one message")
+    parser.add_argument(
+        "--link",
+        metavar="50GB/s",
+        help="between two devices (default: measured between two of this machine, where costs are "
+        "measured here too; else 4GB/s)",
+    )
+    parser.add_argument(
+        "--latency", metavar="20us", help="of one message (default: measured, else 150us)"
+    )
     parser.add_argument(
         "--inter-node-link", metavar="25GB/s", help="between devices of two nodes, if not --link"
     )
@@ -98,9 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure or read, plan, print, save."""
     if options.schedule == "relay":
-        relaying.run(options)
+        relaying.run(options, _link(options))
         return
-    cluster = _cluster(options)
+    cluster = _cluster(options, _link(options))
     profile = _changed(_profile(options), options)
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
     if len(names) > 1 and profile.teacher is None:
@@ -230,8 +238,31 @@ def _profile(options: argparse.Namespace) -> StepProfile:
     )
 
 
-def _cluster(options: argparse.Namespace) -> Cluster:
+def _link(options: argparse.Namespace) -> Link:
+    """What is between two devices: as said, else as it is here, else as assumed; it is told."""
+    said = options.link is not None and options.latency is not None
+    is_here = not options.target.endswith(".json") and options.flops is None and not said
+    measured = None
+    if is_here and options.devices > 1:
+        print("measuring the link between two devices ...", file=sys.stderr)  # noqa: T201
+        measured = modules.measure_link(options.accelerator)
+    found = measured or NOMINAL
+    link = Link(
+        found.latency if options.latency is None else parse_seconds(options.latency),
+        found.bandwidth if options.link is None else parse_bandwidth(options.link),
+    )
+    if not said:
+        how = "assumed" if measured is None else "measured between two of this machine"
+        print(f"link between two devices: {link} ({how}; --link, --latency)", file=sys.stderr)  # noqa: T201
+    return link
+
+
+def _cluster(options: argparse.Namespace, link: Link) -> Cluster:
     """The devices, with times as on the device that is measured.
+
+    Args:
+        options: Of the command.
+        link: Between two devices.
 
     Raises:
         ConfigurationError: Options that cannot be, or do not go together.
@@ -240,27 +271,23 @@ def _cluster(options: argparse.Namespace) -> Cluster:
         raise ConfigurationError(f"--devices {options.devices}: at least 1")
     if options.speed <= 0:
         raise ConfigurationError(f"--speed {options.speed}: more than 0")
+
     # On devices so many times as fast, messages take so many times as long as they compute.
-    link, between = (
-        Link(
-            parse_seconds(latency) * options.speed,
-            parse_bandwidth(bandwidth) / options.speed,
-        )
-        for latency, bandwidth in (
-            (options.latency, options.link),
-            (
-                options.inter_node_latency or options.latency,
-                options.inter_node_link or options.link,
-            ),
-        )
+    def scaled(latency: float, bandwidth: float) -> Link:
+        return Link(latency * options.speed, bandwidth / options.speed)
+
+    between, inter = options.inter_node_latency, options.inter_node_link
+    inter_node_link = scaled(
+        link.latency if between is None else parse_seconds(between),
+        link.bandwidth if inter is None else parse_bandwidth(inter),
     )
     return Cluster(
         options.devices,
-        link,
+        scaled(*link),
         speeds=() if options.speeds is None else parse_speeds(options.speeds),
         memories=() if options.memories is None else parse_memories(options.memories),
         num_nodes=options.nodes,
-        inter_node_link=between,
+        inter_node_link=inter_node_link,
     )
 
 

@@ -12,8 +12,9 @@ from typing_extensions import override
 from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation
 from lightning_tspipe.callbacks.blockwise_relay import BlockwiseRelay
 from lightning_tspipe.cli import modules
-from lightning_tspipe.cli.quantities import format_seconds, parse_bandwidth, parse_seconds
+from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.relay import RelayPlan, RelayProfile
 from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode, seconds_per_batch
 from lightning_tspipe.planning.table import aligned
@@ -26,7 +27,7 @@ from lightning_tspipe.strategy.options import parse_bytes
 _STEPS = 10
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace, link: Link) -> None:
     """Measure each block, distribute them in each mode, print.
 
     Raises:
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
             f"--schedule relay needs a module of blocks: class {type(module).__name__}("
             "BlockwiseDistillation, LightningModule)"
         )
-    measure = _Measure(options)
+    measure = _Measure(options, link)
     trainer = Trainer(
         accelerator=options.accelerator, devices=1, max_steps=1, callbacks=[measure],
         **modules.QUIET,
@@ -103,8 +104,9 @@ def _reason(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> str:
 class _Measure(Callback):
     """Measures all blocks with the first batch."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, link: Link) -> None:
         self._options = options
+        self._link = link
         self.profile: RelayProfile | None = None
 
     @override
@@ -125,7 +127,7 @@ class _Measure(Callback):
         optimizers = list(map(plain_optimizer, trainer.optimizers))
         self.profile = replace(
             costs.profile(pairs, shapes, batch, len(x), optimizers, widths),
-            latency=parse_seconds(self._options.latency),
-            bandwidth=parse_bandwidth(self._options.link),
+            latency=self._link.latency,
+            bandwidth=self._link.bandwidth,
         )
         trainer.should_stop = True

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import setitem
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.chain import Atom, OutputRef
+from lightning_tspipe.networks.clock import Clock
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.profile import AtomProfile
@@ -90,6 +93,14 @@ class _Times:
     input_backward: Seconds = field(default_factory=dict)
     weight_backward: Seconds = field(default_factory=dict)
 
+    def keep(self, size: int, found: dict[str, float], *, is_first: bool) -> None:
+        """Take the times of a round; those of the first one count only until there are others."""
+        if "backward" in found and "weight_backward" not in found:
+            found |= {"input_backward": found["backward"], "weight_backward": 0.0}
+        for name, seconds in found.items():
+            kept: Seconds = getattr(self, name)
+            kept[size] = seconds if is_first else min(seconds, kept.get(size, seconds))
+
 
 class _Walk:
     """Runs the chain atom by atom and remembers times and bytes."""
@@ -109,29 +120,33 @@ class _Walk:
         if repeat and size not in self._sizes:
             return
         received: Tensors = (self._inputs[:size].clone(),)
+        clock, measured = Clock(self._inputs.device), []
         try:
             for atom, times in zip(self._atoms, self._times, strict=True):
+                found: dict[str, float] = {}
+                measured.append((times, found))
                 with self._lent(atom):
-                    passed = self._measure_atom(atom, times, received, size, repeat)
+                    passed = self._measure_atom(atom, received, clock, found)
                 received = _cut_off(passed)
                 if not received:
                     break
         except ValueError:  # a BatchNorm that needs more samples
             return
+        clock.settle()
+        for times, found in measured:
+            times.keep(size, found, is_first=repeat <= 1)
         self._sizes.add(size)
 
     def _lent(self, atom: Atom) -> AbstractContextManager[None]:
         return nullcontext() if self._lender is None else self._lender.with_values(atom)
 
     def _measure_atom(
-        self, atom: Atom, times: _Times, received: Tensors, size: int, repeat: int
+        self, atom: Atom, received: Tensors, clock: Clock, found: dict[str, float]
     ) -> Tensors:
-        def keep(kept: Seconds, seconds: float) -> None:
-            kept[size] = min(seconds, kept.get(size, seconds)) if repeat > 1 else seconds
-
-        clock = _Clock(self._inputs.device)
+        """Run an atom there and back; what took how long comes into ``found``."""
+        clock.lap()
         passed, emitted = atom(*received)
-        keep(times.forward, clock.lap())
+        clock.lap(partial(setitem, found, "forward"))
         if not self._trainable:
             return passed
         roots = _roots(passed, emitted)
@@ -139,16 +154,9 @@ class _Walk:
         clock.lap()
         if roots:
             torch.autograd.backward(roots, gradients)
-        whole = clock.lap()
-        halves = (whole, 0.0)
+        clock.lap(partial(setitem, found, "backward"))
         if roots and any(t.requires_grad for t in received) and atom.parameter_names:
-            halves = _time_halves(atom, received) or halves
-        for kept, seconds in zip(
-            (times.backward, times.input_backward, times.weight_backward),
-            (whole, *halves),
-            strict=True,
-        ):
-            keep(kept, seconds)
+            _time_halves(atom, received, clock, found)
         return passed
 
     def profiles(self, wanted: Collection[OutputRef] | None) -> list[AtomProfile]:
@@ -179,23 +187,6 @@ class _Walk:
         return {size: seconds for size, seconds in times.items() if size in self._sizes}
 
 
-class _Clock:
-    """Seconds between laps, with everything that was asked of the device done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._last = 0.0
-        self.lap()
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
-
-
 def _cut_off(passed: Tensors) -> Tensors:
     """The same values as the leaves of the next atom's graph."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in passed)
@@ -212,20 +203,18 @@ def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
     return [torch.randn_like(root) for root in roots]
 
 
-def _time_halves(atom: Atom, received: Tensors) -> tuple[float, float] | None:
-    """Seconds of the input half and of the weight half of an atom's backward."""
+def _time_halves(atom: Atom, received: Tensors, clock: Clock, found: dict[str, float]) -> None:
+    """The input half and the weight half of an atom's backward, if it can be run in halves."""
     received = _cut_off(received)
     roots = _roots(*atom(*received))
     gradients = _gradients(roots)
     split = SplitBackward(roots, received)
-    clock = _Clock(received[0].device)
-    try:
+    clock.lap()
+    with suppress(RuntimeError):  # a custom function that cannot be run in part: not split at all
         split.input_half(gradients)
-        first = clock.lap()
+        clock.lap(partial(setitem, found, "input_backward"))
         split.weight_half()
-    except RuntimeError:  # a custom function that cannot be run in part: not split at all
-        return None
-    return first, clock.lap()
+        clock.lap(partial(setitem, found, "weight_backward"))
 
 
 def weigh_atoms(

@@ -30,6 +30,14 @@ class Link(NamedTuple):
     latency: float = 0.0
     bandwidth: float = math.inf
 
+    def __str__(self) -> str:
+        """In words.
+
+        >>> print(Link(1.5e-4, 4e9))
+        4 GB/s, 150 µs per message
+        """
+        return f"{self.bandwidth / 1e9:g} GB/s, {self.latency * 1e6:g} µs per message"
+
 
 FREE = Link()
 """A link that costs nothing."""

@@ -8,6 +8,7 @@ way across the end of a step must not travel on them.
 from __future__ import annotations
 
 from enum import IntEnum, unique
+from functools import cache
 from itertools import permutations
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,6 +61,8 @@ class Channel(IntEnum):
 
     SUMS = 19
     """Between two steps: numbers that all ranks add up."""
+    PROBES = 20
+    """Before all else: messages whose time is measured."""
 
 
 @unique
@@ -115,6 +118,16 @@ def edges_from(source: int, targets: Iterable[int], lane: Lane) -> set[Edge]:
 def edges_among(ranks: Sequence[int], *lanes: Lane) -> set[Edge]:
     """The edges from each of some ranks to each other one."""
     return {Edge(a, b, lane) for a, b in permutations(ranks, 2) for lane in lanes}
+
+
+@cache
+def edges_along(num_ranks: int) -> frozenset[Edge]:
+    """The edges between neighbours, there and back: most programs use all of them anyway."""
+    return frozenset(
+        Edge(source, target, Lane.PROGRAM)
+        for source, target in permutations(range(num_ranks), 2)
+        if abs(source - target) == 1
+    )
 
 
 _STUDENT = {

@@ -1,9 +1,11 @@
-"""Freed host memory stays with the process, for ranks that compute on the CPU."""
+"""Freed memory: it stays with a process that computes on the CPU, and is handed back once."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
+
+import torch
 
 _TRIM_THRESHOLD = -1
 _TOP_PAD = -2
@@ -29,7 +31,13 @@ def keep_freed_memory() -> bool:
     return all(libc.mallopt(name, value) == 1 for name, value in settings.items())
 
 
-def give_back_memory() -> None:
-    """Hand back what is free, once: after measuring, which needs more than training does."""
-    if platform.libc_ver()[0] == "glibc":
+def give_back_memory(device: torch.device) -> None:
+    """Hand back what is free, once: after measuring, which needs more than training does.
+
+    A GPU's peak counts from here on: what is reported is the training's.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    elif platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from torch import Tensor
 
 from lightning_tspipe.capture.plan import TensorSpec
-from lightning_tspipe.runtime.channels import Channel, Edge, Lane
+from lightning_tspipe.runtime.channels import Channel, edges_along
 from lightning_tspipe.runtime.transport import Transport
 
 
@@ -25,7 +23,7 @@ def sum_over_ranks(own: Tensor, transport: Transport) -> Tensor:
         The sum, of the same shape and type and on the same device.
     """
     rank, last = transport.rank, transport.num_ranks - 1
-    transport.open(_edges(transport.num_ranks))
+    transport.open(edges_along(transport.num_ranks))
     spec = TensorSpec.of(own)
     total = own
     if rank > 0:
@@ -37,9 +35,3 @@ def sum_over_ranks(own: Tensor, transport: Transport) -> Tensor:
     if rank > 0:
         transport.send([total], rank - 1, Channel.SUMS)
     return total
-
-
-@cache
-def _edges(num_ranks: int) -> frozenset[Edge]:
-    neighbours = [(rank, rank + 1) for rank in range(num_ranks - 1)]
-    return frozenset(Edge(*pair, Lane.PROGRAM) for a, b in neighbours for pair in ((a, b), (b, a)))

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.runtime.channels import Channel, Edge
 from lightning_tspipe.runtime.failures import first_line
 
@@ -47,6 +48,7 @@ class Transport(ABC):
         receives_early: Whether a receive may be posted before those whose messages come first.
         steps_under_way: Of how many steps messages may be under way at the end of another one.
         is_tight: Whether the end of a step waits for all that was sent in the one before it.
+        link: Between neighbours, as measured at the start; None if it was not.
     """
 
     rank: int
@@ -54,6 +56,7 @@ class Transport(ABC):
     receives_early = True
     steps_under_way = 1
     is_tight: bool = False
+    link: Link | None = None
 
     def open(self, edges: Iterable[Edge]) -> None:  # noqa: B027 - most connect all ranks anyway
         """Get ready for tensors on these edges, before any of them is used.

@@ -24,8 +24,7 @@ from lightning_tspipe.runtime.relay.blocks import BlockPair, BlockShapes
 from lightning_tspipe.runtime.relay.profiler import measure_block
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
-from lightning_tspipe.strategy.deciding import HOST_LINK
-from lightning_tspipe.strategy.limits import memory_limit, nominal_rate
+from lightning_tspipe.strategy.limits import link_of, memory_limit, nominal_rate
 
 
 class BlockCosts:
@@ -51,6 +50,7 @@ class BlockCosts:
         memory: int | str | None,
         *,
         by_flops: bool = False,
+        ranks_per_device: int = 1,
     ) -> None:
         self._module = module
         self._options = options
@@ -58,6 +58,7 @@ class BlockCosts:
         self._device = device
         self._context = context
         self._memory = memory
+        self._ranks_per_device = ranks_per_device
         self._rate = nominal_rate(device) if by_flops else None
 
     def plan(
@@ -87,8 +88,10 @@ class BlockCosts:
         if plan is not None and self._memory is None:
             return plan
         profile = self.profile(pairs, shapes, batch, samples, optimizers, widths)
-        by_flops = self._rate is not None
-        limit = memory_limit(self._memory, self._device, whatever_is_free=by_flops)
+        limit = memory_limit(
+            self._memory, self._device,
+            ranks_per_device=self._ranks_per_device, whatever_is_free=self._rate is not None,
+        )  # fmt: skip
         if plan is not None:
             return within(limit, described(plan, profile))
         return plan_mode(options.mode, profile, num_ranks, limit)
@@ -133,7 +136,7 @@ class BlockCosts:
             text = transport.broadcast_object(text, LOSS_RANK)
             if transport.rank == LOSS_RANK and file is not None:
                 _write(file, text)
-        latency, bandwidth = HOST_LINK
+        latency, bandwidth = link_of(transport, by_flops=self._rate is not None)
         return RelayProfile(tuple(map(_block, json.loads(text))), samples, latency, bandwidth)
 
     def _measured(

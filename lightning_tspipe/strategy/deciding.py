@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.recomputing import keep_or_recompute
@@ -23,15 +24,13 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy.freezing import Freezing, of_plan, place_frozen
-from lightning_tspipe.strategy.limits import memory_limit, nominal_rate
+from lightning_tspipe.strategy.limits import link_of, memory_limit, nominal_rate
 from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.origin import Origin
 from lightning_tspipe.strategy.plan_of_run import FROZEN, PlanOfRun, made_for
 
 log = logging.getLogger("lightning_tspipe")
 
-HOST_LINK = (1.5e-4, 4.0e9)
-"""Seconds per message and bytes per second between processes of one machine."""
 _ACTION_SECONDS = 1.0e-4
 
 
@@ -62,7 +61,8 @@ def agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     decided = None
     if replicas.is_first:
         if transport.rank == num_ranks - 1:
-            decided = _decide(captured, options, num_ranks, device, optimizers, num_frozen)
+            link = link_of(transport, by_flops=options.plans_by_flops)
+            decided = _decide(captured, options, num_ranks, device, optimizers, num_frozen, link)
         decided = transport.broadcast_object(decided, num_ranks - 1)
     # Measured apart, they would not agree, and peers would hold different stages.
     decision: _Decision = replicas.broadcast(decided)
@@ -176,6 +176,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
     num_frozen: int,
+    link: Link,
 ) -> _Decision:
     """Measure and plan."""
     captured = captured.whole
@@ -202,7 +203,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
             num_ranks,
             state_limit=_state_limit(options, profile),
             partition="auto" if isinstance(partition, str) else list(partition),
-            link=HOST_LINK,
+            link=link,
             **planning_wishes(options, device),
         )
 
@@ -213,7 +214,8 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
             text = "\nactivation_checkpointing='auto' was switched on: nothing else fits as fast"
     else:
         decided = best(profile)
-    return _Decision(of_plan(decided, num_frozen), f"{decided}{text}", profile, decided)
+    told = f"{decided}{text}\nlink between neighbours: {link}"
+    return _Decision(of_plan(decided, num_frozen), told, profile, decided)
 
 
 def _is_limited(options: SetupOptions, device: torch.device) -> bool:
@@ -223,8 +225,10 @@ def _is_limited(options: SetupOptions, device: torch.device) -> bool:
 
 
 def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
-    by_flops = options.plans_by_flops
-    return memory_limit(options.memory_limit, device, whatever_is_free=by_flops)
+    return memory_limit(
+        options.memory_limit, device,
+        ranks_per_device=options.ranks_per_device, whatever_is_free=options.plans_by_flops,
+    )  # fmt: skip
 
 
 def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:

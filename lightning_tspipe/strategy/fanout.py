@@ -233,7 +233,10 @@ def _memory_limit(options: SetupOptions, device: torch.device, *, trains: bool) 
     """Bytes that a rank may hold."""
     said = options.memory_limit
     if trains:
-        limit = memory_limit(said, device, whatever_is_free=options.plans_by_flops)
+        limit = memory_limit(
+            said, device,
+            ranks_per_device=options.ranks_per_device, whatever_is_free=options.plans_by_flops,
+        )  # fmt: skip
     else:
         limit = parse_bytes(said)
     return math.inf if limit is None else limit

@@ -13,6 +13,7 @@ from torch import nn
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.partition import partition
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
@@ -21,9 +22,9 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.transport import Transport
-from lightning_tspipe.strategy.deciding import HOST_LINK
 from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.fanout import heads_of, place_heads
+from lightning_tspipe.strategy.limits import link_of
 from lightning_tspipe.strategy.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.origin import Origin, share_weights
 
@@ -61,7 +62,8 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     planner = transport.num_ranks - 1
     decided: Placement | PartitionError | None = None
     if transport.rank == planner:
-        decided = _decide(captured, transport.num_ranks, device, parse_bytes(options.memory_limit))
+        limit, link = parse_bytes(options.memory_limit), link_of(transport, by_flops=False)
+        decided = _decide(captured, transport.num_ranks, device, limit, link)
     decided = transport.broadcast_object(decided, planner)
     if isinstance(decided, PartitionError):
         raise decided
@@ -70,7 +72,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
 
 
 def _decide(
-    captured: Captured, num_ranks: int, device: torch.device, limit: int | None
+    captured: Captured, num_ranks: int, device: torch.device, limit: int | None, link: Link
 ) -> Placement | PartitionError:
     """The cuts with the least work on the busiest rank: batches follow each other."""
     busy = [0.0] * num_ranks
@@ -81,7 +83,7 @@ def _decide(
         seconds = [sum(atom.forward[profile.sizes[-1]] for _ in calls) for atom in profile.atoms]
         samples = sum(spec.shape[0] for spec in calls)
         try:
-            cuts[name], ranks[name] = _cut(profile, seconds, samples, busy, limit)
+            cuts[name], ranks[name] = _cut(profile, seconds, samples, busy, limit, link)
         except PartitionError as error:
             return error
         for stage, rank in enumerate(ranks[name]):
@@ -94,25 +96,26 @@ def _decide(
     )  # fmt: skip
 
 
-def _cut(
+def _cut(  # noqa: PLR0913, PLR0917 - what a cut depends on
     profile: NetworkProfile,
     seconds: list[float],
     samples: int,
     busy: list[float],
     limit: int | None,
+    link: Link,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The cuts of one network beside what the ranks have already, and the ranks of its stages."""
     joined = [index for index, atom in enumerate(profile.atoms) if atom.joined]
     num_stages = min(len(busy), profile.num_atoms - len(joined))
     ranks = default_ranks(num_stages, len(busy))
-    latency, bandwidth = HOST_LINK
     cuts = partition(
         seconds,
         num_stages,
         memory=[atom.parameter_bytes for atom in profile.atoms],
         memory_limits=[limit] * num_stages if limit is not None else None,
         transfers=[
-            latency + samples * atom.output_bytes_per_sample / bandwidth for atom in profile.atoms
+            link.latency + samples * atom.output_bytes_per_sample / link.bandwidth
+            for atom in profile.atoms
         ],
         loads=[busy[rank] for rank in ranks],
         joined=joined,

@@ -109,13 +109,13 @@ class Choices:
     Attributes:
         num_devices: Devices of the job.
         meshes: Ranks of a pipeline that may be, fewest first.
-        link: Seconds per message and bytes per second.
+        link: Between two ranks.
         wishes: Further arguments of :func:`~.planner.plan`.
     """
 
     num_devices: int
     meshes: tuple[int, ...]
-    link: tuple[float, float]
+    link: Link
     wishes: dict[str, Any] = field(default_factory=dict)
 
 

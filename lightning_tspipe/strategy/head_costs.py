@@ -21,12 +21,11 @@ from lightning_tspipe.planning.pieces import WHOLE, Pieces, choose_pieces
 from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.programs import Captured
-from lightning_tspipe.strategy.limits import nominal_rate
+from lightning_tspipe.strategy.limits import link_of, nominal_rate
 from lightning_tspipe.strategy.options import SetupOptions
 
 _NUM_TIMED = 3
 _UPDATE_SECONDS_PER_BYTE = 2.5e-10
-_HOST_LINK = (1.5e-4, 4.0e9)
 _PIECES = (1, 2, 4, 8)
 
 
@@ -45,7 +44,7 @@ def trunk_cost(
         whole = next(spec for spec in calls if spec.shape[0] == batch_size)
         pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
     factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
-    latency, bandwidth = _HOST_LINK
+    latency, bandwidth = link_of(engine.transport, by_flops=options.plans_by_flops)
     costs = TrunkCost(
         tuple(factor * seconds for seconds in pieces.seconds(profile, size)),
         tuple(atom.parameter_bytes for atom in profile.atoms),

@@ -27,6 +27,7 @@ class SetupOptions:
 
     Attributes:
         averages: From callbacks: a teacher's submodules, and what of the student each averages.
+        ranks_per_device: Ranks that share a device.
     """
 
     student: str | Sequence[str] | None = None
@@ -45,6 +46,7 @@ class SetupOptions:
     drain_epochs: bool = True
     costs: Literal["auto", "measured", "flops"] = "auto"
     averages: Mapping[str, str] = field(default_factory=dict)
+    ranks_per_device: int = 1
 
     def __post_init__(self) -> None:
         if self.schedule not in {"tspipe", "gpipe", "sequential", "1f1b"}:

@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime import shared_memory
 from lightning_tspipe.runtime.gloo import GlooTransport
+from lightning_tspipe.runtime.links import measure_link
 from lightning_tspipe.runtime.nccl import NcclWire
 from lightning_tspipe.runtime.ordered import OrderedTransport
 from lightning_tspipe.runtime.parents import watch_launcher
@@ -261,6 +262,8 @@ class ProcessHooks(_Base):
         # Inside, ranks are places in this pipeline.
         with default_group(pipeline):
             self._transport = self._make_transport()
+        if self.num_ranks > 1:
+            self._transport.link = measure_link(self._transport, self.root_device)
 
     @property
     def _ordered_backend(self) -> str:

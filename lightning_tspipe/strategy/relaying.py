@@ -237,8 +237,9 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     chosen, run = chosen or SetupOptions(), run or PlanOfRun()
     memory = chosen.memory_limit if options.memory_limit is None else options.memory_limit
     costs = BlockCosts(
-        module, options, transport, device, context, memory, by_flops=chosen.plans_by_flops
-    )
+        module, options, transport, device, context, memory,
+        by_flops=chosen.plans_by_flops, ranks_per_device=chosen.ranks_per_device,
+    )  # fmt: skip
     wanted = _made_for(options, memory, pairs, transport.num_ranks)
     found = run.reuse(wanted)
     if found is None or found.blocks is None:

@@ -26,10 +26,11 @@ from lightning_tspipe.runtime.replicas import Replicas
 from lightning_tspipe.runtime.sharing_batches import share_batches
 from lightning_tspipe.runtime.weights import LOSS_RANK
 from lightning_tspipe.strategy import progress
-from lightning_tspipe.strategy.deciding import HOST_LINK, planning_wishes
+from lightning_tspipe.strategy.deciding import planning_wishes
 from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.freezing import Choices, Freezing, choose, possible_meshes
+from lightning_tspipe.strategy.limits import link_of
 from lightning_tspipe.strategy.optimizers import plain_optimizer
 from lightning_tspipe.strategy.origin import Origin, share_weights
 
@@ -169,7 +170,8 @@ class Repacking:
         if strategy.plan_of_run.has_frozen(number):
             return None
         wishes = planning_wishes(strategy.options, strategy.root_device)
-        choices = Choices(strategy.total_ranks, self._meshes(), HOST_LINK, wishes)
+        link = link_of(strategy.transport, by_flops=strategy.options.plans_by_flops)
+        choices = Choices(strategy.total_ranks, self._meshes(), link, wishes)
         return choose(self.freezing, number, choices)
 
     # What moves

@@ -152,6 +152,7 @@ class PipelineHooks(EndHooks):
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
             activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
+            ranks_per_device=ranks_per_device,
         )  # fmt: skip
         self._engine: Engine | None = None
         self._construction = Construction()

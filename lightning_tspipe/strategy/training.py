@@ -174,7 +174,7 @@ class TrainingHooks(DataHooks):
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw
         if self.root_device.type == "cpu":
-            give_back_memory()
+            give_back_memory(self.root_device)
         self._go_on(self._engine, step, batch, batch_idx)
         self._evaluations = {}
         self._watch = self._watch_teacher()

@@ -1,0 +1,50 @@
+"""Laps of a device: on a GPU, by events and with one wait."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from lightning_tspipe.networks.clock import Clock
+
+
+def test_on_a_cpu_a_lap_is_known_at_once() -> None:
+    found: list[float] = []
+    clock = Clock(torch.device("cpu"))
+    time.sleep(0.01)
+    clock.lap()
+    time.sleep(0.02)
+    clock.lap(found.append)
+    assert found[0] == pytest.approx(0.02, abs=0.015)
+
+
+def test_on_a_gpu_all_laps_wait_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Event:
+        number = 0
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, _: object) -> None:
+            Event.number += 1
+            self.at = 10.0 * Event.number
+
+        def elapsed_time(self, other: Event) -> float:
+            asked.append("time")
+            return other.at - self.at  # in milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: asked.append("wait"))
+    found: dict[str, float] = {}
+    clock = Clock(torch.device("cuda"))
+    for name in ("forward", "", "backward"):
+        clock.lap((lambda seconds, name=name: found.update({name: seconds})) if name else None)
+    assert not asked
+    clock.settle()
+    assert asked == ["wait", "time", "time"]
+    assert found == pytest.approx({"forward": 0.01, "backward": 0.01})

@@ -1,0 +1,56 @@
+"""Links between neighbours are measured over whatever carries the tensors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tspipe.planning.cluster import Link
+from lightning_tspipe.runtime.channels import Channel
+from lightning_tspipe.runtime.links import NOMINAL, measure_link
+from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.strategy.limits import link_of
+from tests.strict import StrictNetwork
+from tests.threads import run_on_threads
+
+CPU = torch.device("cpu")
+
+
+class Slow(LocalTransport):
+    """One rank's messages take time, as over a link of 10 ms and 100 MB/s."""
+
+    @override
+    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+        if {self.rank, target} == {1, 2}:
+            time.sleep(0.01 + sum(t.nbytes for t in tensors) / 1e8)
+        super().send(tensors, target, channel)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_all_ranks_find_the_same_over_ordered_wires(num_ranks: int) -> None:
+    network = StrictNetwork(num_ranks, timeout=30)
+    links = run_on_threads(lambda rank: measure_link(network.transport(rank), CPU), num_ranks)
+    assert len(set(links)) == 1
+    assert 0 < links[0].latency < 1
+    assert links[0].bandwidth > 0
+
+
+def test_the_slowest_link_counts() -> None:
+    network = LocalNetwork(4)
+    links = run_on_threads(lambda rank: measure_link(Slow(network, rank), CPU), 4)
+    assert links[0].latency == pytest.approx(0.01, rel=0.5)
+    assert links[0].bandwidth == pytest.approx(1e8, rel=0.5)
+
+
+def test_plans_use_what_was_measured_unless_they_are_to_be_the_same_in_each_run() -> None:
+    transport: Transport = LocalTransport(LocalNetwork(2), 0)
+    assert link_of(transport, by_flops=False) == NOMINAL
+    transport.link = Link(5e-6, 3e11)
+    assert link_of(transport, by_flops=False) == Link(5e-6, 3e11)
+    assert link_of(transport, by_flops=True) == NOMINAL
+    assert str(transport.link) == "300 GB/s, 5 µs per message"
