@@ -164,6 +164,8 @@ class PipelineFront:
         cache = self._shared.cache
         assert cache is not None
         ids = ids_of(batch, self._shared.settings.ids)
+        if isinstance(ids, Tensor):
+            ids = ids.cpu()  # they are told to all ranks, each of which has a device of its own
         behind = cache.behind(ids, self._segments)
         if behind.any() and not self._is_checked:
             self._is_checked = True

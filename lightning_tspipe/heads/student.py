@@ -30,6 +30,7 @@ class StudentFanout(nn.Module):
     Raises:
         ConfigurationError: No head at all, one twice, or a name that can't be one.
 
+    >>> import torch
     >>> student = StudentFanout({"kind": nn.Linear(4, 2), "size": nn.Linear(4, 1)})
     >>> with student.only("size"):
     ...     student(torch.zeros(3, 4)).shape

@@ -202,7 +202,9 @@ class Shards:
                 parameter.grad = gradients[name].to(parameter.device, copy=True)
 
     def restore(self, rank: int, transport: Transport) -> None:
-        """Bring the whole module back to the loss rank; the others keep what they own.
+        """Bring the whole module back to the loss rank, into host memory; others keep their own.
+
+        A GPU might not hold all of it, and what is half on one can't be run.
 
         A module that stays spread stays as it is.
         """
@@ -220,6 +222,8 @@ class Shards:
         for name, tensor in named_tensors(self._module):
             if tensor.is_meta:
                 put(self._module, tensor, found[name])
+        if any(tensor.device.type != "cpu" for _, tensor in named_tensors(self._module)):
+            self._module.cpu()
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -90,6 +90,20 @@ class SetupOptions:
                 "Leave one of them out"
             )
 
+        if isinstance(self.compile, Mapping):
+            self._check_graphs(self.compile)
+
+    def _check_graphs(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse CUDA graphs: a replay overwrites outputs that are saved, or on their way."""
+        mode = arguments.get("mode")
+        chosen = arguments.get("options") or {}
+        if mode in {"reduce-overhead", "max-autotune"} or chosen.get("triton.cudagraphs"):
+            raise ConfigurationError(
+                f"compile={dict(arguments)!r} runs CUDA graphs, which write each result where the "
+                "one before it was: a pipeline still needs that one, for a backward or since it "
+                "is on its way to another device. Use mode='max-autotune-no-cudagraphs', or no mode"
+            )
+
     @property
     def compiler(self) -> Compiler | None:
         """What compiles the stages."""

@@ -114,6 +114,8 @@ def test_more_stages_are_compiled(backend: str, case: str, tmp_path: Path) -> No
         ({"activation_checkpointing": True, "split_backward": True}, "Leave one of them out"),
         ({"activation_checkpointing": ["a"], "split_backward": True}, "Leave one of them out"),
         ({"compile": True, "split_backward": True}, "Leave one of them out"),
+        ({"compile": {"mode": "reduce-overhead"}}, "max-autotune-no-cudagraphs"),
+        ({"compile": {"options": {"triton.cudagraphs": True}}}, "runs CUDA graphs"),
     ],
     ids=str,
 )
