@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -196,6 +197,17 @@ def watched_heads() -> list[Any]:
 # Layers that freeze
 
 
+class Draws(Callback):
+    """Draws a random number where an epoch begins, behind all that happens there."""
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        torch.rand(())
+
+
+def freezes_and_draws() -> list[Any]:
+    return [*freezes(repack={2: 1}), Draws()]
+
+
 def numbered(index: int) -> tuple[Tensor, int]:
     generator = torch.Generator().manual_seed(index)
     return torch.randn(4, generator=generator), index % freezing.NUM_CLASSES
@@ -333,6 +345,8 @@ ROUNDED = torch.float32
 ODD: dict[str, Mode] = {
     "freeze, rounded cache": frozen(cache=True, dtype=ROUNDED),
     "freeze, to a mesh, rounded cache": frozen(4, repack={2: 2}, cache=True, dtype=ROUNDED),
+    "freeze, repack, draws between epochs": replace(
+        frozen(repack={2: 1}), callbacks=freezes_and_draws),
     "fan-out, rounded cache": fanned(
         sample=fixed_label, callbacks=lambda: [AutoCache(dtype=ROUNDED)],
         with_ids=partial(WithIds, inputs=0), epochs=3),
