@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_tspipe import DelayedTeacherUpdate
 from tests.exactness.modules import images, labels
 from tests.integration.comparing import both, labelled
-from tests.integration.jobs import run_job
+from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
     CLOSE,
     Recorder,
@@ -270,6 +270,37 @@ def test_evaluations_around_fits(num_ranks: int, tmp_path: Path) -> None:
         torch.testing.assert_close(predicted, expected[3], **CLOSE)
     torch.testing.assert_close(results[0][4], expected[4], **CLOSE)
     torch.testing.assert_close(results[0][5], expected[5], **CLOSE)
+
+
+class Drawn(Callback):
+    """Keeps the largest and the least number that the batches of each validation drew."""
+
+    def __init__(self) -> None:
+        self.numbers: list[float] = []
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.numbers += [float(trainer.callback_metrics[name]) for name in ("most", "least")]
+
+
+def draw(training: Training) -> list[float]:
+    strict()
+    module, loader = build(training)
+
+    def step(batch: Any, batch_idx: int) -> None:
+        number = torch.rand(()) + 0 * module.net(batch[0]).sum()
+        module.log("most", number, reduce_fx="max")
+        module.log("least", number, reduce_fx="min")
+
+    module.validation_step = step
+    drawn = Drawn()
+    trainer_of(training, module, drawn).fit(module, loader, labelled(50))
+    return drawn.numbers
+
+
+@pytest.mark.slow
+def test_each_batch_of_a_validation_draws_numbers_of_its_own(tmp_path: Path) -> None:
+    for most, least, *_ in run(draw, CLASSIFIER, num_ranks=2, folder=tmp_path):
+        assert most != least
 
 
 class Writer(BasePredictionWriter):
