@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,10 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure or read, plan, print, save."""
     if options.schedule == "relay":
-        relaying.run(options, _link(options))
+        relaying.run(options, partial(_link, options))
         return
-    cluster = _cluster(options, _link(options))
+    _cluster(options, NOMINAL)  # numbers that can't be are told before anything is measured
     profile = _changed(_profile(options), options)
+    cluster = _cluster(options, _link(options))
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
     if len(names) > 1 and profile.teacher is None:
         names = tuple(name for name in names if name != "gpipe")

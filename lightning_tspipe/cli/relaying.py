@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +28,12 @@ from lightning_tspipe.strategy.options import parse_bytes
 _STEPS = 10
 
 
-def run(options: argparse.Namespace, link: Link) -> None:
+def run(options: argparse.Namespace, link: Callable[[], Link]) -> None:
     """Measure each block, distribute them in each mode, print.
+
+    Args:
+        options: Of the command.
+        link: Tells what is between two devices.
 
     Raises:
         ConfigurationError: The module has no blocks.
@@ -40,7 +45,7 @@ def run(options: argparse.Namespace, link: Link) -> None:
             f"--schedule relay needs a module of blocks: class {type(module).__name__}("
             "BlockwiseDistillation, LightningModule)"
         )
-    measure = _Measure(options, link)
+    measure = _Measure(options, link())
     trainer = Trainer(
         accelerator=options.accelerator, devices=1, max_steps=1, callbacks=[measure],
         **modules.QUIET,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -233,12 +234,31 @@ def test_plan_measures_a_module(
     saved = tmp_path / "profile.json"
     arguments = ("--accelerator", "cpu", "--save-profile", saved)
     assert run("plan", script, "--devices", 2, *arguments) == 0
-    assert "* " in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "* " in told.out
+    assert "link between two devices: 7 GB/s, 200 µs per message (measured between two" in told.err
     profile = StepProfile.from_json(saved.read_text())
     assert profile.num_calls == (1, 1)
     assert profile.batch_sizes == (8,)
     assert profile.optimizer_bytes_per_parameter_byte == 2.0
     assert profile.student.num_atoms == 4
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_plan_measures_the_link_between_two_processes(script: Path, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "lightning_tspipe.cli", "plan", str(script)),
+        *("--devices", "2", "--accelerator", "cpu"),
+    ]
+    done = subprocess.run(  # noqa: S603 - our own command
+        command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"link between two devices: (\S+) GB/s, (\S+) µs .*measured", done.stderr)
+    assert found is not None, done.stderr
+    assert float(found[1]) > 0
+    assert float(found[2]) > 0
 
 
 @pytest.mark.distributed
