@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +123,9 @@ class Evaluation:
         next_step = self._engine.position[1]
         before, number = self._place
         self._place = next_step, number + 1 if before == next_step else 0
-        return (next_step << 32) + self._place[1]
+        # Of a seed, a CPU's generator takes 32 bits: all of them are to differ.
+        place = "/".join(map(str, self._place)).encode()
+        return int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
 
     def _run(self, step: Step, batch: Any, stop: str) -> Any:
         engine, executor, plan = self._engine, self._executor, self._plan

@@ -16,7 +16,7 @@ NOMINAL = Link(1.5e-4, 4.0e9)
 """What plans assume that are made without measuring: processes of one machine."""
 
 _SMALL = 8
-_LARGE = {"cpu": 2**24, "cuda": 2**25}
+_LARGE = {"cpu": 2**22, "cuda": 2**25}
 _ROUNDS = 8
 
 

@@ -59,6 +59,7 @@ class Repacking:
         self.repacks = False
         self._wanted: int | None = None
         self._shares = False
+        self._has_begun = False
         self._begun: float | None = None
         self._told: Callable[[float], None] | None = None
 
@@ -83,7 +84,7 @@ class Repacking:
                 "FreezeAndRepack with asynchronous training: several versions of the weights are "
                 "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
             )
-        self.freezing, self._shares = Freezing(is_on=True), False
+        self.freezing, self._shares, self._has_begun = Freezing(is_on=True), False, False
         self.freezing.read(strategy.plan_of_run.freezing)
         if not self.freezing.is_shared:
             self.freezing.num_joined = strategy.num_replicas
@@ -96,6 +97,10 @@ class Repacking:
                 "come and go can't weigh a loss that the module runs backward itself. Set "
                 "repack=False"
             )
+
+    def run_begins(self) -> None:
+        """Callbacks know by now that the training begins; its first epoch follows."""
+        self._has_begun = True
 
     def use_front(self, front: Front) -> None:
         """Something will know what the frozen part returns for a sample."""
@@ -132,7 +137,7 @@ class Repacking:
                 self._collect(engine, moves=num_ranks != strategy.num_ranks)
             if num_ranks != strategy.num_ranks:
                 self._change(num_ranks)
-                if engine is not None:  # else the run is about to begin, and this follows
+                if self._has_begun:  # else this follows, when it begins
                     strategy.restore_random()
         self._begun, self._told = started, told
 

@@ -299,6 +299,7 @@ class PipelineHooks(EndHooks):
         loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
         leave_ended_epoch(loop)
         self.restore_random()
+        self.repacking.run_begins()
 
     @override
     def teardown(self) -> None:

@@ -347,6 +347,8 @@ ODD: dict[str, Mode] = {
     "freeze, to a mesh, rounded cache": frozen(4, repack={2: 2}, cache=True, dtype=ROUNDED),
     "freeze, repack, draws between epochs": replace(
         frozen(repack={2: 1}), callbacks=freezes_and_draws),
+    "steps, freeze, repack, draws between epochs": replace(
+        frozen(trainer={**STEPS, "max_steps": 9}), callbacks=freezes_and_draws),
     "fan-out, rounded cache": fanned(
         sample=fixed_label, callbacks=lambda: [AutoCache(dtype=ROUNDED)],
         with_ids=partial(WithIds, inputs=0), epochs=3),

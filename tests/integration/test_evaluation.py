@@ -299,8 +299,8 @@ def draw(training: Training) -> list[float]:
 
 @pytest.mark.slow
 def test_each_batch_of_a_validation_draws_numbers_of_its_own(tmp_path: Path) -> None:
-    for most, least, *_ in run(draw, CLASSIFIER, num_ranks=2, folder=tmp_path):
-        assert most != least
+    for numbers in run(draw, CLASSIFIER, num_ranks=2, folder=tmp_path):
+        assert len(set(numbers)) == len(numbers) > 2
 
 
 class Writer(BasePredictionWriter):
