@@ -22,9 +22,7 @@ from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.channels import Channel, Edge, lane_of
 from lightning_tspipe.runtime.ordered import WIRE_TYPES, OrderedTransport, Wire
 from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
-
-DEVICE = torch.device("cpu")
-"""Where the tensors of a new network are."""
+from tests.device import DEVICE
 
 
 class BrokenRuleError(AssertionError):
@@ -181,4 +179,4 @@ class StrictWire(Wire):
 
 
 def _bits(tensor: Tensor) -> bytes:
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return tensor.detach().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()

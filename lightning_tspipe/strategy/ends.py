@@ -126,13 +126,8 @@ class EndHooks(CheckpointHooks):
             if self._transport is not None:
                 self._transport.close()
 
-    @property
-    def ends_together(self) -> bool:
-        """Whether all ranks end after the same batch, since one of them was asked to."""
-        return self._ends_together
-
     def await_ends(self) -> None:
-        """Where all ranks end together: until each of them has written what it writes then."""
+        """Where all ranks end together, or one is alone: until each has written what it writes."""
         self.end_writing(waits=True)
         self.finish_files()
         if self._failures is not None:

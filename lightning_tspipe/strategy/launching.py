@@ -160,8 +160,9 @@ class InWorker:
         except BaseException as exception:
             if trainer is not None:
                 world_of(trainer.strategy).interrupt(trainer, exception)
-                if trainer.strategy.ends_together:
-                    # The launcher ends all when the first one has ended, in the middle of a file.
+                if not trainer.strategy.is_failing:
+                    # What it saves of this end is written meanwhile, and this process may be the
+                    # first to end: then the launcher ends all, in the middle of a file.
                     trainer.strategy.await_ends()
                 if trainer.strategy.tell_now(exception):
                     raise SystemExit(1) from None

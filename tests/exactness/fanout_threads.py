@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -23,6 +22,7 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.heads import Heads
 from lightning_tspipe.runtime.ordered import OrderedTransport
 from lightning_tspipe.runtime.transport import LocalTransport
+from tests.device import DEVICE, on_device, on_host
 from tests.exactness.fanout import Batch, Tasks, make_batches, make_optimizer
 from tests.exactness.pipelined import even_cuts
 from tests.strict import StrictNetwork, StrictWire
@@ -120,10 +120,10 @@ def _train_rank(
     fan: Fan, num_epochs: int, module: Silent, transport: Counting, found: Found
 ) -> None:
     student, rank = module.student, transport.rank
-    heads = Heads(module, "student", torch.device("cpu"))
+    heads = Heads(module, "student", DEVICE)
     networks = Networks((), ("teacher",), ("student",))
-    engine = Engine(module, networks, transport, torch.device("cpu"), heads=heads)
-    batches = make_batches(fan.sizes)
+    engine = Engine(module, networks, transport, DEVICE, heads=heads)
+    batches = on_device(make_batches(fan.sizes))
     captured = engine.capture(partial(_step, module, 0), batches[0])
     with _COLLECTING:  # a collection that another one interrupts does nothing
         gc.collect()
@@ -146,9 +146,9 @@ def _train_rank(
             engine.backward(None if loss is None else loss.backward)
             for optimizer in optimizers:
                 optimizer.step()
-            found.losses.setdefault(rank, []).append(0.0 if loss is None else loss.detach())
+            found.losses.setdefault(rank, []).append(0.0 if loss is None else on_host(loss))
     for name in student.here:
-        found.weights[name] = dict(student.heads[name].state_dict())
+        found.weights[name] = on_host(dict(student.heads[name].state_dict()))
 
 
 def _step(module: Silent, index: int, batch: Any) -> Any:

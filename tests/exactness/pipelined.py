@@ -18,6 +18,7 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.gloo import GlooTransport
 from lightning_tspipe.runtime.programs import Captured
 from lightning_tspipe.runtime.transport import Transport
+from tests.device import DEVICE, on_device, on_host
 from tests.exactness.modules import Trained
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
 from tests.strict import StrictNetwork
@@ -52,9 +53,9 @@ def train_rank(setting: Setting, module: Trained, transport: Transport) -> Recor
     """One rank's part of a training; only what this rank holds is recorded."""
     networks = Networks(module.student_names, module.teacher_names)
     compiler = Compiler({"backend": setting.backend}) if setting.backend else None
-    engine = Engine(module, networks, transport, torch.device("cpu"), compiler=compiler)
+    engine = Engine(module, networks, transport, DEVICE, compiler=compiler)
     epochs = setting.epochs(module)
-    captured = engine.capture(partial(_step, module, 0), epochs[0][0])
+    captured = engine.capture(partial(_step, module, 0), on_device(epochs[0][0]))
     engine.place(captured, make_placement(setting, module, captured), setting.schedule, None)
     if setting.predict:
         engine.predict_teacher()
@@ -69,15 +70,15 @@ def train_rank(setting: Setting, module: Trained, transport: Transport) -> Recor
                 optimizer.zero_grad()
             engine.backward(None if loss is None else (loss / setting.accumulate).backward)
             if loss is not None:
-                record.losses.append(loss.detach().clone())
-            record.gradients.append(gradients_of(own))
+                record.losses.append(on_host(loss.detach().clone()))
+            record.gradients.append(on_host(gradients_of(own)))
             count += 1
             if count % setting.accumulate == 0:
                 optimizer.step()
                 module.after_step()
     state = engine.shards.state_dict(engine.rank, transport)
     record.weights = {name: value.clone() for name, value in state.items()}
-    record.optimizer = state_of(optimizer, own)
+    record.optimizer = on_host(state_of(optimizer, own))
     return record
 
 
@@ -91,9 +92,9 @@ def _forward(
     """The loss on the loss rank; only the data rank gets to see the batches."""
     batch, ahead = None, []
     if engine.is_data_rank:
-        batch = batches[index]
+        batch = on_device(batches[index])
         later = range(index + 1, min(index + 1 + engine.lookahead, len(batches)))
-        ahead = [(batches[i], partial(_step, module, i)) for i in later]
+        ahead = [(on_device(batches[i]), partial(_step, module, i)) for i in later]
     result = engine.forward(partial(_step, module, index), batch, ahead)
     return None if result is None else loss_of(result)
 

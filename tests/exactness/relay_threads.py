@@ -17,6 +17,7 @@ from lightning_tspipe.planning.relay_modes import Mode, passes
 from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.relay.engine import NETWORKS, RelayEngine, RelayOptions
 from lightning_tspipe.runtime.transport import Transport
+from tests.device import DEVICE, on_device, on_host
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 
@@ -152,8 +153,8 @@ def run_split(split: Split) -> Result:
 
 
 def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
-    batches = split.batches()
-    engine = RelayEngine(module, NETWORKS, transport, torch.device("cpu"))
+    batches = on_device(split.batches())
+    engine = RelayEngine(module, NETWORKS, transport, DEVICE)
     pairs = pair_blocks(module, module.boundaries)
     shapes = infer_shapes(pairs, module.block_loss, batches[0][0], batches[0])
     captured = engine.capture_blocks(pairs, lambda batch: batch[0], batches[0])
@@ -171,4 +172,5 @@ def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
     engine.drain()
     state = module.state_dict()
     held = {k: v.clone() for k, v in state.items() if k.startswith("student") and not v.is_meta}
+    held = on_host(held)
     return engine, engine.shards.state_dict(engine.rank, transport), held

@@ -20,6 +20,7 @@ from lightning_tspipe.runtime.engine import Engine
 from lightning_tspipe.runtime.stage_weights import Read
 from lightning_tspipe.runtime.transport import Transport
 from lightning_tspipe.runtime.weight_policies import policy_of
+from tests.device import DEVICE, on_device, on_host
 from tests.exactness.asynchronous import Emulated, Recurrent, emulate
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
@@ -178,17 +179,20 @@ def train(case: Case, module: Module, epochs: list[list[Any]], transport: Transp
         for index, batch in enumerate(batches):
             weights.position = index
             later = range(index + 1, min(index + 1 + engine.lookahead, len(batches)))
-            ahead = [(batches[i], partial(step, module, i)) for i in later]
+            ahead = [(on_device(batches[i]), partial(step, module, i)) for i in later]
             is_data = engine.is_data_rank
             loss = engine.forward(
-                partial(step, module, index), batch if is_data else None, ahead if is_data else []
+                partial(step, module, index),
+                on_device(batch) if is_data else None,
+                ahead if is_data else [],
             )
             updates = (index + 1) % case.accumulate == 0 or index + 1 == len(batches)
             run = None if loss is None else (loss / case.accumulate).backward
             engine.backward(run, reduce=updates)
             if loss is not None:
-                losses.append(loss.detach())
-            gradients.append({n: p.grad.clone() for n, p in own.items() if p.grad is not None})
+                losses.append(on_host(loss))
+            found = {n: p.grad.clone() for n, p in own.items() if p.grad is not None}
+            gradients.append(on_host(found))
             if updates:
                 optimizer.step()
                 weights.updated()
@@ -238,8 +242,8 @@ def step(module: Module, index: int, batch: Any) -> Tensor:
 
 def place(case: Case, module: Module, epochs: list[list[Any]], transport: Transport) -> Engine:
     networks = Networks(("student",), ("teacher",) if case.has_teacher else ())
-    engine = Engine(module, networks, transport, torch.device("cpu"))
-    captured = engine.capture(partial(step, module, 0), epochs[0][0])
+    engine = Engine(module, networks, transport, DEVICE)
+    captured = engine.capture(partial(step, module, 0), on_device(epochs[0][0]))
     atoms = captured.networks["student"].atoms
     starts = [
         next(i for i, atom in enumerate(atoms) for n in atom.parameter_names

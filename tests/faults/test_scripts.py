@@ -120,3 +120,37 @@ def test_sigterm_to_the_process_that_was_started(method: str, tmp_path: Path) ->
     if method != "torchrun":
         assert process.returncode == 143
     assert loads(tmp_path / SAVED / "exception.ckpt") >= 5
+
+
+ALONE = """
+import time
+from dataclasses import replace
+
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lightning_tspipe.strategy import writing
+from tests.faults.breaking import BYOL, Broken, Fault, fit, over, saving
+
+sync = writing._sync_folder
+writing._sync_folder = lambda path: (time.sleep(2), sync(path))
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    options = {**BYOL.options, "start_method": "fork", "save_distributed_checkpoint": True}
+    trainer = {**BYOL.trainer, "plugins": AsyncCheckpointIO()}
+    training = replace(over(BYOL, 1), options=options, trainer=trainer)
+    fit(Broken(training, Fault("sigterm", "train", 0), saving))
+"""
+
+
+@pytest.mark.slow
+def test_one_worker_has_written_what_it_saves_at_its_end(tmp_path: Path) -> None:
+    """In shards, while the training goes on: so nothing else waits for it."""
+    with started(tmp_path, ALONE, [sys.executable, "script.py"]) as (process,):
+        wait_for([tmp_path / STRUCK], process)
+        text = end_of(process, tmp_path)
+    assert process.returncode == 143, text
+    names = {path.name for path in (tmp_path / SAVED).iterdir()}
+    assert "exception.ckpt" in names, text
+    assert not [name for name in names if name.endswith(".part")], text
