@@ -11,6 +11,7 @@ begins its epoch again from the random state that it began with, and what was tr
 from __future__ import annotations
 
 import math
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +25,24 @@ from torch import Tensor
 from lightning_tspipe.runtime.random_states import RandomStates
 
 _END = object()
+_A_MOMENT = 1.0
+
+
+def refuse_killed_worker(iterator: Any, error: Exception) -> None:
+    """Say so if a worker was killed in the middle of handing over a batch.
+
+    torch tells of one that dies at any other time; here there is only a connection that has ended.
+
+    Raises:
+        RuntimeError: As torch's.
+    """
+    for worker in getattr(iterator, "_workers", ()):
+        worker.join(_A_MOMENT)
+        if worker.exitcode is not None and worker.exitcode < 0:
+            raise RuntimeError(
+                f"DataLoader worker (pid {worker.pid}) is killed by signal: "
+                f"{signal.strsignal(-worker.exitcode)}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -246,7 +265,11 @@ class LookaheadLoader:
             return _END
         started = time.perf_counter()
         before = _Before(RandomStates.now(), self._loader_state())
-        batch = next(iterator, _END)
+        try:
+            batch = next(iterator, _END)
+        except (ConnectionError, EOFError) as error:
+            refuse_killed_worker(iterator, error)
+            raise
         if self.agree is not None and not self.agree(batch is not _END):
             batch = _END
         if self._on_read is not None:

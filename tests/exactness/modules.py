@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from lightly.models.utils import update_momentum
 from torch import Tensor, nn
 
 NUM_CLASSES = 4
@@ -67,6 +66,16 @@ def frozen_copy(module: nn.Module) -> nn.Module:
 def ema_by_hand(teacher: nn.Module, student: nn.Module) -> None:
     for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
         old.mul_(MOMENTUM).add_(new, alpha=1 - MOMENTUM)
+
+
+try:
+    from lightly.models.utils import update_momentum
+except ImportError:  # a machine that only shows what a GPU does may lack it
+
+    @torch.no_grad()
+    def update_momentum(model: nn.Module, model_ema: nn.Module, m: float) -> None:
+        for new, old in zip(model.parameters(), model_ema.parameters(), strict=True):
+            old.mul_(m).add_(new, alpha=1 - m)
 
 
 def lightly_ema(teacher: nn.Module, student: nn.Module) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from lightning_tspipe.runtime.loading import LookaheadLoader
@@ -130,3 +133,28 @@ def test_an_iteration_of_which_nothing_was_trained_begins_once_more() -> None:
     next(iter(again))
     torch.rand(3)
     assert list(again) == expected
+
+
+def wait_for_ever() -> None:
+    time.sleep(60)
+
+
+class Handing:
+    """An iterator of torch's loader whose worker dies while it hands a batch over."""
+
+    def __init__(self) -> None:
+        self._workers = [multiprocessing.get_context("fork").Process(target=wait_for_ever)]
+        self._workers[0].start()
+
+    def __iter__(self) -> Handing:
+        return self
+
+    def __next__(self) -> object:
+        self._workers[0].kill()
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def test_a_worker_that_is_killed_while_it_hands_a_batch_over_is_named() -> None:
+    loader = LookaheadLoader(Handing())
+    with pytest.raises(RuntimeError, match=r"worker \(pid \d+\) is killed by signal: Killed"):
+        next(iter(loader))
