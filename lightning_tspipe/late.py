@@ -53,4 +53,7 @@ def after_backward(loss: Tensor, look: Callable[[], None]) -> None:
         # Of a private module, as torch's own DDP and FSDP have it: there is no public one.
         torch.autograd.Variable._execution_engine.queue_callback(look)  # noqa: SLF001
 
-    loss.register_hook(ask)
+    if loss.requires_grad:
+        loss.register_hook(ask)
+    else:  # there will be none
+        look()

@@ -236,7 +236,7 @@ def _total(module: Any, results: dict[str, Any], inputs: _Inputs) -> Tensor:
         return _sum(losses.values())
     # Heads have nothing in common but a frozen trunk: one that has diverged spoils no other's
     # gradients, and loses its own before any optimizer sees them.
-    late = Late(torch.stack([loss.detach().double() for loss in losses.values()]))
+    late = Late(torch.stack([loss.detach().double().sum() for loss in losses.values()]))
     total = _sum(loss.where(loss.isfinite(), loss.new_zeros(())) for loss in losses.values())
 
     def look() -> None:

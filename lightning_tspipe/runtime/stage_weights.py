@@ -14,19 +14,15 @@ weights and then saves (a cast under autocast, weight_norm's product) stays what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.late import Late
 from lightning_tspipe.runtime.prediction import (
     Group,
     predicted_update,
@@ -34,6 +30,7 @@ from lightning_tspipe.runtime.prediction import (
 )
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.tokens import Held, Player, Recorder, Saved, Token, reading
+from lightning_tspipe.runtime.weight_checks import WeightChecks
 from lightning_tspipe.runtime.weight_policies import WeightPolicy
 
 Values = list[Tensor]
@@ -109,11 +106,11 @@ class StageWeights:
     _base: int = 0
     _kept: dict[int, Values] = field(default_factory=dict)
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
-    _seen: list[tuple[int, int]] = field(default_factory=list)
-    _sums: Tensor | None = None
-    _verdicts: list[tuple[Late, Callable[[list[bool]], None]]] = field(default_factory=list)
     _groups: dict[int, tuple[Optimizer, Group]] = field(default_factory=dict)
     _backward_values: Sequence[Tensor] = ()
+
+    def __post_init__(self) -> None:
+        self._checks = WeightChecks(self.names, self.parameters, sees_values=self.num_ranks > 1)
 
     # What the executor asks for
 
@@ -125,7 +122,7 @@ class StageWeights:
             batch: Number of the batch.
             offset: In how many steps its backward will come.
         """
-        self._check_unchanged()
+        self._checks.unchanged()
         flight = self._in_flight.setdefault(batch, self._start(offset))
         ahead = flight.due + self._updates_after(offset) if self.policy.predicts_forward else 0
         self._note(batch, forward=True, version=flight.version, predicted=ahead)
@@ -147,7 +144,7 @@ class StageWeights:
     @contextmanager
     def backward(self, batch: int) -> Iterator[None]:
         """Around a backward: tokens stand for what the policy says, and so do the modules."""
-        self._check_unchanged()
+        self._checks.unchanged()
         flight = self._in_flight.get(batch)
         version = flight.version if flight is not None and self.policy.keeps else self.version
         ahead = self._updates_after(0) if self._predicts_backward else 0
@@ -175,7 +172,7 @@ class StageWeights:
         Raises:
             ConfigurationError: A check of the last steps has failed.
         """
-        self._look()
+        self._checks.look()
         flights = {
             batch: {
                 "version": flight.version,
@@ -223,10 +220,10 @@ class StageWeights:
 
     def keep(self) -> None:
         """Before an update: keep the current version if something will still read it."""
-        self._check_unchanged()
-        self._look()
-        self._check_values()
-        self._check_gradients()
+        self._checks.unchanged()
+        self._checks.look()
+        self._checks.values_unchanged()
+        self._checks.gradients()
         read = {flight.version for flight in self._in_flight.values()}
         self._kept = {version: kept for version, kept in self._kept.items() if version in read}
         if self.policy.keeps and (self.version in read or self._delay):
@@ -239,7 +236,7 @@ class StageWeights:
         if self.policy.predicts:
             for optimizer in self.optimizers:
                 remember_gradients(optimizer, self.parameters)
-        self._seen, self._sums = self._marks(), self._values()
+        self._checks.updated()
 
     def drain(self) -> None:
         """Nothing is in flight any more: what comes next reads the current version.
@@ -247,11 +244,11 @@ class StageWeights:
         Raises:
             ConfigurationError: A check of the last steps has failed.
         """
-        self._look()
+        self._checks.look()
         self._in_flight.clear()
         self._kept.clear()
         self._base = self.version
-        self._seen, self._sums = [], None
+        self._checks.forget()
 
     # Versions
 
@@ -294,20 +291,8 @@ class StageWeights:
             update = predicted_update(optimizer, parameter, group)
             value = parameter.detach()
             values.append(value.clone() if update is None else value - steps * update)
-        if values:
-            found = torch.stack([_sums_of(values), _sums_of(self.parameters)]).isfinite()
-            self._verdicts.append((Late(~found), partial(self._refuse_non_finite, steps)))
+        self._checks.finite(values, steps)
         return values
-
-    def _refuse_non_finite(self, steps: int, are_lost: list[list[bool]]) -> None:
-        for name, predicted, own in zip(self.names, *are_lost, strict=True):
-            if predicted:
-                whose = "it holds one itself" if own else (
-                    "its optimizer's state holds one, or the learning rate is too high"
-                )  # fmt: skip
-                raise ConfigurationError(
-                    f"the prediction of {name!r} by {steps} updates is not finite: {whose}"
-                )
 
     def _group_of(self, parameter: Tensor) -> tuple[Optimizer, Group]:
         if not self._groups:
@@ -330,68 +315,6 @@ class StageWeights:
 
     def _unpack(self, saved: Token | Held) -> Tensor:
         return saved.tensor if isinstance(saved, Held) else saved.of(self._backward_values)
-
-    # Checks
-
-    def _check_unchanged(self) -> None:
-        """Refuse parameters that something else than their optimizer's step has changed.
-
-        Raises:
-            ConfigurationError: Names one.
-        """
-        now = self._marks()
-        if not self._seen:
-            self._seen, self._sums = now, self._values()
-        self._refuse_changed([a != b for a, b in zip(self._seen, now, strict=True)])
-
-    def _check_values(self) -> None:
-        """The same for changes through ``.data``, of which nothing else tells; one step later."""
-        values = self._values()
-        if self._sums is not None and values is not None:
-            self._verdicts.append((Late(self._sums != values), self._refuse_changed))
-
-    def _look(self) -> None:
-        """What the device has said of the checks so far.
-
-        Raises:
-            ConfigurationError: One has failed.
-        """
-        verdicts, self._verdicts = self._verdicts, []
-        for verdict, judge in verdicts:
-            judge(verdict.tolist())
-
-    def _refuse_changed(self, is_changed: Sequence[bool]) -> None:
-        for name, changed in zip(self.names, is_changed, strict=True):
-            if changed:
-                raise ConfigurationError(
-                    f"{name!r} was changed between two updates, while forwards of later batches "
-                    "are under way that have read it. With schedule='1f1b' only optimizer.step may "
-                    "change what is trained; use schedule='gpipe', or do it where an epoch begins"
-                )
-
-    def _marks(self) -> list[tuple[int, int]]:
-        """What differs when a parameter was written to, or replaced."""
-        return [(p._version, p.data_ptr()) for p in self.parameters]  # noqa: SLF001
-
-    def _values(self) -> Tensor | None:
-        """A number for each parameter that other values would hardly have."""
-        if self.num_ranks == 1 or not self.parameters:
-            return None
-        return _sums_of(self.parameters).nan_to_num(nan=0.0)
-
-    def _check_gradients(self) -> None:
-        for name, parameter in zip(self.names, self.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                raise ConfigurationError(
-                    f"{name!r} has a sparse gradient, and updates by sparse gradients can't be "
-                    "predicted. Use nn.Embedding(sparse=False)"
-                )
-
-
-def _sums_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Sums in float64, shape (tensors,); those of half precision would leave its range."""
-    wide = {tensor: torch.float32 if tensor.itemsize < 4 else tensor.dtype for tensor in tensors}
-    return torch.stack([t.detach().sum(dtype=dtype).double() for t, dtype in wide.items()])
 
 
 def stage_weights(
