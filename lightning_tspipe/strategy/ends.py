@@ -116,6 +116,7 @@ class EndHooks(CheckpointHooks):
         """An exception has left the loops: before anything else, the other ranks get to know."""
         if self.total_ranks == 1 or self.have_workers_failed:  # those have told it themselves
             return
+        self.set_world_ranks()  # a worker may fail before it has set up anything
         is_sigterm = type(exception).__name__ == "SIGTERMException"  # of either Lightning
         self._ends_together = is_sigterm and self._stop.has_ended
         failures = self._failures = self._failures or self._make_failures()

@@ -199,20 +199,24 @@ class ProcessHooks(_Base):
                 "num_stages"
             )
 
+    def set_world_ranks(self) -> None:
+        """Let this process know which rank it is; Lightning calls it before anything can fail."""
+        environment = self.cluster_environment
+        if environment is not None:
+            environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            environment.set_world_size(self.total_ranks)
+        world_of(self).rank_zero_only.rank = self.global_rank
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        environment = self.cluster_environment
-        assert environment is not None
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.total_ranks)
-        world_of(self).rank_zero_only.rank = self.global_rank
+        self.set_world_ranks()
         if self._transport is not None:
             return
         if self.total_ranks == 1:
             self._transport = LocalTransport(LocalNetwork(1), 0)
             return
-        self._meet(environment)
+        self._meet(self.cluster_environment)
         self._connect()
 
     def _meet(self, environment: Any) -> None:

@@ -22,7 +22,13 @@ import lightning_tspipe  # noqa: F401 - registers its strategies
 from tests.faults.lab import checks, drawing, striking, tables
 from tests.faults.lab.checks import Seen, failures
 from tests.faults.lab.drawing import Configuration, Draw, Fault, draw
-from tests.faults.lab.experiment import STOP_TIMEOUT, hurt, largest_difference, unwanted
+from tests.faults.lab.experiment import (
+    STOP_TIMEOUT,
+    hurt,
+    largest_difference,
+    start_and_end,
+    unwanted,
+)
 from tests.faults.lab.jobs import Ended
 from tests.faults.lab.running import groups, try_all
 from tests.faults.lab.tables import Result
@@ -192,6 +198,22 @@ def test_of_two_jobs_the_other_one_is_complete() -> None:
     good.other = Ended({"rank 0": 1})
     good.other_difference = None
     assert set(failures(good)) == {"exit codes", "results equal"}
+
+
+def test_what_nobody_could_remove_the_next_job_does(tmp_path: Path) -> None:
+    base = tmp_path / f"lightning-tspipe-{os.getuid()}"
+    base.mkdir(mode=0o700)
+    left = ["work-a", "job-launch-b"]
+    (base / left[0]).mkdir()
+    (base / left[1]).write_text("work-a\n")
+    start_and_end(tmp_path)
+    assert {path.name for path in base.iterdir()} == {".lock"}
+    files = [f"job/tmp/{base.name}/{name}" for name in left]
+    alone = seen_of(files=files, left_to_next=files, have_met=False)
+    assert "nothing left" not in failures(alone)
+    alone.ended.have_met = True  # then the other ranks knew of it
+    assert "nothing left" in failures(alone)
+    assert "nothing left" in failures(seen_of(files=files, have_met=False))
 
 
 def test_differences_are_seen() -> None:

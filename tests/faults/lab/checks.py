@@ -13,7 +13,6 @@ from tests.faults.lab.striking import TEXT
 
 TOLERANCE = 1e-12
 """Between a run that was stopped and one that was not; float64."""
-_OF_THE_JOB = re.compile(r"/lightning-tspipe-\d+/(job|work)-|/pymp-")
 _RESUMED = "the result from"
 _CAUSE = re.compile(r"The job ends, because rank (\d+) \(pid \d+ on [^)]+\) .+ in .+")
 _ALL_STOP = "all ranks stop after this batch"
@@ -32,6 +31,7 @@ class Seen:
         other: The second of two jobs.
         other_difference: The same for it.
         files: Files that a job should not leave, shared memory and sockets.
+        left_to_next: Those of them that the user's next job has removed.
         checkpoint: The last one's name; "" if there is none.
         broken: Checkpoints that can't be read, and why.
         resumed: What became of the job that goes on from the last one.
@@ -44,6 +44,7 @@ class Seen:
     other: Ended | None = None
     other_difference: float | None = None
     files: list[str] = field(default_factory=list)
+    left_to_next: list[str] = field(default_factory=list)
     checkpoint: str = ""
     broken: list[str] = field(default_factory=list)
     resumed: Ended | None = None
@@ -120,8 +121,10 @@ def _after_sigterm(seen: Seen) -> set[int]:
     """Of the process that got it: before and after the training it ends as any process does."""
     fault = seen.draw.fault
     if fault.target == "parent":
-        # Which shells can't tell apart; torchrun ends with 1.
-        return {1} if seen.draw.launcher == "torchrun" else {-signal.SIGTERM, 143}
+        # Which shells can't tell apart; torchrun ends with 1, while it looks after its workers.
+        is_torchruns = seen.draw.launcher == "torchrun" and fault.moment != "any"
+        also = {1} if seen.draw.launcher == "torchrun" else {143}
+        return also if is_torchruns else {-signal.SIGTERM, *also}
     if fault.moment in {"start-up", "teardown"}:
         return {-signal.SIGTERM}
     if fault.moment == "any":
@@ -217,9 +220,10 @@ def nothing_left(seen: Seen) -> str:
     if all_ended(seen):  # these are theirs
         return ""
     files, fault = seen.files, seen.draw.fault
-    if fault.kind == "SIGKILL" and fault.moment == "teardown":
-        # It may have been the last, which would have removed what the next job removes now.
-        files = [name for name in files if not _OF_THE_JOB.search(name)]
+    was_alone = fault.moment == "teardown" or not seen.ended.have_met
+    if fault.kind == "SIGKILL" and was_alone:
+        # Who would have removed these is gone, and may have had nobody who knew of them.
+        files = [name for name in files if name not in seen.left_to_next]
     return f"left: {', '.join(files)}" if files else ""
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +19,7 @@ from tests.faults.lab.checks import Seen, must_complete
 from tests.faults.lab.drawing import DAMAGES, Configuration, Draw
 from tests.faults.lab.instant import switch_on
 from tests.faults.lab.isolation import SHARED_MEMORY, Place, adopt_orphans, isolate
-from tests.faults.lab.jobs import Ended, Job, Reaper, wait_for
+from tests.faults.lab.jobs import REPOSITORY, Ended, Job, Reaper, wait_for
 from tests.faults.lab.striking import BALLAST, MET
 from tests.faults.lab.training import AT_END, RESULT, SAVED, Task, result_of
 
@@ -141,6 +144,11 @@ class Experiment:
         if len(jobs) == 2:
             seen.other, seen.other_difference = ended[1], self._difference(jobs[1])
         seen.files = self._left(*jobs)
+        temporary = Path(jobs[0].folder.name) / "tmp"
+        is_over = not any(job.left for job in ended)
+        if is_over and any(Path(name).is_relative_to(temporary) for name in seen.files):
+            start_and_end(self._folder / temporary)
+            seen.left_to_next = sorted({*seen.files} - {*self._left(*jobs)})
         if not must_complete(seen) and not any(job.left for job in ended):
             self._go_on(seen, saved)
         return seen
@@ -202,6 +210,16 @@ class Experiment:
         if self._draw.fault.kind in {"SIGKILL", "SIGSTOP", "two jobs"}:  # documented
             found = [name for name in found if not name.endswith((".part", ".old"))]
         return found
+
+
+def start_and_end(folder: Path) -> None:
+    """As the next job of this user does, where temporary files are in this folder."""
+    code = (
+        "from lightning_tspipe.runtime.private_folder import make_job_folder, remove_job_folder\n"
+        "remove_job_folder(make_job_folder('job-next'))"
+    )
+    environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # noqa: S603 - ours
 
 
 def unwanted(folder: Path) -> Iterator[Path]:

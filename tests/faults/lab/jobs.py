@@ -31,7 +31,7 @@ _TORCHRUN_WAITS = 30.0
 """Between the SIGTERM and the SIGKILL for ranks that are left."""
 _PERIOD = 0.05
 _CPUS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_REPOSITORY = Path(__file__).resolve().parents[3]
+REPOSITORY = Path(__file__).resolve().parents[3]
 _OF_ANOTHER_JOB = (
     "LOCAL_RANK", "RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "PL_GLOBAL_SEED",
 )  # fmt: skip
@@ -49,6 +49,7 @@ class Ended:
         struck_rank: The rank that it happened to; None if it is none, or not known.
         seconds: From the fault, or from the start if there was none, to the end of the last.
         left: Processes that had not ended in time.
+        have_met: Whether the ranks came so far that they know each other.
         was_continued: Whether the last one was a stopped rank, which then was continued.
     """
 
@@ -58,6 +59,7 @@ class Ended:
     struck_rank: int | None = None
     seconds: float = 0.0
     left: list[str] = field(default_factory=list)
+    have_met: bool = True
     was_continued: bool = False
 
 
@@ -146,7 +148,7 @@ class Job:
         for other in _OF_ANOTHER_JOB:
             kept.pop(other, None)
         own = {
-            "PYTHONPATH": str(_REPOSITORY), "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(self.folder / "tmp"),
             "XDG_CACHE_HOME": str(self.folder / "cache"), **_CPUS,
         }  # fmt: skip
         with (self.folder / "output.txt").open("ab") as output:
@@ -170,6 +172,11 @@ class Job:
             moment, pid = (self.folder / STRUCK).read_text().split()
             return float(moment), int(pid)
         return None
+
+    @property
+    def have_met(self) -> bool:
+        """Whether the ranks came so far that they know each other."""
+        return any(self.folder.glob(f"{MET}*"))
 
     @property
     def before(self) -> float:
@@ -280,8 +287,7 @@ class Watch:
         """Who has not met the others can't be missed by them: srun --kill-on-bad-exit ends them."""
         fault = self._fault
         is_early = fault is not None and (
-            fault.place in BEFORE_THEY_MET
-            or (fault.moment == "any" and not any(self._job.folder.glob(f"{MET}*")))
+            fault.place in BEFORE_THEY_MET or (fault.moment == "any" and not self._job.have_met)
         )
         if not is_early or self._job.task.launcher != "slurm" or self._struck_at is None:
             return
@@ -314,7 +320,8 @@ class Watch:
         text = job.folder / "output.txt"
         return Ended(
             codes, text.read_text(errors="replace"), self._struck_at is not None,
-            self._struck_rank(), self.last_seen - since, left, self._continued_at is not None,
+            self._struck_rank(), self.last_seen - since, left, self._job.have_met,
+            self._continued_at is not None,
         )  # fmt: skip
 
     def _struck_rank(self) -> int | None:
@@ -323,7 +330,7 @@ class Watch:
             return None
         ranks = range(self._job.task.configuration.num_ranks)
         known = {rank: self._job.rank_pid(rank) for rank in ranks}
-        if fault.moment == "any" and not any(self._job.folder.glob(f"{MET}*")):
+        if fault.moment == "any" and not self._job.have_met:
             return None  # they had not met, and nobody else can tell
         found = [rank for rank, pid in known.items() if pid == self._struck_pid]
         return found[0] if found else None
