@@ -108,6 +108,11 @@ def isolated(loader: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
+def _is_within(progress: dict[str, Any]) -> bool:
+    """Whether an epoch goes on in the middle, so that no hook of its beginning runs."""
+    return bool(progress["held"] and progress["num_batches"])
+
+
 class LookaheadLoader:
     """The data rank's loader: it holds the next batches while the current one is trained.
 
@@ -157,6 +162,7 @@ class LookaheadLoader:
         self._epoch = _Epoch()
         self._resume: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
+        self._is_restored = False
         self.current = -1
         self.agree: Callable[[bool], bool] | None = None
         self.may_repeat = False
@@ -173,7 +179,7 @@ class LookaheadLoader:
         Not known from iteration: of a loader without a length, Lightning itself holds one more.
         """
         self.current += 1
-        self._resumed = None
+        self._resumed, self._is_restored = None, False
         self._read.pop(self.current, None)
         before = self._before.pop(self.current, None)
         self._taken = (before, RandomStates.now()) if self.may_repeat and before else None
@@ -229,12 +235,17 @@ class LookaheadLoader:
 
     def _batches(self) -> Iterator[Any]:
         self._resumed = self._resume
-        self.restore_random()
+        # Between two epochs, hooks have drawn since.
+        drawn = RandomStates.now() if self._is_restored else None
+        self._is_restored = False
+        self._restore()
+        if drawn is not None:
+            drawn.restore()
+        now = RandomStates.now()
         resume, self._resume = self._resume, None
         if resume is None:
-            yield from self._whole(RandomStates.now())
+            yield from self._whole(now)
             return
-        now = RandomStates.from_dict(resume["now"])
         self._set_own(resume["own"]["start"])
         start = RandomStates.from_dict(resume["start"])
         start.restore()
@@ -370,8 +381,18 @@ class LookaheadLoader:
     def restore_random(self) -> None:
         """Have the random states of the checkpoint, for the hooks that run before the first batch.
 
-        Nothing happens in a run that is not resumed, and once it has read.
+        Nothing happens in a run that is not resumed, and once it has read; but of a loader without
+        a length Lightning has fetched a batch, and begins once more.
         """
+        if self._resume is not None:
+            self._restore()
+        elif self._resumed is not None and not _is_within(self._resumed):
+            RandomStates.from_dict(self._resumed["now"]).restore()
+        else:
+            return
+        self._is_restored = (self._resume or self._resumed) is not None
+
+    def _restore(self) -> None:
         resume = self._resume
         if resume is None:
             return

@@ -206,14 +206,15 @@ def leave_ended_epoch(loop: Any) -> None:
     progress = loop.epoch_progress
     if loop.restarted_on_epoch_end:
         progress.increment_completed()
-        loops = [loop, loop.epoch_loop, *_loops_in(loop.epoch_loop)]
-    elif loop.restarted_mid_epoch and progress.current.processed == progress.current.started:
-        loops = [loop]  # the others have set their counters back
-    else:
+    is_behind_last = progress.current.processed == progress.current.started
+    is_left = loop.restarted_on_epoch_end or (loop.restarted_mid_epoch and is_behind_last)
+    if not (is_left or loop.resumed_on_epoch_end):
         return
     loop.reset_restart_stage()
-    for each in loops:
+    for each in (loop, loop.epoch_loop, *_loops_in(loop.epoch_loop)):
         each._restarting = False  # noqa: SLF001 - its setter would say otherwise
+    # Of a loader without a length it has fetched a batch, before what hooks draw: once more.
+    loop._resuming_from_checkpoint = False  # noqa: SLF001
 
 
 def _loops_in(loop: Any) -> list[Any]:

@@ -360,6 +360,8 @@ ODD: dict[str, Mode] = {
         frozen(4, repack={2: 2}, trainer={**STEPS, "max_steps": 9, **TWICE}), validates=True),
     "steps, fan-out": fanned(validates=True, trainer={**STEPS, "max_steps": 9, **TWICE}),
     "stream": replace(paired(), loader=streamed),
+    "stream, draws between epochs": replace(
+        paired(), loader=streamed, callbacks=lambda: [Draws()]),
     "stream, validation": replace(paired(), loader=streamed, validates=True),
     "stream, pipeoptim": replace(asynchronous("pipeoptim", (3, 4)), loader=streamed),
     "stream, fan-out, validation": fanned(loader=streamed, validates=True),
@@ -373,6 +375,8 @@ ODD: dict[str, Mode] = {
     "second epochs": replace(
         paired(trainer={"check_val_every_n_epoch": 2}), validates=True, epochs=3),
     "no drain": asynchronous("pipeoptim", (3, 4), drain_epochs=False),
+    "no drain, draws between epochs": replace(
+        asynchronous("pipeoptim", (3, 4), drain_epochs=False), callbacks=lambda: [Draws()]),
     "no drain, three": asynchronous("pipedream", (3, 4, 4), drain_epochs=False),
     "no drain, validation": replace(
         asynchronous("pipedream", (3, 4, 4), drain_epochs=False), validates=True),
