@@ -156,22 +156,26 @@ class Patrol:
         if not neighbour.has_ended or self.is_over(rank):
             return None
         how = neighbour.how_it_ended()
-        who = self._members.name(rank)
-        if self._members.find(rank) is None:
-            who = process_name(rank, neighbour.pid)
-        where = self._job.phase_of(rank) or "the start-up"
+        who, where = self._whose(rank, neighbour)
         return Found(f"{who} {how}{_without_a_word(how)} in {where}", _remedy_for(how), rank)
 
     def _if_stopped(self, rank: int, neighbour: Neighbour) -> Found | None:
         lasting = self._stopped.setdefault(rank, Lasting(self._clock))
         if lasting.seconds(so=neighbour.is_stopped) < self._timeout:
             return None
+        who, where = self._whose(rank, neighbour)
         what = (
-            f"{self._members.name(rank)} was stopped (SIGSTOP, or Ctrl-Z) in "
-            f"{self._job.phase_of(rank)} and others have waited for it in vain"
+            f"{who} was stopped (SIGSTOP, or Ctrl-Z) in {where} and others have waited for it in "
+            "vain"
         )
         remedy = "It is killed now. TSPipeStrategy(timeout=...) says how long a rank may be stopped"
         return Found(what, remedy, rank, neighbour)
+
+    def _whose(self, rank: int, neighbour: Neighbour) -> tuple[str, str]:
+        """A rank's process, also of one that has not come, and what it did."""
+        is_known = self._members.find(rank) is not None
+        who = self._members.name(rank) if is_known else process_name(rank, neighbour.pid)
+        return who, self._job.phase_of(rank) or "the start-up"
 
     def _if_parent_ended(self) -> Found | None:
         pid = self._parent.pid

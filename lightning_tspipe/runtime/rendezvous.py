@@ -94,6 +94,7 @@ class Job:
         if self.folder is None or self.has_heir:
             return
         if all(map(self._has_left, range(self.members.num_ranks))):
+            _hear_no_sigterm()
             remove_job_folder(self.folder)
             inherited = current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001
             if inherited and HEIR in os.environ:  # a fork server's, whose process was killed
@@ -248,6 +249,12 @@ def _leave_before_sigterm() -> None:
             end_by(signum)
 
     signal.signal(signal.SIGTERM, end)
+
+
+def _hear_no_sigterm() -> None:
+    """This process ends anyway, and what it is removing would stay: torchrun is quick."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _expect_launcher(port: int) -> None:

@@ -198,7 +198,9 @@ def _missing(seen: Seen, output: str) -> str:
         absent = (
             rf"The job ends, because .*(rank {rank} did not come|no word of rank {rank}) within"
         )
-        return "" if re.search(absent, output) else f"nobody says that rank {rank} did not come"
+        # Or whoever has started it, and knows that it was stopped, is the first.
+        is_told = re.search(absent, output) or not _wrong_cause(output, rank)
+        return "" if is_told else f"nobody says that rank {rank} did not come"
     if fault.kind == "SIGTERM" and _ALL_STOP in output:
         return ""
     # Who fills a disk is not who fails.

@@ -6,22 +6,25 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from datetime import timedelta
+from multiprocessing import util
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 import pytest
 
+from lightning_tspipe.runtime.private_folder import remove_too
 from lightning_tspipe.runtime.rendezvous import current_job, end_by, meet, tell_before_the_end
 
 SECONDS = 3.0
 PATIENCE = timedelta(seconds=10)
 
 
-def listen(ready: Connection) -> None:
-    """As a worker of a loader does, which has no folder of its own."""
-    with Listener(None, family="AF_UNIX"):
+def listen(ready: Connection, folder: Path | None = None) -> None:
+    """As a worker of a loader does, which has no folder of its own, or one of a rank's."""
+    with Listener(folder and str(folder / "socket"), family="AF_UNIX"):
         ready.send(None)
         time.sleep(SECONDS)
 
@@ -43,6 +46,15 @@ def in_a_child(port: int, how: str) -> int:
         tell_before_the_end(lambda signum: told.write_text(str(signum)) and None)
         if how == "by another process":
             os.kill(os.getpid(), signal.SIGTERM)
+        elif how == "while it ends":
+            assert job.folder is not None
+            own = Path(tempfile.mkdtemp())
+            remove_too(job.folder, 1, str(own))
+            context.Process(target=listen, args=(there, own)).start()
+            here.recv()
+            threading.Timer(SECONDS / 3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            util._run_finalizers()
+            os._exit(0)
         else:
             end_by(signal.SIGTERM)
     finally:
@@ -66,3 +78,15 @@ def test_sigterm_ends_it_with_its_folder_removed(
     (ours,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert [path.name for path in ours.iterdir()] == [".lock"]
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_it_is_removing_goes_though_a_sigterm_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torchrun sends one, while this rank waits for the worker of another that was killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "LIGHTNING_TSPIPE_PARENT"):
+        monkeypatch.delenv(name, raising=False)
+    assert os.waitstatus_to_exitcode(in_a_child(29501, "while it ends")) == 0
+    (ours,) = tmp_path.iterdir()
+    assert [path.name for path in ours.iterdir()] == [".lock"]
