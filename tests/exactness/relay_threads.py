@@ -119,6 +119,13 @@ class Split:
         ]
 
 
+EACH_MODE = (
+    Split("dpu", (0, 1, 3), (1, 1)), Split("ahd", (0, 1, 3), (2, 1)),
+    Split("tr", (0, 2, 4), (1, 1), barrier=True), Split("ir", (0, 4), (3,)),
+)  # fmt: skip
+"""One training of each mode."""
+
+
 @dataclass
 class Result:
     """What all ranks have together."""

@@ -15,7 +15,7 @@ from tests import fake_cuda
 from tests.exactness.fanout_threads import Fan, train_on_threads
 from tests.exactness.grid import sample
 from tests.exactness.pipelined import run_pipelined
-from tests.exactness.relay_threads import Split, run_split
+from tests.exactness.relay_threads import EACH_MODE, Split, run_split
 from tests.exactness.setting import Setting
 from tests.exactness.test_asynchronous import Case
 from tests.exactness.test_asynchronous import run_pipelined as run_asynchronous
@@ -76,14 +76,7 @@ def test_heads(fan: Fan) -> None:
     train_on_threads(fan)
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        Split("dpu", (0, 1, 3), (1, 1)), Split("ahd", (0, 1, 3), (2, 1)),
-        Split("tr", (0, 2, 4), (1, 1), barrier=True), Split("ir", (0, 4), (3,)),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("split", EACH_MODE, ids=str)
 def test_relay(split: Split) -> None:
     run_split(split)
 

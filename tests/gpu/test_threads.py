@@ -11,7 +11,7 @@ from tests.exactness.fanout_threads import Fan, train_on_threads
 from tests.exactness.grid import sample
 from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference
-from tests.exactness.relay_threads import Split
+from tests.exactness.relay_threads import EACH_MODE, Split
 from tests.exactness.setting import OPTIMIZERS, Setting
 from tests.exactness.test_asynchronous import Case, assert_equal
 
@@ -44,13 +44,6 @@ def test_heads(fan: Fan) -> None:
     fans.check(fan, train_on_threads(fan))
 
 
-@pytest.mark.parametrize(
-    "split",
-    [
-        Split("dpu", (0, 1, 3), (1, 1)), Split("ahd", (0, 1, 3), (2, 1)),
-        Split("tr", (0, 2, 4), (1, 1), barrier=True), Split("ir", (0, 4), (3,)),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("split", EACH_MODE, ids=str)
 def test_relay(split: Split) -> None:
     relays.check(split)

@@ -53,7 +53,7 @@ def in_a_child(port: int, how: str) -> int:
             context.Process(target=listen, args=(there, own)).start()
             here.recv()
             threading.Timer(SECONDS / 3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            util._run_finalizers()
+            util._run_finalizers()  # type: ignore[attr-defined]
             os._exit(0)
         else:
             end_by(signal.SIGTERM)
