@@ -143,6 +143,10 @@ class Failures:
         )
         self._thread.start()
 
+    def has_failed(self) -> bool:
+        """Whether it is known that a rank has failed."""
+        return self._cause() is not None
+
     def end_watch(self) -> None:
         """This rank needs the others no more, or ends by itself."""
         self._is_over.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
@@ -93,14 +94,20 @@ class Members:
         """Ranks that have not come."""
         return [rank for rank in range(self.num_ranks) if self.find(rank) is None]
 
-    def wait_for_all(self, seconds: float) -> None:
+    def wait_for_all(self, seconds: float, has_failed: Callable[[], bool]) -> None:
         """Wait until all have come.
 
+        Args:
+            seconds: How long.
+            has_failed: Whether nobody needs to come any more.
+
         Raises:
-            TransportError: One has not, after so many seconds.
+            TransportError: One has not, after so many seconds or since the job has failed.
         """
         deadline = time.monotonic() + seconds
         while missing := self.missing():
+            if has_failed():
+                raise TransportError(f"rank {', '.join(map(str, missing))} has not come")
             if time.monotonic() > deadline:
                 ranks = ", ".join(map(str, missing))
                 raise TransportError(

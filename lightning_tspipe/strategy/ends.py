@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import signal
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -65,11 +66,12 @@ class EndHooks(CheckpointHooks):
             tell_before_the_end(self._failures.tell_of_signal)
 
     @override
-    def watch_others(self, job: Job) -> None:
-        self._failures = self._make_failures(job)
-        self._failures.watch()
-        tell_before_the_end(self._failures.tell_of_signal)
+    def watch_others(self, job: Job) -> Callable[[], bool]:
+        failures = self._failures = self._make_failures(job)
+        failures.watch()
+        tell_before_the_end(failures.tell_of_signal)
         watch_instead()
+        return failures.has_failed
 
     @override
     def reconnect(self, num_ranks: int) -> None:

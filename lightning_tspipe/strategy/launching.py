@@ -64,11 +64,16 @@ class _PassedOn:
     def __init__(self, launcher: Any) -> None:
         self._launcher = launcher
         self._previous = signal.getsignal(signal.SIGTERM)
+        self._pid = os.getpid()
         self._signum = 0
         self._is_due = False
 
     def __call__(self, signum: int, _frame: Any) -> None:
         """Handle the signal."""
+        if os.getpid() != self._pid:  # a worker that was forked just now, and is meant itself
+            self.give_back()
+            os.kill(os.getpid(), signum)
+            return
         self._signum, self._is_due = signum, True
         self.pass_on()
 

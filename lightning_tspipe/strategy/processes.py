@@ -5,6 +5,8 @@ Global ranks count pipeline by pipeline: rank = replica * num_ranks + pipeline_r
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -229,16 +231,20 @@ class ProcessHooks(_Base):
             environment.main_port, self.global_rank, self.total_ranks, patience,
             on_one_machine=on_one_machine,
         )  # fmt: skip
-        if is_first:
-            self.watch_others(job)
+        has_failed = self.watch_others(job) if is_first else _never
         # Not in the store, whose waiting ends after the timeout: that may be short, imports long.
-        job.members.wait_for_all(patience.total_seconds())
+        job.members.wait_for_all(patience.total_seconds(), has_failed)
         world_of(self).init_dist_connection(
             environment, self.process_group_backend, timeout=self._timeout, store=job.new_store()
         )
 
-    def watch_others(self, job: Job) -> None:
-        """From now on the other ranks can be told apart, and looked after."""
+    @abstractmethod
+    def watch_others(self, job: Job) -> Callable[[], bool]:
+        """From now on the other ranks can be told apart, and looked after.
+
+        Returns:
+            Whether one of them is known to have failed.
+        """
 
     def reconnect(self, num_ranks: int) -> None:
         """Divide the ranks into other pipelines; every rank calls it, and nothing is under way.
@@ -345,3 +351,8 @@ def _check_count(num_stages: Any) -> None:
             f"num_stages={num_stages!r}: the number of devices of each pipeline, from 1 on, or "
             "None for all devices"
         )
+
+
+def _never() -> bool:
+    """Whether a rank has failed in a job that has met, and whose later run begins."""
+    return False

@@ -15,7 +15,7 @@ import pytest
 from torch.multiprocessing.spawn import ProcessExitedException
 
 from lightning_tspipe.strategy import launching
-from lightning_tspipe.strategy.launching import _launcher_class, _Workers
+from lightning_tspipe.strategy.launching import _launcher_class, _PassedOn, _Workers
 from lightning_tspipe.strategy.worlds import installed_worlds
 
 
@@ -49,6 +49,17 @@ def launcher_over(base: type) -> Any:
         have_workers_failed=False, cluster_environment=SimpleNamespace(main_port=29500)
     )
     return launcher
+
+
+def test_a_worker_that_was_just_forked_is_ended_by_its_own_sigterm() -> None:
+    """It has its parent's handler still, which would pass the signal on to nobody."""
+    with _PassedOn(launcher_over(Workers)).during():
+        pid = os.fork()
+        if not pid:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
 def test_another_fit_starts_as_if_none_had_failed() -> None:

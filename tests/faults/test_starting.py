@@ -176,6 +176,7 @@ def test_a_failure_before_the_ranks_have_met_is_told_by_its_traceback(
     assert text.count("ValueError: a mistake of the user's own") == 1, text
     causes = re.findall(r"The job ends, because (rank \d) .* in the start-up", text)
     assert set(causes) == {"rank 1"}, text
+    assert "did not notice" not in text, text
 
 
 @pytest.mark.slow

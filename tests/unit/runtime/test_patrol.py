@@ -202,6 +202,8 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     members.publish()
     Members(2, 3, FolderNotes(tmp_path)).publish()
     with pytest.raises(TransportError, match="no word of rank 1 within 0 s of the start"):
-        members.wait_for_all(0.1)
+        members.wait_for_all(0.1, lambda: False)
+    with pytest.raises(TransportError, match="rank 1 has not come"):
+        members.wait_for_all(60, lambda: True)
     Members(1, 3, FolderNotes(tmp_path)).publish()
-    members.wait_for_all(0.1)
+    members.wait_for_all(0.1, lambda: True)
