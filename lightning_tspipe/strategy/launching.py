@@ -28,12 +28,14 @@ from torch.multiprocessing.spawn import (
     ProcessRaisedException,
 )
 
+from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.failures import say
 from lightning_tspipe.runtime.members import process_name
 from lightning_tspipe.runtime.parents import (
     PARENT,
     before_exec,
     end_with_parent,
+    parent_of,
     signed_by_this_process,
     watch_launcher,
 )
@@ -291,6 +293,8 @@ class _Workers:
             remove_job_folder(folder)
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        if parent_of(os.environ[HEIR]).is_ending:
+            raise SystemExit(1)  # there is nobody who would take them
         with _temporary_files_in(self._folder):
             return super()._collect_rank_zero_results(trainer, results)  # type: ignore[misc]
 
@@ -334,7 +338,12 @@ def _last_words(exception: BaseException, job: Launched) -> str:
         if exception.error_index in told:
             return ""  # with its traceback: another rank's word is no reason to lose that
         text = exception.msg.partition("error:\n")[2].rstrip() or exception.msg
-        kind = text.splitlines()[-1].partition(":")[0].rpartition(".")[2]
+        path, _, says = text.splitlines()[-1].partition(": ")
+        kind = path.rpartition(".")[2]
+        if kind == TransportError.__name__ and not told:
+            return (
+                f"The job ends, because {says}"  # it has met nobody, which is no fault of its own
+            )
         return f"{text}\n{_cause(exception, f'raised {kind}', job)}"
     if isinstance(exception, ProcessExitedException) and not told:
         how = f"ended with exit code {exception.exit_code}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -12,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.multiprocessing.spawn import ProcessExitedException
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.rendezvous import HEIR
 from lightning_tspipe.strategy import launching
-from lightning_tspipe.strategy.launching import _launcher_class, _PassedOn, _Workers
+from lightning_tspipe.strategy.launching import _last_words, _launcher_class, _PassedOn, _Workers
 from lightning_tspipe.strategy.worlds import installed_worlds
 
 
@@ -179,3 +182,36 @@ def test_sigterm_while_workers_are_started_reaches_them_when_they_are_there() ->
     finally:
         signal.signal(signal.SIGTERM, previous)
     assert launcher.signals == [signal.SIGTERM]
+
+
+class Told(SimpleNamespace):
+    """Stands for a job of which ranks have told causes."""
+
+    def told_causes(self) -> list[int]:
+        return []
+
+    def phase_of(self, _rank: int) -> str:
+        return "the start-up"
+
+
+def test_of_a_rank_that_has_met_nobody_there_is_the_cause_and_no_traceback() -> None:
+    trace = "Traceback (most recent call last):\n  File ...\n"
+    ours, own = (
+        f"{TransportError.__module__}.TransportError: rank 0 did not come",
+        "ValueError: mine",
+    )
+    assert _last_words(ProcessRaisedException(f"error:\n{trace}{ours}", 2, 7), Told()) == (  # type: ignore[arg-type]
+        "The job ends, because rank 0 did not come"
+    )
+    words = _last_words(ProcessRaisedException(f"error:\n{trace}{own}", 2, 7), Told())  # type: ignore[arg-type]
+    assert words.startswith(trace)
+    assert "because rank 2 (pid 7 on" in words
+
+
+def test_results_are_for_a_parent_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that was killed the folder is gone in which they would lie."""
+    code = "from lightning_tspipe.runtime import parents; print(parents.signed_by_this_process())"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+    monkeypatch.setenv(HEIR, ended.stdout.strip())
+    with pytest.raises(SystemExit, match="1"):
+        launcher_over(Workers)._collect_rank_zero_results(None, None)
