@@ -90,11 +90,12 @@ class Job:
 
     def leave(self) -> None:
         """This process ends; the last one removes what they had in common."""
+        if self.folder is not None and not self.folder.exists():
+            return
         self.notes.leave(f"left/{self.members.rank}")
         if self.folder is None or self.has_heir:
             return
         if all(map(self._has_left, range(self.members.num_ranks))):
-            _hear_no_sigterm()
             remove_job_folder(self.folder)
             inherited = current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001
             if inherited and HEIR in os.environ:  # a fork server's, whose process was killed
@@ -217,6 +218,7 @@ def end_by(signum: int) -> None:
         if _Current.tell is not None:
             _Current.tell(signum)
         _end_as_usual()
+        _Current.job.leave()  # again: the signal may have come while this process was leaving
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
 
@@ -249,12 +251,6 @@ def _leave_before_sigterm() -> None:
             end_by(signum)
 
     signal.signal(signal.SIGTERM, end)
-
-
-def _hear_no_sigterm() -> None:
-    """This process ends anyway, and what it is removing would stay: torchrun is quick."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _expect_launcher(port: int) -> None:

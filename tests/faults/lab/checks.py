@@ -103,7 +103,7 @@ def must_complete(seen: Seen) -> bool:
 
 
 def _codes(seen: Seen) -> _IsRight:
-    fault, ended = seen.draw.fault, seen.ended
+    fault = seen.draw.fault
     if must_complete(seen):
         return _complete
     if fault.kind == "flipped" and seen.difference is not None:
@@ -112,9 +112,16 @@ def _codes(seen: Seen) -> _IsRight:
         return _signalled(seen, {-signal.SIGKILL})
     if fault.kind == "SIGTERM":
         return _signalled(seen, _after_sigterm(seen))
-    if fault.kind == "SIGSTOP" and ended.was_continued:
-        return _failed
+    if _is_apart(seen):
+        return lambda name, code: (
+            code not in ({0, None} if name == f"rank {fault.rank}" else {None})
+        )
     return _failed
+
+
+def _is_apart(seen: Seen) -> bool:
+    """Whether each rank is a process of its own, and the training of all of them complete."""
+    return seen.draw.fault.moment == "teardown" and seen.draw.launcher not in HAVE_PARENT
 
 
 def _after_sigterm(seen: Seen) -> set[int]:
@@ -136,7 +143,7 @@ def _after_sigterm(seen: Seen) -> set[int]:
 
 def _signalled(seen: Seen, allowed: set[int]) -> _IsRight:
     """Codes of the one that got the signal, and of the others: they fail."""
-    draw, fault = seen.draw, seen.draw.fault
+    fault = seen.draw.fault
     together = allowed == {143}
 
     def is_right(name: str, code: int | None) -> bool:
@@ -145,8 +152,8 @@ def _signalled(seen: Seen, allowed: set[int]) -> _IsRight:
         )
         if is_target or together:
             return code in allowed
-        if fault.moment == "teardown" and draw.launcher not in HAVE_PARENT:
-            return code is not None  # the training is complete, and a rank may be gone already
+        if _is_apart(seen):
+            return code is not None  # a rank may be gone already
         return _failed(name, code)
 
     return is_right

@@ -50,7 +50,6 @@ class Ended:
         seconds: From the fault, or from the start if there was none, to the end of the last.
         left: Processes that had not ended in time.
         have_met: Whether the ranks came so far that they know each other.
-        was_continued: Whether the last one was a stopped rank, which then was continued.
     """
 
     codes: dict[str, int | None] = field(default_factory=dict)
@@ -60,7 +59,6 @@ class Ended:
     seconds: float = 0.0
     left: list[str] = field(default_factory=list)
     have_met: bool = True
-    was_continued: bool = False
 
 
 def descendants(pid: int) -> list[tuple[int, int]]:
@@ -321,7 +319,6 @@ class Watch:
         return Ended(
             codes, text.read_text(errors="replace"), self._struck_at is not None,
             self._struck_rank(), self.last_seen - since, left, self._job.have_met,
-            self._continued_at is not None,
         )  # fmt: skip
 
     def _struck_rank(self) -> int | None:

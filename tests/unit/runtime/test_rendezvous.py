@@ -87,6 +87,7 @@ def test_what_it_is_removing_goes_though_a_sigterm_comes(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "LIGHTNING_TSPIPE_PARENT"):
         monkeypatch.delenv(name, raising=False)
-    assert os.waitstatus_to_exitcode(in_a_child(29501, "while it ends")) == 0
-    (ours,) = tmp_path.iterdir()
-    assert [path.name for path in ours.iterdir()] == [".lock"]
+    status = in_a_child(29501, "while it ends")
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
+    left = {path.relative_to(tmp_path) for path in tmp_path.rglob("*")}
+    assert {path.name for path in left} == {"told", ".lock", f"lightning-tspipe-{os.getuid()}"}
