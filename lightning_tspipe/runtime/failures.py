@@ -100,7 +100,7 @@ class Failures:
         job: The ranks; None: they have not met yet.
         run: Number of the run; the same on all ranks, and another one in each run.
         timeout: After how many seconds a rank that is stopped is given up.
-        children: Processes that this one has started, the n-th for rank n + 1.
+        children: Processes that this one has started, for the ranks behind it.
         ends_last: Whether a rank that fails because of another one lets that one end first; for
             launchers that report the process that ended first.
     """
@@ -125,7 +125,9 @@ class Failures:
         self._thread: threading.Thread | None = None
         self._patrol: Patrol | None = None
         if job is not None:
-            pids = {n + 1: child.pid for n, child in enumerate(children) if _is_script(child)}
+            pids = {
+                rank + n + 1: child.pid for n, child in enumerate(children) if _is_script(child)
+            }
             self._patrol = Patrol(job, self._run, timeout, pids)
 
     @property

@@ -125,8 +125,10 @@ class Patrol:
     def _look(self) -> Found | None:
         near = {rank: self.neighbour(rank) for rank in self._others()}
         # By SIGTERM a launcher ends the others when one has failed: that one comes first.
-        for is_ordered in (False,) if self._job.launcher_knows_more else (False, True):
-            for rank, neighbour in near.items():
+        mine = self._children if self._job.launcher_knows_more else near
+        for is_ordered, ranks in ((False, near), (True, mine)):
+            for rank in ranks:
+                neighbour = near[rank]
                 if neighbour is not None and _was_ordered(neighbour) == is_ordered:
                     found = self._if_ended(rank, neighbour) or self._if_stopped(rank, neighbour)
                     if found is not None:

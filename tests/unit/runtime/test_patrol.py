@@ -35,7 +35,9 @@ class Process:
 class Ranks:
     """A job of which this process is rank 0; the others are made up."""
 
-    def __init__(self, folder: Path, machines: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: Path, machines: tuple[str, ...], children: dict[int, int] | None = None
+    ) -> None:
         self.notes = FolderNotes(folder)
         self.members = Members(0, len(machines), self.notes)
         self.members.publish()
@@ -44,7 +46,7 @@ class Ranks:
             self.join(rank)
         self.now = 0.0
         job = Job(self.members, self.notes, folder, None)  # type: ignore[arg-type] # not asked here
-        self.patrol = Patrol(job, "run-0", TIMEOUT, {}, clock=lambda: self.now)
+        self.patrol = Patrol(job, "run-0", TIMEOUT, children or {}, clock=lambda: self.now)
 
     def join(self, rank: int) -> None:
         machine = (
@@ -102,6 +104,14 @@ def test_who_was_ended_before_all_have_met_is_told_by_the_launcher(tmp_path: Pat
     assert ranks.look(100) is None
     ranks.process(1).signal = "SIGKILL"
     assert ranks.look().rank == 1
+
+
+def test_who_was_ended_before_all_have_met_is_told_by_its_own_launcher(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path, ("here",), children={1: 1001})
+    ranks.members.num_ranks = 2
+    assert ranks.look(100) is None
+    ranks.process(1).has_ended, ranks.process(1).signal = True, "SIGTERM"
+    assert re.match(r"rank 1 \(pid 1001 on \S+\) was killed by SIGTERM", ranks.look().what)
 
 
 def test_one_that_is_done_may_end(tmp_path: Path) -> None:
