@@ -48,7 +48,7 @@ from lightning_tspipe.runtime.rendezvous import HEIR, JOB_TOKEN, Launched
 from lightning_tspipe.strategy.own_memory import own_memory
 from lightning_tspipe.strategy.worlds import installed_worlds, world_of
 
-_GRACE = 8.0
+_GRACE = 6.0
 _PERIOD = 0.2
 _SIGTERM_CODES = {-signal.SIGTERM, 128 + signal.SIGTERM}
 

@@ -229,7 +229,7 @@ def test_differences_are_seen() -> None:
 
 
 def test_files_that_nobody_asked_for_are_seen(tmp_path: Path) -> None:
-    asked = ("script.py", "saved/a.ckpt", "tmp/torchelastic_1/log")
+    asked = ("script.py", "saved/a.ckpt", "tmp/torchelastic_1/log", "tmp/hl8et5nx")
     left = {"tmp/mine", "tmp/lightning-tspipe-0/job", "saved/.b.ckpt.part", "core"}
     for name in (*asked, *left):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,8 @@ _OF_USER, _LOCK = "lightning-tspipe-", ".lock"
 """The folder where all jobs of a user meet, which stays; each removes what is its own there."""
 _OF_TORCHRUN = "torchelastic_"
 """The folder of its logs, which it keeps."""
+_OF_PYTHON = re.compile(r"[a-z0-9_]{8}")
+"""A file by which ``tempfile`` finds out whether a folder can be written, and removes."""
 _OWN_FILES = {
     "script.py",
     "task.json",
@@ -238,8 +241,12 @@ def _temporary(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir():
         if path.name.startswith(_OF_USER):
             yield from (kept for kept in path.iterdir() if kept.name != _LOCK)
-        elif not path.name.startswith(_OF_TORCHRUN):
+        elif not path.name.startswith(_OF_TORCHRUN) and not _is_probe(path):
             yield path
+
+
+def _is_probe(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= 4 and bool(_OF_PYTHON.fullmatch(path.name))
 
 
 def _is_checkpoint(path: Path) -> bool:
