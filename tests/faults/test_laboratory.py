@@ -211,8 +211,10 @@ def test_what_nobody_could_remove_the_next_job_does(tmp_path: Path) -> None:
     files = [f"job/tmp/{base.name}/{name}" for name in left]
     alone = seen_of(files=files, left_to_next=files, have_met=False)
     assert "nothing left" not in failures(alone)
-    alone.ended.have_met = True  # then the other ranks knew of it
+    alone.ended.have_met = True  # then the other ranks knew of it, if there were others
     assert "nothing left" in failures(alone)
+    single = replace(alone.draw, configuration=replace(alone.draw.configuration, num_ranks=1))
+    assert "nothing left" not in failures(replace(alone, draw=single))
     assert "nothing left" in failures(seen_of(files=files, have_met=False))
 
 

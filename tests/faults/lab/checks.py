@@ -229,7 +229,8 @@ def nothing_left(seen: Seen) -> str:
     if all_ended(seen):  # these are theirs
         return ""
     files, fault = seen.files, seen.draw.fault
-    was_alone = fault.moment == "teardown" or not seen.ended.have_met
+    num_ranks = seen.draw.configuration.num_ranks
+    was_alone = fault.moment == "teardown" or not seen.ended.have_met or num_ranks == 1
     if fault.kind == "SIGKILL" and was_alone:
         # Who would have removed these is gone, and may have had nobody who knew of them.
         files = [name for name in files if name not in seen.left_to_next]
