@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import re
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
+from lightning_tspipe.strategy import strategy
 from tests.exactness.modules import CASES, make_epochs
 from tests.integration.trainings import (
     Epochs,
@@ -27,6 +29,7 @@ from tests.integration.trainings import (
     trainer_of,
 )
 
+_MMAP_THRESHOLD = -3  # of malloc.h
 _TABLES = ("_modules", "_parameters", "_buffers")
 
 
@@ -92,8 +95,12 @@ def _train(training: Training, ckpt_path: str | None, make: Any) -> Trained:
 def peak_of_own_memory() -> Iterator[list[int]]:
     """By how many bytes this process's memory grows at most; looked at every few milliseconds.
 
-    Pages of files that are only read don't count: the system takes them back as it likes.
+    Pages of files that are only read don't count: the system takes them back as it likes. Nor does
+    what was freed: the strategy has the C library keep that, and how much it comes to depends on
+    what lies between. Here large blocks go back to the system at once.
     """
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
+    strategy.keep_freed_memory, kept = (lambda: True), strategy.keep_freed_memory
     before, peak = _own_memory(), [0]
     ended = threading.Event()
 
@@ -108,6 +115,7 @@ def peak_of_own_memory() -> Iterator[list[int]]:
     finally:
         ended.set()
         thread.join()
+        strategy.keep_freed_memory = kept
 
 
 def _own_memory() -> int:
