@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from lightning.pytorch import LightningModule
@@ -100,7 +101,6 @@ def peak_of_own_memory() -> Iterator[list[int]]:
     what lies between. Here large blocks go back to the system at once.
     """
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 20)
-    strategy.keep_freed_memory, kept = (lambda: True), strategy.keep_freed_memory
     before, peak = _own_memory(), [0]
     ended = threading.Event()
 
@@ -111,11 +111,11 @@ def peak_of_own_memory() -> Iterator[list[int]]:
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        yield peak
+        with patch.object(strategy, "keep_freed_memory", return_value=True):
+            yield peak
     finally:
         ended.set()
         thread.join()
-        strategy.keep_freed_memory = kept
 
 
 def _own_memory() -> int:
