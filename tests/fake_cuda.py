@@ -8,8 +8,10 @@ left out: a backward gives every leaf of its graph a gradient, and events say no
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -32,7 +34,11 @@ META = torch.device("meta")
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies from the device to the host, by operation."""
+    """Counts copies that the host would wait for, by operation.
+
+    All those from the device, and those of the package to the device that are not said to be
+    ``non_blocking``.
+    """
 
     def __init__(self, found: Counter[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,7 +55,27 @@ class Copies(TorchDispatchMode):
             t.device.type == "cuda" and t.numel() for t in leaves
         ):
             self._found[str(func)] += 1
+        is_copy = func in {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+        if (
+            is_copy
+            and any(t.device.type == "cuda" for t in made)
+            and any(t.device.type == "cpu" and t.numel() for t in leaves)
+            and not (kwargs or {}).get("non_blocking", len(args) > 2 and args[2])
+        ):
+            place = _place_in_package()
+            if place:
+                self._found[f"{func} in {place}"] += 1
         return result
+
+
+def _place_in_package() -> str:
+    """The file and line that called, if torch's own and the package's code alone lie between."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        frame = frame.f_back
+    if frame is None or "/lightning_tspipe/" not in frame.f_code.co_filename:
+        return ""
+    return f"{frame.f_code.co_filename.rpartition('/lightning_tspipe/')[2]}:{frame.f_lineno}"
 
 
 class _Event:

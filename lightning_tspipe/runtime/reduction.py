@@ -190,7 +190,7 @@ class GradientReduction:
         bucket.flat[-len(present) :].fill_(1)
         if not all(present):
             bucket.flat.zero_()
-            bucket.flat[-len(present) :].copy_(torch.tensor(present))
+            bucket.flat[-len(present) :].copy_(torch.tensor(present), non_blocking=True)
         pairs = [
             (view, p.grad)
             for view, p in zip(bucket.views, bucket.parameters, strict=True)

@@ -97,7 +97,7 @@ def test_clipping_by_the_norm_over_all_ranks() -> None:
 
 
 def test_reads_are_noticed(copies: Counter[str]) -> None:
-    """A read raises, and so do mixed devices; a copy to the host is counted."""
+    """A read raises, and so do mixed devices; copies that would be waited for are counted."""
     with FakeTensorMode(), fake_cuda.Copies(copies):
         there = torch.ones(3, device="cuda")
         for read in (there.sum().item, there.tolist, there.any().__bool__):

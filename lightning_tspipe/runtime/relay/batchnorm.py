@@ -78,7 +78,7 @@ class _Normalise(Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dims = [d for d in range(x.dim()) if d != 1]
         wide = x if x.dtype is torch.float64 else x.float()
-        own = wide.new_tensor([x.numel() / max(1, x.shape[1])])
+        own = wide.new_full((1,), x.numel() / max(1, x.shape[1]))
         mean = wide.sum(dims) / own.clamp(min=1)
         deviation = (wide - _like(mean, x)).square().sum(dims)
         parts = torch.stack(exchange(torch.cat([own, mean, deviation])))
