@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Late:
-    """A small tensor on its way to the host.
+    """A tensor on its way to the host.
 
     Args:
         value: On any device; it may be changed afterwards.
@@ -34,11 +34,32 @@ class Late:
         self._event = torch.cuda.Event()
         self._event.record()
 
-    def tolist(self) -> Any:  # noqa: ANN401 - as torch's
-        """The numbers, as nested lists; holds the host until the copy is there."""
+    @property
+    def is_there(self) -> bool:
+        """Whether the host can look without being held."""
+        return self._event is None or self._event.query()
+
+    def on_host(self) -> Tensor:
+        """The values in host memory; holds the host until the copy is there."""
         if self._event is not None:
             self._event.synchronize()
-        return self._copy.tolist()
+        return self._copy
+
+    def tolist(self) -> Any:  # noqa: ANN401 - as torch's
+        """The numbers, as nested lists; holds the host until the copy is there."""
+        return self.on_host().tolist()
+
+
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Values of the host on a device; launched, so that the host is not held.
+
+    Args:
+        values: In host memory; they may be changed afterwards.
+        device: Where they are wanted.
+    """
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def after_backward(loss: Tensor, look: Callable[[], None]) -> None:

@@ -17,9 +17,10 @@ from lightning_tspipe.caching.absent import check_loaded
 from lightning_tspipe.caching.arena import megabytes
 from lightning_tspipe.caching.entries import device_of, layout_of, rounded, rows_of, split
 from lightning_tspipe.caching.index import Numbers
-from lightning_tspipe.caching.keys import Boundary, as_ids, digests
+from lightning_tspipe.caching.keys import Boundary, Words, as_ids, digests
 from lightning_tspipe.caching.store import Store, StoreHandle
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import sent
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,11 @@ class ActivationCache:
         return self.store.num_bytes
 
     def outputs(
-        self, ids: Tensor | Sequence[Hashable], inputs: Any, segments: Sequence[Segment]
+        self,
+        ids: Tensor | Sequence[Hashable],
+        inputs: Any,
+        segments: Sequence[Segment],
+        device: torch.device | None = None,
     ) -> Any:
         """What the frozen layers return for a batch.
 
@@ -146,6 +151,7 @@ class ActivationCache:
             ids: Of the samples, in the order of the batch.
             inputs: Of the first segment; only rows are used whose samples are kept nowhere.
             segments: All frozen layers, in order.
+            device: Where the outputs are wanted; None: where the inputs are.
 
         Returns:
             The last segment's outputs for the whole batch, detached.
@@ -154,9 +160,9 @@ class ActivationCache:
             ConfigurationError: The same id twice; outputs whose first dimension is not the
                 samples, or whose shape differs between batches; inputs that were not loaded.
         """
-        found = as_ids(ids)
+        found, device = as_ids(ids), device or device_of(inputs)
         words = digests(found)
-        rows = self.store.table.find(words)
+        rows = self._rows(words)
         behind = self._behind(rows, segments)
         parts: list[tuple[Numbers, Any]] = []
         for number in np.unique(behind)[::-1]:
@@ -164,13 +170,25 @@ class ActivationCache:
             token = segments[number - 1].boundary.token if number else 0
             kept = self.store.read(rows[members], token) if number else None
             if kept is not None:
-                done, value = int(number), split(*kept, device_of(inputs))
+                done, value = int(number), split(*kept, device)
             else:
                 done = 0
                 value = inputs if len(members) == len(found) else rows_of(inputs, members)
-                check_loaded(value)
+                if self.may_lack_inputs:
+                    check_loaded(value)
             parts.append((members, self._finish(words[members], value, segments, done)))
         return _assembled(parts)
+
+    def _rows(self, words: Words) -> Numbers:
+        """The samples' rows, with nothing under way to them any more."""
+        rows = self.store.table.find(words)
+        self.store.settle(rows)
+        return rows
+
+    @property
+    def may_lack_inputs(self) -> bool:
+        """Whether a dataset may have left out inputs; only then they have to be looked at."""
+        return self.store.table.may_lack_inputs
 
     def _behind(self, rows: Numbers, segments: Sequence[Segment]) -> Numbers:
         """The number of segments behind which the samples of some rows are kept; 0: nowhere."""
@@ -188,7 +206,7 @@ class ActivationCache:
         Raises:
             ConfigurationError: The same id twice.
         """
-        return self._behind(self.store.table.find(digests(as_ids(ids))), segments)
+        return self._behind(self._rows(digests(as_ids(ids))), segments)
 
     def read(
         self,
@@ -201,7 +219,7 @@ class ActivationCache:
         Raises:
             ConfigurationError: One of them is not, since another process has replaced it.
         """
-        rows = self.store.table.find(digests(as_ids(ids)))
+        rows = self._rows(digests(as_ids(ids)))
         found = None
         if (self.store.table.tokens(rows) == np.uint64(boundary.token)).all():
             found = self.store.read(rows, boundary.token)
@@ -274,7 +292,7 @@ class ActivationCache:
     def kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> list[bool]:
         """Which of these samples are kept behind one of the segments."""
         tokens = [np.uint64(segment.boundary.token) for segment in segments]
-        rows = self.store.table.find(digests(as_ids(ids)))
+        rows = self._rows(digests(as_ids(ids)))
         return [bool(known) for known in np.isin(self.store.table.tokens(rows), tokens)]
 
     # For datasets: what need not be loaded
@@ -313,6 +331,6 @@ def _assembled(parts: Sequence[tuple[Numbers, Any]]) -> Any:
     def merged(*leaves: Any) -> Any:
         if not isinstance(leaves[0], Tensor):
             return leaves[0]
-        return torch.cat(leaves)[order.to(leaves[0].device)]
+        return torch.cat(leaves).index_select(0, sent(order, leaves[0].device))
 
     return pytree.tree_map(merged, *(value for _, value in parts))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import sent
 
 _ALIGNMENT = 16
 
@@ -91,15 +92,15 @@ def layout_of(value: Any, num_samples: int, dtype: torch.dtype | None) -> Layout
 
 
 def join(value: Any, layout: Layout) -> Tensor:
-    """The bytes of a batch's entries, shape (samples, bytes)."""
+    """The bytes of a batch's entries, shape (samples, bytes), where its tensors are."""
     tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
     leaves = [leaf for leaf in layout.leaves if isinstance(leaf, Leaf)]
     as_bytes = [
-        _bytes_of(tensor.to("cpu", leaf.kept)) for tensor, leaf in zip(tensors, leaves, strict=True)
+        _bytes_of(tensor.to(leaf.kept)) for tensor, leaf in zip(tensors, leaves, strict=True)
     ]
     if len(leaves) == 1 and leaves[0].size == layout.size:
         return as_bytes[0]
-    data = torch.zeros(len(tensors[0]), layout.size, dtype=torch.uint8)
+    data = as_bytes[0].new_zeros(len(tensors[0]), layout.size)
     for leaf, part in zip(leaves, as_bytes, strict=True):
         data[:, leaf.start : leaf.start + leaf.size] = part
     return data
@@ -113,7 +114,7 @@ def split(data: Tensor, layout: Layout, device: torch.device | None = None) -> A
             return leaf
         part = data[:, leaf.start : leaf.start + leaf.size].contiguous()
         values = part.flatten().view(leaf.kept).view(len(data), *leaf.shape)
-        return values.to(device, leaf.dtype)
+        return (values if device is None else sent(values, device)).to(leaf.dtype)
 
     return pytree.tree_unflatten([tensor(leaf) for leaf in layout.leaves], layout.structure)
 
@@ -134,11 +135,11 @@ def rounded(value: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-def rows_of(value: Any, rows: NDArray[np.int64] | Sequence[int]) -> Any:
+def rows_of(value: Any, rows: NDArray[np.int64] | Sequence[int] | Tensor) -> Any:
     """Some samples of a batch."""
     chosen = torch.as_tensor(rows)
     return pytree.tree_map_only(
-        Tensor, lambda tensor: tensor.index_select(0, chosen.to(tensor.device)), value
+        Tensor, lambda tensor: tensor.index_select(0, sent(chosen, tensor.device)), value
     )
 
 

@@ -26,7 +26,7 @@ Tokens = NDArray[np.uint64]
 _HEADER = 64 * 1024
 _NUM_WORDS = 32
 _MAX_READABLE = 256
-_NEXT, _NOTES, _NUM_READABLE = 0, 8, 16
+_NEXT, _NOTES, _NUM_READABLE, _WAS_READABLE = 0, 8, 16, 24
 """Words of the header: the first free byte of up to 8 arenas; bytes of notes; readable tokens."""
 NOWHERE = -1
 UNKNOWN = np.uint64(0)
@@ -187,9 +187,16 @@ class Index:
     def let_read(self, tokens: Sequence[int]) -> None:
         """Entries of these boundaries will be read instead of inputs, from now on."""
         with self._arena.locked():
+            if tokens:
+                self._header[_WAS_READABLE] = 1
             self._header[_NUM_READABLE] = 0
             self._readable[: len(tokens)] = np.array(tokens, np.uint64)
             self._header[_NUM_READABLE] = len(tokens)
+
+    @property
+    def may_lack_inputs(self) -> bool:
+        """Whether inputs may have been left out: some entries are, or were, read instead."""
+        return bool(self._header[_WAS_READABLE])
 
     def is_readable(self, rows: Numbers) -> NDArray[np.bool_]:
         """Whether the entry of each row is read instead of its sample's input."""

@@ -23,6 +23,7 @@ from lightning_tspipe.caching.arena import Arena, ArenaHandle
 from lightning_tspipe.caching.entries import Layout, join, rows_of
 from lightning_tspipe.caching.index import Index, Numbers
 from lightning_tspipe.caching.keys import digests
+from lightning_tspipe.late import Late
 
 _REST = 1
 """The token of what a dataset keeps of a sample besides its inputs."""
@@ -35,6 +36,14 @@ class StoreHandle(NamedTuple):
     table: ArenaHandle
     memory: ArenaHandle | None
     disk: ArenaHandle | None
+
+
+class _UnderWay(NamedTuple):
+    """Entries that are reserved, and whose bytes a device still computes."""
+
+    rows: Numbers
+    data: Late
+    token: int
 
 
 class Store:
@@ -53,6 +62,7 @@ class Store:
         self.table = table
         self._arenas = (memory, disk)
         self._in_use: list[Arena | None] = [memory, disk]
+        self._under_way: _UnderWay | None = None
 
     @classmethod
     def create(
@@ -124,16 +134,33 @@ class Store:
         return data, layout
 
     def write(self, words: Any, value: Any, layout: Layout, token: int) -> int:
-        """Put what a batch of samples gave; for how many there was space."""
+        """Put what a batch of samples gave; for how many there was space.
+
+        What a GPU has yet to compute is put there when it has, see :meth:`settle`.
+        """
+        self.settle()
         rows = self.table.reserve(words, _aligned(layout.size), self._in_use)
         kept = np.flatnonzero(rows >= 0)
         if not len(kept):
             return 0
         if len(kept) < len(rows):
             value = rows_of(value, kept)
-        self._put(rows[kept], join(value, layout))
-        self.table.commit(rows[kept], token)
+        self._under_way = _UnderWay(rows[kept], Late(join(value, layout)), token)
+        if self._under_way.data.is_there:
+            self.settle()
         return len(kept)
+
+    def settle(self, rows: Numbers | None = None) -> None:
+        """Put what was under way to the host; holds the host until it is there.
+
+        Args:
+            rows: Only if it goes to one of these; None: in any case.
+        """
+        found = self._under_way
+        if found is not None and (rows is None or np.isin(found.rows, rows).any()):
+            self._under_way = None
+            self._put(found.rows, found.data.on_host())
+            self.table.commit(found.rows, found.token)
 
     def prefetch(self, rows: Numbers) -> None:
         """What lies on disk of these rows is fetched beside other work."""
@@ -170,6 +197,7 @@ class Store:
 
     def close(self) -> None:
         """Let go; with the last process, all that was kept is gone. Twice is fine."""
+        self._under_way = None
         self.table.close()
         for arena in self._arenas:
             if arena is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, ids_of, measure
+from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure
 from lightning_tspipe.caching.absent import is_loaded
 from lightning_tspipe.callbacks.fixed import (
     refuse_other,
@@ -179,7 +179,7 @@ class FrozenFront:
     def _read(self, middle: Middle) -> Middle:
         cache = self._shared.cache
         assert cache is not None
-        ids = ids_of(self._batch, self._shared.settings.ids)
+        ids = self._shared.ids_of(self._batch)
         if self._is_verified or not cache.num_kept(ids, self._segments):
             result: Middle = cache.outputs(ids, middle, self._segments)
             return result

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, ids_of, measure
+from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure
 from lightning_tspipe.caching.absent import check_loaded
-from lightning_tspipe.caching.entries import rounded
+from lightning_tspipe.caching.entries import rounded, rows_of
 from lightning_tspipe.caching.keys import as_ids
 from lightning_tspipe.callbacks.common import pipelined_of
 from lightning_tspipe.callbacks.fixed import refuse_other
 from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import sent
 from lightning_tspipe.runtime.heads import Kept
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class KeptFeatures:
         cache = self._shared.cache
         if cache is None or not self.is_on:
             return None
-        ids = as_ids(ids_of(batch, self._shared.settings.ids))
+        ids = as_ids(self._shared.ids_of(batch))
         _check_calls(inputs, len(ids))
         known = cache.kept(ids, [self._segment(())])
         self.num_seen += len(ids)
@@ -154,7 +155,8 @@ class KeptFeatures:
             return Kept(tuple(ids), tuple(range(len(ids))), compares=True)
         missing = [row for row, is_known in enumerate(known) if not is_known]
         size = -(-len(ids) // _SIZES)
-        check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
+        if missing and cache.may_lack_inputs:
+            check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
         padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
         return Kept(tuple(ids), (*missing, *missing[:1] * padding))
 
@@ -163,28 +165,29 @@ class KeptFeatures:
         cache = self._shared.cache
         assert cache is not None
         segment = self._segment(computed, kept.rows)
-        rows = torch.arange(len(kept.ids), device=device)
+        rows = torch.arange(len(kept.ids))  # on the host, which looks at them
         if kept.compares:
             self._compare(kept, computed, device)
             return segment.function(rows)  # type: ignore[no-any-return]
         if self._writes or not kept.rows:
-            return list(cache.outputs(kept.ids, rows, [segment]))
+            return list(cache.outputs(kept.ids, rows, [segment], device))
         known = sorted(set(range(len(kept.ids))) - set(kept.rows))
         if not known:
             return segment.function(rows)  # type: ignore[no-any-return]
-        read = cache.outputs([kept.ids[row] for row in known], rows[known], [segment])
+        read = cache.outputs([kept.ids[row] for row in known], rows[known], [segment], device)
         others = sorted(set(kept.rows))
-        order = torch.tensor([*known, *others], device=device).argsort()
-        made = segment.function(torch.tensor(others, device=device))
-        return [torch.cat(pair)[order] for pair in zip(read, made, strict=True)]
+        order = sent(torch.tensor([*known, *others]).argsort(), device)
+        made = segment.function(torch.tensor(others))
+        return [torch.cat(pair).index_select(0, order) for pair in zip(read, made, strict=True)]
 
     def _segment(self, computed: Sequence[Tensor], rows: Sequence[int] = ()) -> Segment:
         """The trunk, whose outputs are here for some rows of the batch."""
-        place = {row: index for index, row in reversed(list(enumerate(rows)))}
+        first = {row: index for index, row in reversed(list(enumerate(rows)))}
+        place = torch.tensor([first.get(row, 0) for row in range(max(rows, default=-1) + 1)])
 
         def take(wanted: Tensor) -> list[Tensor]:
-            index = [place[row] for row in wanted.tolist()]
-            return [rounded(tensor[index], self._boundary.dtype) for tensor in computed]
+            index = place[wanted]
+            return [rounded(rows_of(tensor, index), self._boundary.dtype) for tensor in computed]
 
         return Segment(self._boundary, take)
 
@@ -200,8 +203,7 @@ class KeptFeatures:
             return
         segment = self._segment(computed, kept.rows)
         known = [row for row, it_is in enumerate(cache.kept(kept.ids, [segment])) if it_is]
-        rows = torch.arange(len(kept.ids), device=device)
-        read = cache.outputs(kept.ids, rows, [segment])
+        read = cache.outputs(kept.ids, torch.arange(len(kept.ids)), [segment], device)
         refuse_other(
             "teacher",
             [tensor[known] for tensor in read],

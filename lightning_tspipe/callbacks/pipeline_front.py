@@ -16,15 +16,18 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprints, ids_of, measure_reading
+from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprints, measure_reading
 from lightning_tspipe.caching.absent import absent_rows, check_loaded, is_loaded
-from lightning_tspipe.caching.entries import rounded
+from lightning_tspipe.caching.entries import rounded, rows_of
 from lightning_tspipe.callbacks.fixed import refuse_other, refuse_random, versions_of
 from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.header import Samples
 
@@ -163,9 +166,7 @@ class PipelineFront:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
         cache = self._shared.cache
         assert cache is not None
-        ids = ids_of(batch, self._shared.settings.ids)
-        if isinstance(ids, Tensor):
-            ids = ids.cpu()  # they are told to all ranks, each of which has a device of its own
+        ids = self._shared.ids_of(batch)
         behind = cache.behind(ids, self._segments)
         if behind.any() and not self._is_checked:
             self._is_checked = True
@@ -203,8 +204,8 @@ class PipelineFront:
         value = received
         if not received:
             value = self._merged(None, ids, behind, start)
-        elif start == 0 and not samples.is_checked:
-            value = _filled(received, torch.from_numpy(behind > 0))
+        elif start == 0 and not samples.is_checked and cache.may_lack_inputs:
+            value = _filled(received, behind > 0)
         for first, last in pairwise(
             [start, *(c for c in self._shared.cuts if start < c < stop), stop]
         ):
@@ -231,23 +232,23 @@ class PipelineFront:
             is_checked: Only compare, and change nothing.
         """
         number = self._shared.cuts.index(cut)
-        kept = torch.from_numpy(behind == number).nonzero().flatten()
+        kept = np.flatnonzero(behind == number)
         if value is not None and not len(kept):
             return value
         cache = self._shared.cache
         assert cache is not None
-        chosen = ids[kept] if isinstance(ids, Tensor) else [ids[row] for row in kept.tolist()]
+        chosen = ids[torch.from_numpy(kept)] if isinstance(ids, Tensor) else [ids[k] for k in kept]
         read: Tensors = cache.read(chosen, self._segments[number - 1].boundary, self._device)[0]
         if is_checked:
             assert value is not None
-            fresh = tuple(t[kept.to(t.device)] for t in value)
+            fresh = rows_of(value, kept)
             refuse_other(self._name, read, fresh, self._dtype)
             return value
         if len(kept) == len(behind):
             return read
         if value is None:  # the others were kept further behind, and are put in there
             value = tuple(t.new_zeros(len(behind), *t.shape[1:]) for t in read)
-        into = kept.to(value[0].device)
+        into = sent(torch.from_numpy(kept), value[0].device)
         return tuple(t.index_copy(0, into, r) for t, r in zip(value, read, strict=True))
 
     def _check(self, part: FrozenPart, received: Tensors, atoms: tuple[int, int]) -> None:
@@ -287,12 +288,12 @@ def _function(part: FrozenPart, start: int, stop: int) -> Any:
     return lambda value: (part.compute(value[0], start, stop), {})
 
 
-def _filled(received: Tensors, known: Tensor) -> Tensors:
+def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
     """Inputs with zeros where they were left out, of samples that are known further behind."""
     filled = []
     for tensor in received:
         gone = absent_rows(tensor)
-        check_loaded(tensor[~known.to(tensor.device)])
+        check_loaded(rows_of(tensor, np.flatnonzero(~known)))
         shape = (-1, *[1] * (tensor.dim() - 1))
         filled.append(torch.where(gone.view(shape), tensor.new_zeros(()), tensor))
     return tuple(filled)

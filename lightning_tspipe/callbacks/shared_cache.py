@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from lightning_tspipe.caching import ActivationCache, WithIds, check_repeatable
 from lightning_tspipe.caching.arena import available_disk, available_memory, megabytes
-from lightning_tspipe.caching.inputs import Path
+from lightning_tspipe.caching.inputs import Path, ids_of
+from lightning_tspipe.caching.on_host import OnHost
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -85,7 +87,8 @@ class SharedCache:
         self.dataset: Any = None
         self.cuts = [0]
         self.seconds_saved = 0.0
-        self._undo: Callable[[], None] | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._on_host = OnHost()
         self._epoch: int | None = None
         self._is_given_up = False
 
@@ -102,7 +105,17 @@ class SharedCache:
                 self._open_or_go_on(trainer, dataloader)
             return process(dataloader)
 
-        self._undo = replaced(strategy, "process_dataloader", process_dataloader)
+        module: Any = trainer.lightning_module
+        move = module._apply_batch_transfer_handler  # noqa: SLF001 - all ways to the device
+
+        def to_device(*args: Any, **kwargs: Any) -> Any:
+            with self._on_host.noting():
+                return move(*args, **kwargs)
+
+        self._undo += [
+            replaced(strategy, "process_dataloader", process_dataloader),
+            replaced(module, move.__name__, to_device),
+        ]
 
     def _open_or_go_on(self, trainer: Trainer, loader: Any) -> None:
         if self._is_given_up:
@@ -119,6 +132,15 @@ class SharedCache:
             self._epoch, self.dataset = trainer.current_epoch, getattr(loader, "dataset", None)
             if isinstance(self.dataset, WithIds):
                 self.dataset.read_from(self.cache)
+
+    def ids_of(self, batch: Any) -> Any:
+        """The ids of a batch's samples, on the host: a tensor, or as they are.
+
+        Raises:
+            ConfigurationError: There are none.
+        """
+        found = ids_of(batch, self.settings.ids)
+        return self._on_host.of(found) if isinstance(found, Tensor) else found
 
     def cut(self, number: int) -> None:
         """So many atoms are frozen now."""
@@ -186,13 +208,13 @@ class SharedCache:
 
     def close(self) -> None:
         """Forget what was kept; twice is fine."""
-        if self._undo is not None:
-            self._undo()
+        while self._undo:
+            self._undo.pop()()
         if isinstance(self.dataset, WithIds):
             self.dataset.read_from(None)
         if self.cache is not None:
             self.cache.close()
-        self._undo = self.cache = self.dataset = None
+        self.cache = self.dataset = None
 
 
 def _seconds_to_load(loader: Any) -> float:

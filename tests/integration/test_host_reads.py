@@ -14,11 +14,10 @@ from tests.integration.modes import MODES, PLAIN, asynchronous, paired, predicti
 
 pytestmark = pytest.mark.distributed
 
-CACHED = {name for name in PLAIN if "cache" in name}
-"""A cache reads from the host, and writes to it: that is what it is for."""
 QUICK = {"tspipe", "by hand", "pipeoptim", "spectrain", "fan-out", "freeze", "relay"}
-# Two replicas agree on whether gradients came, by a number of their hosts.
-OF_HOSTS = {"runtime/replicas.py"}
+# Of tensors that are on the host whatever the device is: two replicas agree on whether gradients
+# came; ids, places and bytes of a cache, see tests/unit/caching/test_no_waiting.py.
+OF_HOSTS = {"runtime/replicas.py", "caching/keys.py", "caching/store.py"}
 
 MORE: dict[str, Mode] = {
     "clipping": paired(trainer={"gradient_clip_val": 0.1}, num_ranks=3),
@@ -39,7 +38,6 @@ def mode_of(name: str) -> Mode:
     [
         pytest.param(name, marks=[] if name in QUICK or name in MORE else [pytest.mark.slow])
         for name in [*PLAIN, *MORE]
-        if name not in CACHED
     ],
 )
 def test_nothing_is_read(name: str, tmp_path: Path) -> None:

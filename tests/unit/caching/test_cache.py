@@ -54,9 +54,10 @@ def test_a_hit_does_not_read_the_inputs() -> None:
 
 
 def test_inputs_that_were_not_loaded_are_not_computed_with() -> None:
-    cache = ActivationCache(NUM, memory=10**6)
+    cache, layers = ActivationCache(NUM, memory=10**6), segments(Layer(5, 3, seed=0))
+    cache.let_skip(layers)
     with pytest.raises(ConfigurationError, match="were not loaded"):
-        cache.outputs([0, 1], torch.full((2, 5), torch.nan), segments(Layer(5, 3, seed=0)))
+        cache.outputs([0, 1], torch.full((2, 5), torch.nan), layers)
 
 
 def test_entries_are_pushed_through_newly_frozen_layers_only() -> None:

@@ -1,0 +1,61 @@
+"""Sample ids that went to the device with their batch, and that the host still knows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
+
+
+class OnHost:
+    """Remembers what vectors of whole numbers were before they were moved.
+
+    Asking a GPU for them would hold the host until all that was launched before has run.
+
+    >>> import torch
+    >>> ids, on_host = torch.tensor([3, 4]), OnHost()
+    >>> with on_host.noting():
+    ...     moved = ids.to("meta")
+    >>> on_host.of(moved)
+    tensor([3, 4])
+    """
+
+    def __init__(self) -> None:
+        self._known: Any = WeakTensorKeyDictionary()
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """While inside, what is moved is remembered, as long as the moved tensor lives."""
+        with _Noting(self._known):
+            yield
+
+    def of(self, moved: Tensor) -> Tensor:
+        """The same values on the host; copied, if they are not known or have changed since."""
+        if moved.device.type == "cpu":
+            return moved
+        values, version = self._known.get(moved, (None, None))
+        return values if version == moved._version else moved.cpu()  # noqa: SLF001
+
+
+class _Noting(TorchFunctionMode):
+    def __init__(self, known: Any) -> None:
+        super().__init__()
+        self._known = known
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.to or func is Tensor.cuda:
+            before = args[0]
+            is_moved = before.device.type == "cpu" and result.device.type != "cpu"
+            if is_moved and before.dim() == 1 and not before.is_floating_point():
+                # A copy: the loader's tensor is the user's, who may write into it.
+                self._known[result] = before.to(result.dtype, copy=True), result._version  # noqa: SLF001
+        return result
