@@ -28,6 +28,9 @@ class OnHost:
     def __init__(self) -> None:
         self._known: Any = WeakTensorKeyDictionary()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OnHost, ()  # another process has other tensors
+
     @contextmanager
     def noting(self) -> Iterator[None]:
         """While inside, what is moved is remembered, as long as the moved tensor lives."""

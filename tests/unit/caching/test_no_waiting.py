@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -126,6 +127,9 @@ def test_ids_are_remembered_where_they_are_moved() -> None:
     ids.zero_()  # a loader may use its memory again
     assert on_host.of(moved).tolist() == [5, 7]
     assert on_host.of(ids) is ids
+    elsewhere = pickle.loads(pickle.dumps(on_host))  # noqa: S301 - our own
+    with pytest.raises(NotImplementedError):
+        elsewhere.of(moved)
     moved_and_changed = moved.add_(1)
     for unknown in (others, floats, torch.ones(2, device="meta"), moved_and_changed):
         with pytest.raises(NotImplementedError):  # a copy from the device, which has no values
