@@ -11,7 +11,6 @@ begins its epoch again from the random state that it began with, and what was tr
 from __future__ import annotations
 
 import math
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,27 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_tspipe.runtime.children import refuse_killed_worker
 from lightning_tspipe.runtime.random_states import RandomStates
 
 _END = object()
 _A_MOMENT = 1.0
-
-
-def refuse_killed_worker(iterator: Any, error: Exception) -> None:
-    """Say so if a worker was killed in the middle of handing over a batch.
-
-    torch tells of one that dies at any other time; here there is only a connection that has ended.
-
-    Raises:
-        RuntimeError: As torch's.
-    """
-    for worker in getattr(iterator, "_workers", ()):
-        worker.join(_A_MOMENT)
-        if worker.exitcode is not None and worker.exitcode < 0:
-            raise RuntimeError(
-                f"DataLoader worker (pid {worker.pid}) is killed by signal: "
-                f"{signal.strsignal(-worker.exitcode)}"
-            ) from error
 
 
 @dataclass(frozen=True)

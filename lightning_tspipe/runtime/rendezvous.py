@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.children import let_children_end
 from lightning_tspipe.runtime.members import Members
 from lightning_tspipe.runtime.neighbours import Neighbour
 from lightning_tspipe.runtime.notes import FolderNotes, Notes, StoreNotes
@@ -227,6 +228,7 @@ def _end_as_usual() -> None:
     """What multiprocessing does at any other end; a child that does not end isn't waited for."""
     run: Callable[..., None] = util._run_finalizers  # type: ignore[attr-defined] # noqa: SLF001
     run(0)
+    let_children_end()
     # Before the folder goes in which loaders' workers have sockets.
     for child in (each for each in active_children() if each.daemon):
         child.terminate()

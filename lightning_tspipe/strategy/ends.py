@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.children import hear_of_children, let_children_end
 from lightning_tspipe.runtime.failures import (
     Failures,
     end_with_this_process,
@@ -125,6 +126,7 @@ class EndHooks(CheckpointHooks):
         if self._ends_together:
             failures.end_watch()
         else:
+            let_children_end()
             failures.settle(exception, getattr(self._launcher, "procs", ()))
             if self._transport is not None:
                 self._transport.close()
@@ -263,6 +265,7 @@ class EndHooks(CheckpointHooks):
 
     def prepare_ends(self, trainer: Any) -> None:
         """Let exceptions and signals be heard here first; once for each run."""
+        hear_of_children()
         self._catch_signals(trainer)
         if any(getattr(callback, "is_end_hook", False) for callback in trainer.callbacks):
             return
