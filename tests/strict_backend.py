@@ -23,6 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # they are documen
 )
 from torch.futures import Future
 
+from lightning_tspipe.runtime.nccl import NcclWire
 from lightning_tspipe.runtime.ordered import WIRE_TYPES
 from lightning_tspipe.strategy.processes import ProcessHooks
 
@@ -177,6 +178,15 @@ def install() -> None:
     ProcessHooks._ordered_backend = property(  # type: ignore[method-assign, assignment]
         lambda self: NAME if self.num_ranks > 1 else ""
     )
+    close = NcclWire.close
+
+    def close_all(self: NcclWire) -> None:
+        """As at the end of a run, or where another mesh begins: nothing is left of this one."""
+        names = {group._name for group in self._groups.values()}
+        close(self)
+        assert not names & LIVE, f"{sorted(names & LIVE)} of {sorted(names)} are left"
+
+    NcclWire.close = close_all  # type: ignore[method-assign]
 
 
 def check_end() -> None:

@@ -27,6 +27,7 @@ from tests.integration.test_fanout import (
 )
 from tests.integration.test_freezing import (
     test_a_frozen_part_runs_ahead_and_a_shorter_pipeline_trains_the_rest,
+    test_replicas_from_the_start_and_a_run_that_goes_on,
 )
 from tests.integration.test_relay import (
     test_modes_on_two_ranks,
