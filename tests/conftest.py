@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 import torch
-from hypothesis import settings
 
-# The same cases in every run: what a change breaks is not found by chance, and somewhere else.
-settings.register_profile("same", derandomize=True, deadline=None)
-settings.load_profile("same")
+with suppress(ImportError):  # a machine with a GPU may have little more than torch and Lightning
+    from hypothesis import settings
+
+    # The same cases in every run: what a change breaks is not found by chance, and somewhere else.
+    settings.register_profile("same", derandomize=True, deadline=None)
+    settings.load_profile("same")
 
 
 def pytest_configure() -> None:

@@ -27,7 +27,10 @@ from tests.device import VARIABLE
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = "result: "
 """Before the JSON that a measurement prints."""
-_PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short")
+_PYTEST = (
+    sys.executable, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "-q",
+    "-p", "no:cacheprovider", "--tb=short",
+)  # fmt: skip
 _MEASURE = (sys.executable, "-m", "tests.gpu.measures")
 
 
@@ -67,6 +70,12 @@ class Seen:
     told: str = ""
 
 
+def files_marked(mark: str) -> list[str]:
+    """The test files with a mark; others may import what such a machine lacks."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if f"mark.{mark}" in file.read_text()]
+
+
 def parts_on(device: str) -> tuple[Part, ...]:
     """All parts, those first that tell most."""
 
@@ -74,7 +83,10 @@ def parts_on(device: str) -> tuple[Part, ...]:
         return Part(what, (*_MEASURE, what.lower().replace(" ", "_"), device), seconds, num_gpus)
 
     return (
-        Part("two ranks on one GPU, two GPUs, precisions", (*_PYTEST, "-m", "cuda", "tests"), 180),
+        Part(
+            "two ranks on one GPU, two GPUs, precisions",
+            (*_PYTEST, "-m", "cuda", *files_marked("cuda")), 180,
+        ),
         Part(
             "ranks as threads, in float64", (*_PYTEST, "-m", "slow", "tests/gpu/test_threads.py"),
             150, 0, {VARIABLE: device},
