@@ -21,6 +21,7 @@ from tests.faults.breaking import (
     run_broken,
     saving,
 )
+from tests.integration.trainings import Training
 
 CASES = [(2, "train", 0), (2, "validate", 1), (2, "write", 0), (2, "end", 1)]
 MORE = [
@@ -36,7 +37,12 @@ MORE = [
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Path) -> None:
-    job = run_broken(Broken(over(BYOL, num_ranks), Fault("kill", where, rank), saving), tmp_path)
+    check_end(over(BYOL, num_ranks), where, rank, tmp_path)
+
+
+def check_end(training: Training, where: str, rank: int, folder: Path) -> None:
+    """A rank is killed somewhere: the others end, one line names it, the last checkpoint loads."""
+    job = run_broken(Broken(training, Fault("kill", where, rank), saving), folder)
     if where == "worker":  # its rank says so
         assert num_tracebacks(job) == 1, job.output
         assert "killed by signal" in job.ranks[rank].output
@@ -46,7 +52,7 @@ def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Pat
         assert named_once(job, rank, PHASES[where]), job.output
     if where not in {"setup", "plan"}:
         # "write": killed in the third file, which would have replaced this one.
-        assert loads(tmp_path / SAVED / "same.ckpt") >= 4
+        assert loads(folder / SAVED / "same.ckpt") >= 4
 
 
 NAMES = {"validate": "validation", "test": "test", "predict": "prediction"}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.main import ROOT, Seen, main, parts_on, row
+from tests.gpu.main import _PYTEST, ROOT, Seen, files_marked, main, parts_on, row
 
 COMMAND = (sys.executable, "-m", "tests.gpu.main")
 
@@ -58,3 +58,20 @@ def test_parts_that_need_no_gpu_run(tmp_path: Path) -> None:
     assert len(outcomes) == 4
     assert all(part["figures"] for name, part in found["parts"].items() if name in outcomes)
     assert "| CPU, " in done.stdout
+
+
+def test_it_needs_little_more_than_torch_and_lightning() -> None:
+    """Neither lightly nor what only development needs."""
+    lacking = ["lightly", "hypothesis", "pytest_timeout", "xdist", "torchdata", "tensorboardX"]
+    files = [*files_marked("cuda"), "tests/gpu/test_threads.py"]
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({lacking})); import pytest; "
+        f"sys.exit(pytest.main([*{_PYTEST[3:]}, '--collect-only', *{files}]))"
+    )
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(  # noqa: S603 - our own
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_two_gpus_are_exact" in done.stdout

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from lightly.loss import DINOLoss, NTXentLoss
-from lightly.models.utils import update_momentum
 from lightning.pytorch import Callback
 from pytorch_lightning import Callback as OtherCallback
 from torch import Tensor, nn
@@ -144,6 +142,8 @@ def tap_delayed() -> list[Any]:
 
 def with_gathering(module: Any) -> None:
     """SimCLR whose negatives come from all replicas."""
+    from lightly.loss import NTXentLoss  # noqa: PLC0415 - a machine with GPUs may lack it
+
     criterion = NTXentLoss(gather_distributed=True)
 
     def training_step(batch: Any, batch_idx: int) -> Tensor:
@@ -170,6 +170,9 @@ def with_all_gather(module: Any) -> None:
 
 def with_dino_loss(module: Any) -> None:
     """lightly's loss, whose centre is averaged over all processes."""
+    from lightly.loss import DINOLoss  # noqa: PLC0415 - as above
+    from lightly.models.utils import update_momentum  # noqa: PLC0415
+
     module.criterion = DINOLoss(output_dim=6)
 
     def training_step(batch: Any, batch_idx: int) -> Tensor:

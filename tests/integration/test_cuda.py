@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from lightning_tspipe import DelayedTeacherUpdate
+from tests.faults.breaking import BYOL, over
+from tests.faults.test_killed import check_end
 from tests.integration.by_hand import Notes
 from tests.integration.jobs import run
+from tests.integration.replicas import tap_delayed, train_share
+from tests.integration.test_data_parallel import SPLIT, alone, assert_same, together
+from tests.integration.test_evaluation import both, fit_and_validate_parts
 from tests.integration.trainings import (
     Recorder,
     Trained,
@@ -50,7 +55,11 @@ def test_two_ranks_on_one_gpu_are_exact(tmp_path: Path) -> None:
     torch.testing.assert_close(results[0].weights, expected.weights, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GPU = {"accelerator": "gpu"}
+
+
+@TWO_GPUS
 def test_two_gpus_are_exact(tmp_path: Path) -> None:
     """Through NCCL, in float64."""
     piped = replace(
@@ -62,6 +71,34 @@ def test_two_gpus_are_exact(tmp_path: Path) -> None:
     results = run(train, piped, num_ranks=2, folder=tmp_path)
     torch.testing.assert_close(results[0].losses, expected.losses, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(results[0].weights, expected.weights, rtol=1e-9, atol=1e-12)
+
+
+@TWO_GPUS
+def test_two_gpus_evaluate_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    training = Training(callbacks=delayed, trainer={**GPU, "val_check_interval": 2})
+    expected, results = both(fit_and_validate_parts, training, tmp_path, 2)
+    for metrics, was_whole in results:
+        assert metrics == pytest.approx(expected[0], rel=1e-9)
+        assert not any(was_whole)
+
+
+@TWO_GPUS
+def test_replicas_on_gpus(tmp_path: Path) -> None:
+    """Of two stages each, where there are four GPUs."""
+    num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    options = {"num_stages": num_ranks // 2, "num_microbatches": 2}
+    training = replace(
+        SPLIT, options=options, num_ranks=num_ranks, trainer=GPU, callbacks=tap_delayed
+    )
+    expected = alone(train_share, training, tmp_path)
+    assert_same(expected, training, together(train_share, training, tmp_path))
+
+
+@TWO_GPUS
+@pytest.mark.parametrize(("where", "rank"), [("train", 0), ("train", 1), ("validate", 0)])
+def test_a_killed_rank_ends_the_other_gpus(where: str, rank: int, tmp_path: Path) -> None:
+    training = over(BYOL, 2)
+    check_end(replace(training, trainer={**training.trainer, **GPU}), where, rank, tmp_path)
 
 
 def to_single(module: torch.nn.Module) -> None:
