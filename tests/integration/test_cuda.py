@@ -12,10 +12,11 @@ from lightning_tspipe import DelayedTeacherUpdate
 from tests.faults.breaking import BYOL, over
 from tests.faults.test_killed import check_end
 from tests.integration.by_hand import Notes
+from tests.integration.comparing import both
 from tests.integration.jobs import run
 from tests.integration.replicas import tap_delayed, train_share
 from tests.integration.test_data_parallel import SPLIT, alone, assert_same, together
-from tests.integration.test_evaluation import both, fit_and_validate_parts
+from tests.integration.test_evaluation import fit_and_validate_parts
 from tests.integration.trainings import (
     Recorder,
     Trained,
