@@ -7,7 +7,13 @@ import pytest
 from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import default_ranks
-from lightning_tspipe.runtime.channels import Lane, channel_of, edges_from, program_edges
+from lightning_tspipe.runtime.channels import (
+    Lane,
+    channel_of,
+    edges_along,
+    edges_from,
+    program_edges,
+)
 from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.registry import build_schedule, build_step
@@ -58,6 +64,7 @@ def test_a_rank_has_as_many_communicators_as_neighbours(
     edges = program_edges(lower(step))
     for lane in (Lane.FIELDS, Lane.EARLY_FIELDS):
         edges |= edges_from(pipeline.data_rank, pipeline.loss_ranks, lane)
+    edges |= edges_along(num_ranks)  # links are measured over them, and norms added up
     of_rank = [sum(rank in edge[:2] for edge in edges) for rank in range(num_ranks)]
     assert max(of_rank) <= 8
     assert min(of_rank) >= 2
