@@ -73,7 +73,7 @@ class StrictGroup(dist.ProcessGroup):
     """One communicator of two ranks."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg] # not in the stubs of torch 2.14
         if size != 2:
             raise RuntimeError(f"strict: an edge has two ranks, not {size}")
         self._store, self._timeout = store, timeout

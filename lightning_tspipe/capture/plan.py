@@ -17,16 +17,51 @@ NetworkName = Literal["student", "teacher"]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and type of a tensor, without its values."""
+    """Shape, type and memory format of a tensor, without its values.
+
+    Attributes:
+        shape: Its sizes.
+        dtype: Its type.
+        requires_grad: Whether gradients are wanted of it.
+        channels_last: Whether dimension 1 lies innermost in memory, as ``torch.channels_last`` and
+            ``torch.channels_last_3d`` have it; otherwise the tensor is contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    channels_last: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
         """The spec of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+        channels_last = (
+            memory_format is not None
+            and tensor.layout is torch.strided
+            and not tensor.is_contiguous()
+            and tensor.is_contiguous(memory_format=memory_format)
+        )
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, channels_last)
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The sizes in the order in which they lie in memory."""
+        if not self.channels_last:
+            return self.shape
+        return (self.shape[0], *self.shape[2:], self.shape[1])
+
+    def to_memory(self, tensor: Tensor) -> Tensor:
+        """A view of :attr:`memory_shape`; contiguous if the tensor lies in memory as said here."""
+        return tensor.movedim(1, -1) if self.channels_last else tensor
+
+    def from_memory(self, tensor: Tensor) -> Tensor:
+        """A view of :attr:`shape` on a tensor of :attr:`memory_shape`."""
+        return tensor.movedim(-1, 1) if self.channels_last else tensor
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A tensor without values."""
+        return self.from_memory(torch.empty(self.memory_shape, dtype=self.dtype, device=device))
 
     @property
     def num_bytes(self) -> int:

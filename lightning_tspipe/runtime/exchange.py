@@ -73,9 +73,12 @@ class Exchange:
         """On the data rank: hand the call inputs to the first stages."""
         started = time.perf_counter()
         for message in step.program.sends.get(Action(Op.DATA, self._rank, batch=offset), ()):
-            if message.payload == "input" and step.units[offset].payload(message):
+            if message.payload != "input":
+                continue
+            specs = step.units[offset].payload(message)
+            if specs:
                 chunk = self._input_chunk(step, message.consumer)
-                self._transport.send([chunk], message.target, channel_of(message))
+                self._transport.send([chunk], message.target, channel_of(message), specs)
         self.recorder.paused("send", started)
 
     def send(self, step: StepContext, producer: Action) -> None:
@@ -88,7 +91,7 @@ class Exchange:
             specs = step.units[offset_of(message)].payload(message)
             if specs:
                 tensors = self._payload(step, message)
-                self._transport.send(tensors, message.target, channel_of(message))
+                self._transport.send(tensors, message.target, channel_of(message), specs)
         self._forget_sent(step, producer)
         self.recorder.paused("send", started)
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.transport import Outgoing, Receipt, Transport, failure
+from lightning_tspipe.runtime.transport import Outgoing, Receipt, Transport, as_they_travel, failure
 
 _FRAME = 4096
 _LENGTH_BYTES = 8
@@ -42,9 +42,15 @@ class GlooTransport(Transport):
         self._outgoing = Outgoing()
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
-        for tensor in tensors:
-            host = self._to_host(tensor.detach())
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        target: int,
+        channel: Channel,
+        specs: Sequence[TensorSpec] | None = None,
+    ) -> None:
+        for tensor in as_they_travel(tensors, specs):
+            host = self._to_host(tensor)
             try:
                 work = dist.isend(host, group=self._group, group_dst=target, tag=channel)
             except RuntimeError as error:
@@ -53,7 +59,7 @@ class GlooTransport(Transport):
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
-            return tensor.contiguous()
+            return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
@@ -72,20 +78,21 @@ class GlooTransport(Transport):
                 raise failure(self.rank, "receive from", source, error) from error
             buffers.append(buffer)
             works.append(work)
-        return _GlooReceipt(self, buffers, works, source)
+        return _GlooReceipt(self, tuple(specs), buffers, works, source)
 
     def _buffer(self, spec: TensorSpec) -> Tensor:
-        free = self._pool.get((torch.Size(spec.shape), spec.dtype))
+        free = self._pool.get((torch.Size(spec.memory_shape), spec.dtype))
         if free:
             return free.pop()
         pinned = self._device.type == "cuda"
-        return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=pinned)
+        return torch.empty(spec.memory_shape, dtype=spec.dtype, pin_memory=pinned)
 
     @override
     def recycle(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
             if tensor.device.type == "cpu":
-                self._pool.setdefault((tensor.shape, tensor.dtype), []).append(tensor.detach())
+                buffer = TensorSpec.of(tensor).to_memory(tensor.detach())
+                self._pool.setdefault((buffer.shape, buffer.dtype), []).append(buffer)
 
     @override
     def finish_step(self, *, in_training: bool = True) -> None:
@@ -149,6 +156,7 @@ class GlooTransport(Transport):
 @dataclass
 class _GlooReceipt(Receipt):
     transport: GlooTransport
+    specs: tuple[TensorSpec, ...]
     buffers: list[Tensor]
     works: list[Any]
     source: int
@@ -157,7 +165,10 @@ class _GlooReceipt(Receipt):
     def wait(self) -> list[Tensor]:
         for work in self.works:
             self.transport.wait(work, "receive from", self.source)
-        return [self.transport.on_device(buffer) for buffer in self.buffers]
+        return [
+            spec.from_memory(self.transport.on_device(buffer))
+            for spec, buffer in zip(self.specs, self.buffers, strict=True)
+        ]
 
 
 def _bytes_tensor(data: bytes) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -123,10 +122,7 @@ class StepHeader:
 
     def batch(self, fields: Sequence[int] = (), receipt: Receipt | None = None) -> Any:
         """The batch as a rank without data has it: meta tensors, and the fields it received."""
-        leaves = [
-            torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, TensorSpec) else x
-            for x in self.leaves
-        ]
+        leaves = [x.empty("meta") if isinstance(x, TensorSpec) else x for x in self.leaves]
         if receipt is not None:
             with waiting("the loss needs the batch"):
                 received = receipt.wait()
@@ -146,4 +142,5 @@ def send_fields(
     leaves = pytree.tree_leaves(batch)
     for rank in loss_ranks:
         if fields and transport.rank != rank:
-            transport.send([leaves[i] for i in fields], rank, channel)
+            sent = [leaves[i] for i in fields]
+            transport.send(sent, rank, channel, [TensorSpec.of(tensor) for tensor in sent])

@@ -266,7 +266,7 @@ class ChainNetwork:
 
         def make(tensor: Tensor) -> Tensor:
             with fake:
-                made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+                made = TensorSpec.of(tensor).empty(self._device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made
@@ -275,7 +275,7 @@ class ChainNetwork:
         outputs: dict[ValueRef, TensorSpec] = {}
         with swap.TensorSwap(self._modules, make)(), swap.random_stream(None):
             with fake:
-                values: Tensors = (torch.empty(spec.shape, dtype=spec.dtype, device=self._device),)
+                values: Tensors = (spec.empty(self._device),)
             with fake, context():
                 boundaries[0] = (spec,)
                 for atom in range(end):

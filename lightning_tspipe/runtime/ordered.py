@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.runtime.channels import Channel, Edge
-from lightning_tspipe.runtime.transport import Outgoing, Receipt, Transport, failure
+from lightning_tspipe.runtime.transport import Outgoing, Receipt, Transport, as_they_travel, failure
 
 WIRE_TYPES = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
@@ -98,11 +98,17 @@ class OrderedTransport(Transport):
         self._open.update(new)
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
-        for tensor in tensors:
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        target: int,
+        channel: Channel,
+        specs: Sequence[TensorSpec] | None = None,
+    ) -> None:
+        for tensor in as_they_travel(tensors, specs):
             if not tensor.numel():
                 continue  # the receiver knows its shape
-            payload = _as_wired(tensor.detach().contiguous())
+            payload = _as_wired(tensor)
             try:
                 work = self._wire.isend(payload, target, channel)
             except RuntimeError as error:
@@ -111,7 +117,9 @@ class OrderedTransport(Transport):
 
     @override
     def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
-        buffers = [torch.empty(spec.shape, dtype=spec.dtype, device=self._device) for spec in specs]
+        buffers = [
+            torch.empty(spec.memory_shape, dtype=spec.dtype, device=self._device) for spec in specs
+        ]
         try:
             works = [
                 self._wire.irecv(_as_wired(buffer), source, channel)
@@ -120,7 +128,8 @@ class OrderedTransport(Transport):
             ]
         except RuntimeError as error:
             raise failure(self.rank, "receive from", source, error) from error
-        return _OrderedReceipt(buffers, works, self.rank, source)
+        tensors = [spec.from_memory(buffer) for spec, buffer in zip(specs, buffers, strict=True)]
+        return _OrderedReceipt(tensors, works, self.rank, source)
 
     @override
     def finish_step(self, *, in_training: bool = True) -> None:
@@ -158,7 +167,7 @@ class OrderedTransport(Transport):
 
 @dataclass
 class _OrderedReceipt(Receipt):
-    buffers: list[Tensor]
+    tensors: list[Tensor]
     works: list[Work]
     rank: int
     source: int
@@ -170,7 +179,7 @@ class _OrderedReceipt(Receipt):
                 work.wait()
         except RuntimeError as error:
             raise failure(self.rank, "receive from", self.source, error) from error
-        return self.buffers
+        return self.tensors
 
 
 def _as_wired(tensor: Tensor) -> Tensor:

@@ -97,11 +97,11 @@ class Peer:
     def lend(self, place: int, spec: TensorSpec) -> Tensor:
         """A tensor in a buffer; when its memory has no user any more, the buffer is returned."""
         if place == EMPTY:
-            return torch.empty(spec.shape, dtype=spec.dtype)
+            return spec.empty("cpu")
         memory = np.frombuffer(self.mapped[place], np.uint8, spec.num_bytes)
         weakref.finalize(memory, self.returned.append, place).atexit = False
-        tensor = torch.from_numpy(memory).view(spec.dtype).view(spec.shape)
-        return tensor.clone() if len(self.mapped) > _MOST_LENT else tensor
+        tensor = torch.from_numpy(memory).view(spec.dtype).view(spec.memory_shape)
+        return spec.from_memory(tensor.clone() if len(self.mapped) > _MOST_LENT else tensor)
 
     def read(self) -> bool:
         """Take in all packets that are here; False at the end of the connection."""

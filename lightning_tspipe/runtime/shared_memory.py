@@ -82,9 +82,18 @@ class SharedMemoryTransport(Transport):
         return sum(len(peer.buffers) for peer in self._peers.values())
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        target: int,
+        channel: Channel,
+        specs: Sequence[TensorSpec] | None = None,
+    ) -> None:
         peer = self._peers[target]
-        places = [self._fill(peer, target, tensor.detach()) for tensor in tensors]
+        arranged = [tensor.detach() for tensor in tensors]
+        if specs is not None:
+            arranged = [x.to_memory(tensor) for x, tensor in zip(specs, arranged, strict=True)]
+        places = [self._fill(peer, target, tensor) for tensor in arranged]
         self._push(target, Kind.MESSAGE, channel, places)
         peer.num_sent += 1
 

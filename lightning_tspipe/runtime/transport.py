@@ -10,7 +10,7 @@ import pickle
 import queue
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +65,21 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
-        """Send tensors; returns at once. They must not change until the step after next."""
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        target: int,
+        channel: Channel,
+        specs: Sequence[TensorSpec] | None = None,
+    ) -> None:
+        """Send tensors; returns at once. They must not change until the step after next.
+
+        Args:
+            tensors: The message.
+            target: Who receives it.
+            channel: What it is for.
+            specs: What the receiver asks for, and in which memory format; None: contiguous.
+        """
 
     @abstractmethod
     def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
@@ -186,7 +199,13 @@ class LocalTransport(Transport):
         self._network = network
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        target: int,
+        channel: Channel,
+        specs: Sequence[TensorSpec] | None = None,
+    ) -> None:
         self._network.mailbox(self.rank, target, channel).put([t.detach() for t in tensors])
 
     @override
@@ -211,6 +230,22 @@ class LocalTransport(Transport):
     def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
         mailbox = self._network.mailbox(source, self.rank, channel)
         return pickle.loads(mailbox.take(mailbox.ask()))  # noqa: S301 - of this process
+
+
+def as_they_travel(
+    tensors: Sequence[Tensor], specs: Sequence[TensorSpec] | None
+) -> Iterator[Tensor]:
+    """The tensors of a message, contiguous, in the memory format that the receiver asks for.
+
+    Args:
+        tensors: The message.
+        specs: What is asked for; None: contiguous tensors.
+    """
+    if specs is None:
+        yield from (tensor.detach().contiguous() for tensor in tensors)
+    else:
+        for tensor, spec in zip(tensors, specs, strict=True):
+            yield spec.to_memory(tensor.detach()).contiguous()
 
 
 class Outgoing:

@@ -21,13 +21,14 @@ from lightning_tspipe.runtime.loading import LookaheadLoader
 from lightning_tspipe.runtime.random_states import RandomStates
 from lightning_tspipe.runtime.remote_loading import Remote, RemoteLoader, UnsizedRemoteLoader
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
-from lightning_tspipe.strategy.batches import on_cpu, to_device
+from lightning_tspipe.strategy.batches import CopyStream, on_cpu, to_device
 from lightning_tspipe.strategy.fanout import fanout_of
 from lightning_tspipe.strategy.options import SetupOptions
 from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import StepSync
+from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -46,6 +47,7 @@ class DataHooks(ProcessHooks):
     step_sync: StepSync | None
     _resumed: dict[str, Any] | None
     _random: RandomStates | None
+    _copies: CopyStream | None
     repacking: Repacking
 
     @property
@@ -184,7 +186,7 @@ class DataHooks(ProcessHooks):
             prepared = self._prepared.pop(self._loader.current, None)
             if prepared is not None:
                 return prepared
-        return super().batch_to_device(batch, device, dataloader_idx)
+        return self.transfer(batch, device, dataloader_idx)
 
     def before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
         """The first hook of a batch; of one that was prepared ahead, it has run already."""
@@ -199,9 +201,24 @@ class DataHooks(ProcessHooks):
         module = self._module
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)  # noqa: SLF001
 
-    def transfer(self, batch: Any) -> Any:
-        """A batch of a callback's loader, on this rank's device."""
-        return super().batch_to_device(batch)
+    def transfer(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """A batch on this rank's device, after the hooks that copy and change it."""
+        module, to = self._module, device or self.root_device
+        if self._copies is None:
+            self._copies = CopyStream(self.root_device)
+
+        def copy(batch: Any) -> Any:
+            return module._call_batch_hook(  # noqa: SLF001
+                "transfer_batch_to_device", batch, to, dataloader_idx
+            )
+
+        selector: Any = self._trainer._data_connector._datahook_selector  # noqa: SLF001
+        owner = type(selector.get_instance("transfer_batch_to_device"))
+        only_copies = owner.transfer_batch_to_device is world_of(self).copies_batches
+        batch = self._copies.run(copy, batch) if only_copies else copy(batch)
+        return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)  # noqa: SLF001
 
     def share(self, batch: Any) -> Any:
         """The data rank's batch, on every rank's device."""
@@ -222,7 +239,7 @@ class DataHooks(ProcessHooks):
             if loader.current + offset not in self._prepared:
                 converted = self.precision_plugin.convert_input(batch)
                 converted = self._call_before_transfer(converted, 0)
-                self._prepared[loader.current + offset] = super().batch_to_device(converted)
+                self._prepared[loader.current + offset] = self.transfer(converted)
         return [self._prepared[loader.current + offset] for offset in range(1, number + 1)]
 
     def _runs_ahead(self) -> bool:

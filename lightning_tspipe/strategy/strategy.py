@@ -34,6 +34,7 @@ from lightning_tspipe.runtime.stopping import Stop
 from lightning_tspipe.runtime.weight_policies import POLICIES
 from lightning_tspipe.runtime.weights import Shards
 from lightning_tspipe.strategy.asynchronous import policy_for, refuse_training
+from lightning_tspipe.strategy.batches import CopyStream
 from lightning_tspipe.strategy.declared import find_networks
 from lightning_tspipe.strategy.ends import EndHooks
 from lightning_tspipe.strategy.heads_here import HeadsHere
@@ -170,6 +171,7 @@ class PipelineHooks(EndHooks):
         self._writer: ShardWriter | None = None
         self._accumulates = False
         self._loader: LookaheadLoader | None = None
+        self._copies: CopyStream | None = None
         self._prepared: dict[int, Any] = {}
         self._has_begun = False
         self._position: tuple[int, int] | None = None
@@ -323,6 +325,7 @@ class PipelineHooks(EndHooks):
         self._resumed = self._resumed_replicas = self._random = None
         self.plan_of_run.forget()
         self._restores_optimizers = False
+        self._copies = None
         self._evaluations = {}
         self._is_whole = self._is_forward_only = False
         if self._peer_metrics is not None:

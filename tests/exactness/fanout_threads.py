@@ -92,9 +92,11 @@ class Counting(OrderedTransport):
         self._found = found
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Any = None
+    ) -> None:
         self._found.sent[self.rank, target, channel] += sum(t.nbytes for t in tensors)
-        super().send(tensors, target, channel)
+        super().send(tensors, target, channel, specs)
 
 
 class Silent(Tasks):

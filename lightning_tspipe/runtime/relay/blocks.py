@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -134,7 +134,7 @@ class BlockShapes:
     def input_spec(self, block: int, samples: int) -> TensorSpec:
         """What ``block`` gets of so many samples."""
         spec = self.inputs[block]
-        return TensorSpec((samples, *spec.shape), spec.dtype)
+        return replace(spec, shape=(samples, *spec.shape))
 
 
 def infer_shapes(
@@ -162,7 +162,7 @@ def infer_shapes(
 
     def make(tensor: Tensor) -> Tensor:
         with fake:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=x.device)
+            made = TensorSpec.of(tensor).empty(x.device)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made
@@ -218,7 +218,8 @@ def _per_sample(tensor: Tensor, samples: int, what: str) -> TensorSpec:
             f"{what} has shape {tuple(tensor.shape)} for {samples} samples: its first dimension "
             "must be the batch"
         )
-    return TensorSpec(tuple(tensor.shape[1:]), tensor.dtype)
+    spec = TensorSpec.of(tensor)
+    return replace(spec, shape=spec.shape[1:], requires_grad=False)
 
 
 class _Watch(TorchFunctionMode):

@@ -86,12 +86,17 @@ class Outbox:
         self._expected: TensorSpec | None = None
         self._device = torch.device("cpu")
 
-    def send(self, tensor: Tensor) -> None:
-        """Send the next message; returns at once."""
-        spec, self._device = TensorSpec(tuple(tensor.shape), tensor.dtype), tensor.device
+    def send(self, tensor: Tensor, spec: TensorSpec) -> None:
+        """Send the next message; returns at once.
+
+        Args:
+            tensor: The message.
+            spec: What the inbox asks for.
+        """
+        self._device = tensor.device
         if spec != self._expected:
             self.settle()
-        self._transport.send([tensor], self._target, self._channel)
+        self._transport.send([tensor], self._target, self._channel, [spec])
         self._expected = spec if self._early else None
 
     def settle(self) -> None:
@@ -99,4 +104,4 @@ class Outbox:
         spec, self._expected = self._expected, None
         if spec is not None:
             filler = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-            self._transport.send([filler], self._target, self._channel)
+            self._transport.send([filler], self._target, self._channel, [spec])

@@ -52,12 +52,11 @@ class StageGroup:
             TransportError: A rank of the group ended or stalled.
         """
         own, me = tensor.detach().clone(), self._transport.rank
+        spec = TensorSpec.of(own)
         others = [rank for rank in self._ranks if rank != me]
-        receipts = {
-            rank: self._transport.receive([TensorSpec.of(own)], rank, channel) for rank in others
-        }
+        receipts = {rank: self._transport.receive([spec], rank, channel) for rank in others}
         for rank in others:
-            self._transport.send([own], rank, channel)
+            self._transport.send([own], rank, channel, [spec])
             self.bytes_sent += own.nbytes
         with waiting("the other ranks of a shared stage"):
             return [own if rank == me else receipts[rank].wait()[0] for rank in self._ranks]

@@ -214,7 +214,7 @@ class RelayedPass:
             if x is not None:
                 return x[own[0] : own[1]].detach()
             spec = self._blocks.shapes.input_spec(self._work.first, 0)
-            return torch.empty(spec.shape, dtype=spec.dtype, device=self._device)
+            return spec.empty(self._device)
         started = time.perf_counter()
         with waiting(f"what stage {self._stage} is relayed"):
             parts = [self._inboxes[message].take() for message in asked]
@@ -239,7 +239,9 @@ class RelayedPass:
         """Send the part of a tensor, which begins with sample ``first``, that someone wants."""
         start, stop = self._relayed(message, samples)
         if start < stop:
-            self._outboxes[message].send(tensor[start - first : stop - first])
+            block = self._walk.stages[message.consumer.stage].first
+            spec = self._blocks.shapes.input_spec(block, stop - start)
+            self._outboxes[message].send(tensor[start - first : stop - first], spec)
 
     def _send_inputs(self, x: Tensor, samples: int) -> None:
         started = time.perf_counter()
@@ -283,7 +285,8 @@ class RelayedPass:
                 if rank != self._transport.rank and wanted:
                     part = share(unit, len(work.ranks), samples)
                     tensors = [_cut(leaves[i], part, samples) for i in wanted]
-                    self._transport.send(tensors, rank, Channel.FIELDS)
+                    specs = [TensorSpec.of(tensor) for tensor in tensors]
+                    self._transport.send(tensors, rank, Channel.FIELDS, specs)
 
     def _fields_of(self, trained: Sequence[int]) -> list[int]:
         return sorted({field for block in trained for field in self._blocks.shapes.fields[block]})

@@ -43,7 +43,8 @@ def exchange(kind: str, objects: list[Any], tensors: list[torch.Tensor], num_ste
         for value in objects:
             transport.send_object((value, step), peer)
         for channel in (2, 1):  # the other way round than they are awaited
-            transport.send([scaled(tensor, channel, step) for tensor in tensors], peer, channel)
+            made = [scaled(tensor, channel, step) for tensor in tensors]
+            transport.send(made, peer, channel, specs)
         found.append([transport.receive_object(peer) for _ in objects])
         for channel in (1, 2):
             received = receipts[channel].wait()

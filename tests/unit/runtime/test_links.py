@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,12 @@ class Slow(LocalTransport):
     """One rank's messages take time, as over a link of 10 ms and 100 MB/s."""
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Any = None
+    ) -> None:
         if {self.rank, target} == {1, 2}:
             time.sleep(0.01 + sum(t.nbytes for t in tensors) / 1e8)
-        super().send(tensors, target, channel)
+        super().send(tensors, target, channel, specs)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])

@@ -121,7 +121,7 @@ def test_what_is_sent_must_stay_as_it_is() -> None:
 def test_nothing_is_there_before_it_was_waited_for() -> None:
     def early(transport: OrderedTransport) -> Any:
         receipt: Any = transport.receive(SPEC, 0, A)
-        before = receipt.buffers[0].clone()
+        before = receipt.tensors[0].clone()
         transport.send_object("asked", 0)
         return before, receipt.wait()[0]
 
@@ -175,3 +175,24 @@ def test_a_closed_transport_can_be_opened_again() -> None:
         return value
 
     assert on_two(work, work) == [2, 2]
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 2, 4, 5), (2, 1, 4, 5), (2, 3)])
+def test_a_tensor_arrives_in_the_memory_format_that_is_asked_for(shape: tuple[int, ...]) -> None:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    innermost = values.to(memory_format=formats.get(len(shape), torch.contiguous_format))
+    sent = [(values, innermost), (innermost, values), (innermost, innermost), (values, values)]
+    specs = [TensorSpec.of(asked) for _, asked in sent]
+
+    def send(transport: OrderedTransport) -> None:
+        transport.send([tensor for tensor, _ in sent], 1, A, specs)
+
+    def receive(transport: OrderedTransport) -> list[torch.Tensor]:
+        return transport.receive(specs, 0, A).wait()
+
+    _, received = on_two(opened(send), opened(receive))
+    for tensor, (_, asked) in zip(received, sent, strict=True):
+        assert torch.equal(tensor, asked)
+        assert TensorSpec.of(tensor) == TensorSpec.of(asked)
+    assert TensorSpec.of(innermost).channels_last == (len(shape) > 2 and shape[1] > 1)

@@ -80,6 +80,8 @@ def test_two_processes_exchange_objects_and_tensors(kind: str, folder: Path) -> 
         torch.tensor([True, False]),
         torch.arange(4, dtype=torch.int64),
         torch.randn(5, dtype=torch.float64).to(torch.bfloat16),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(1, 3, 2, 4, 5).to(memory_format=torch.channels_last_3d),
     ]
     results = jobs.run(peers.exchange, kind, objects, tensors, 4, folder=folder)
     for rank, (found, gathered, hello) in enumerate(results):
@@ -88,6 +90,7 @@ def test_two_processes_exchange_objects_and_tensors(kind: str, folder: Path) -> 
             assert received == [(value, step) for value in objects]
             assert_equal(first, [peers.scaled(t, 1, step) for t in tensors])
             assert_equal(second, [peers.scaled(t, 2, step) for t in tensors])
+            assert [t.stride() for t in first[-2:]] == [t.stride() for t in tensors[-2:]]
         assert gathered == ([0, 1] if rank == 0 else None)
         assert hello == "hello"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ class Noting(LocalTransport):
         self._notes = notes
 
     @override
-    def send(self, tensors: Sequence[Tensor], target: int, channel: Channel) -> None:
+    def send(
+        self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Any = None
+    ) -> None:
         self._notes.append(f"send {len(tensors[0])}")
-        super().send(tensors, target, channel)
+        super().send(tensors, target, channel, specs)
 
     @override
     def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
@@ -46,13 +49,14 @@ def pair(*, early: bool) -> tuple[Inbox, Outbox, list[str]]:
 def test_all_arrive_in_order(early: bool) -> None:
     inbox, outbox, notes = pair(early=early)
     for number, size in enumerate(SIZES):
-        outbox.send(torch.full((size, 3), float(number)))
-        inbox.ask(TensorSpec((size, 3), torch.float32))
+        spec = TensorSpec((size, 3), torch.float32)
+        outbox.send(torch.full((size, 3), float(number)), spec)
+        inbox.ask(spec)
         assert inbox.take().tolist() == [[number] * 3] * size
     outbox.settle()
     inbox.settle()
     # Nothing is left over, and nobody waits: what comes next is a message like the first.
-    outbox.send(torch.ones(1, 3))
+    outbox.send(torch.ones(1, 3), TensorSpec((1, 3), torch.float32))
     inbox.ask(TensorSpec((1, 3), torch.float32))
     assert inbox.take().tolist() == [[1] * 3]
     fillers = notes.count("send 4") - SIZES.count(4)
@@ -61,10 +65,10 @@ def test_all_arrive_in_order(early: bool) -> None:
 
 def test_the_next_message_is_asked_for_before_its_step() -> None:
     inbox, outbox, notes = pair(early=True)
-    outbox.send(torch.zeros(4))
+    outbox.send(torch.zeros(4), TensorSpec((4,), torch.float32))
     inbox.ask(TensorSpec((4,), torch.float32))
     inbox.take()
     assert notes == ["send 4", "ask 4", "ask 4"]
-    outbox.send(torch.zeros(4))
+    outbox.send(torch.zeros(4), TensorSpec((4,), torch.float32))
     inbox.ask(TensorSpec((4,), torch.float32))
     assert notes[3:] == ["send 4"]  # it has been asked for

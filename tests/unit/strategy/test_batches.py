@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_tspipe.strategy.batches import CopyStream, to_device
+
+CUDA = torch.device("cuda:0")
+
+
+class Stream:
+    """Notes who waits for whom; a GPU's streams need a driver."""
+
+    def __init__(self, name: str, notes: list[str]) -> None:
+        self.name, self.notes, self.device = name, notes, CUDA
+
+    def wait_stream(self, other: Stream) -> None:
+        self.notes.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    computing = Stream("compute", found)
+
+    @contextmanager
+    def within(stream: Stream) -> Iterator[None]:
+        found.append(f"on {stream.name}")
+        yield
+        found.append(f"off {stream.name}")
+
+    def record(tensor: Tensor, stream: Stream) -> None:
+        found.append(f"{stream.name} uses {tuple(tensor.shape)}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Stream("copies", found))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: computing)
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(Tensor, "record_stream", record)
+    return found
+
+
+def test_a_batch_is_copied_beside_what_is_computed(notes: list[str]) -> None:
+    def copy(batch: Any) -> Any:
+        notes.append("copy")
+        return to_device(batch, CUDA)
+
+    with FakeTensorMode():
+        copied = CopyStream(CUDA).run(copy, {"x": torch.ones(2), "names": ["a"]})
+    assert copied["x"].device == CUDA
+    assert copied["names"] == ["a"]
+    assert notes == [
+        "on copies", "copy", "off copies", "compute waits for copies", "compute uses (2,)",
+    ]  # fmt: skip
+
+
+def test_what_is_on_the_gpu_already_is_waited_for(notes: list[str]) -> None:
+    with FakeTensorMode():
+        CopyStream(CUDA).run(lambda x: x, [torch.ones(2), torch.ones(2, device=CUDA)])
+    assert notes == []
+
+
+def test_a_cpu_has_no_streams(notes: list[str]) -> None:
+    batch = [torch.ones(2)]
+    assert CopyStream(torch.device("cpu")).run(lambda x: x, batch) is batch
+    assert notes == []
