@@ -224,8 +224,31 @@ class Layout:
         )
 
     @cached_property
+    def message_bytes(self) -> tuple[int, ...]:
+        """Room for what a step receives, per rank; for what the student passes on, see above.
+
+        Receives are posted when the step begins, each with memory of its own: for gradients, for
+        what the teacher's stages pass on, and on rank 0 for what the loss reads.
+        """
+        calls = self.workload.num_calls
+        room = [0] * self.workload.num_ranks
+        for parts, costs, units, gives_gradients in (
+            (self.student_parts, self.costs.student, calls[0], True),
+            (self.teacher_parts, self.costs.teacher, calls[1], False),
+        ):
+            units *= self.num_microbatches  # noqa: PLW2901 - of all calls
+            behind = [*(rank for _, _, rank in parts[1:]), 0]
+            for (_, _, rank), following, cost in zip(parts, behind, costs, strict=False):
+                if rank != following:
+                    room[rank if gives_gradients else following] += units * cost.output_bytes
+                if rank != 0:
+                    room[0] += units * cost.result_bytes
+                    room[rank] += units * cost.result_bytes * gives_gradients
+        return tuple(room)
+
+    @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
-        """State, and what the student keeps from forward to backward, per rank."""
+        """State, what the student keeps from forward to backward, and messages, per rank."""
         activations = self._in_flight(self._per_rank(self.workload.activation_sums))
         held = [a + b for a, b in zip(self.state_bytes, activations, strict=True)]
         samples = sum(self.workload.samples())
@@ -239,7 +262,8 @@ class Layout:
         for start, _, rank in self.student_parts[1:]:
             before = self.workload.student.atoms[start - 1]
             received[rank] += before.output_bytes_per_sample * samples
-        return tuple(map(round, map(operator.add, held, self._in_flight(received))))
+        held = [a + b for a, b in zip(held, self._in_flight(received), strict=True)]
+        return tuple(map(round, map(operator.add, held, self.message_bytes)))
 
     def _in_flight(self, amounts: Sequence[float]) -> list[float]:
         """What each rank holds of all its batches, of what it holds of one."""
@@ -267,9 +291,12 @@ class Layout:
             teacher=tuple(teacher),
             versions=self.version_bytes if workload.weights is not None else (),
             activations=tuple(
-                held - state
-                for held, state in zip(self.memory_bytes, self.state_bytes, strict=True)
+                held - state - messages
+                for held, state, messages in zip(
+                    self.memory_bytes, self.state_bytes, self.message_bytes, strict=True
+                )
             ),
+            messages=self.message_bytes,
         )
 
     @property

@@ -19,6 +19,8 @@ class MemoryUse:
             what its stages received; of all batches that are under way at once.
         versions: Copies of the trained weights beside the current ones; () where there is no
             other version than that.
+        messages: Room for what a step receives beside the student's activations; () in a plan of
+            an older version.
     """
 
     parameters: tuple[int, ...]
@@ -27,6 +29,7 @@ class MemoryUse:
     teacher: tuple[int, ...]
     activations: tuple[int, ...]
     versions: tuple[int, ...] = ()
+    messages: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> Iterator[tuple[str, int]]:
         """Names and bytes of one rank."""

@@ -38,7 +38,7 @@ class Plan:
         step_seconds: Simulated, in the steady state.
         samples_per_second: Simulated.
         bubble_ratio: Simulated share of the ranks' time in which they wait.
-        memory_bytes: Per rank: state, and activations kept for the backward.
+        memory_bytes: Per rank: state, activations kept for the backward, and room for messages.
         state_bytes: Per rank: parameters, gradients and optimizer state of both networks.
         reason: Why this plan, in a sentence.
         num_replicas: Pipelines like this one, beside each other; all numbers by rank are those of

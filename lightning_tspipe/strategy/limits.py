@@ -32,9 +32,8 @@ def memory_limit(
 ) -> int | None:
     """Bytes that a rank may hold: as said, else most of what is free on a GPU, fairly shared.
 
-    One part in ten is left for what plans don't count: messages that are received, what kernels
-    need for a while, and gaps between tensors. Connections between neighbours are there already,
-    and their buffers with them.
+    One part in ten is left for what plans don't count: what kernels need for a while, and gaps
+    between tensors. Connections between neighbours are there already, and their buffers with them.
 
     Args:
         said: By the user.

@@ -69,7 +69,10 @@ def test_prices_by_hand() -> None:
     assert layout.busy == (3 + 5 + 4 * (12.5 + 24.5), 3 + 3 + 4 * (12.5 + 24.5) + 2 * 12.5)
     # Rank 0 holds 3 MB with gradients and two moments, rank 1 the teacher's 3 MB too.
     assert layout.state_bytes == (12 * MB, 15 * MB)
-    assert layout.memory_bytes == (12 * MB + 16 * 1000 + 16 * 101, 15 * MB + 16 * 2000)
+    # To rank 0 come the results of both networks, to rank 1 gradients of result and activation.
+    assert layout.message_bytes == (16 * 7 + 8 * 7, 16 * 7 + 16 * 101)
+    held = 12 * MB + 16 * 1000 + 16 * 101, 15 * MB + 16 * 2000
+    assert layout.memory_bytes == (held[0] + 24 * 7, held[1] + 16 * 108)
 
 
 def test_what_the_memory_is_needed_for() -> None:

@@ -265,11 +265,11 @@ def test_json_and_table() -> None:
         "tspipe: 1 micro-batch per call, backward in halves on stages [1]; simulated 32002.1 ms "
         "per step, 1 samples/s, bubble 0%\n"
         "rank  student       teacher       busy  state    memory\n"
-        "0     1: atoms 4-7  1: atoms 4-7  100%  16.0 MB  16.3 MB\n"
+        "0     1: atoms 4-7  1: atoms 4-7  100%  16.0 MB  16.4 MB\n"
         "1     0: atoms 0-3  0: atoms 0-3  100%  16.0 MB  16.3 MB\n"
-        "memory  parameters  gradients  optimizer  teacher  activations\n"
-        "0       4.0 MB      4.0 MB     4.0 MB     4.0 MB   0.3 MB\n"
-        "1       4.0 MB      4.0 MB     4.0 MB     4.0 MB   0.3 MB\n"
+        "memory  parameters  gradients  optimizer  teacher  activations  messages\n"
+        "0       4.0 MB      4.0 MB     4.0 MB     4.0 MB   0.3 MB       0.1 MB\n"
+        "1       4.0 MB      4.0 MB     4.0 MB     4.0 MB   0.3 MB       0.1 MB\n"
         "Because."
     )
 
