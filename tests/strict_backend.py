@@ -187,6 +187,21 @@ def install() -> None:
         assert not names & LIVE, f"{sorted(names & LIVE)} of {sorted(names)} are left"
 
     NcclWire.close = close_all  # type: ignore[method-assign]
+    reconnect = ProcessHooks.reconnect
+
+    def reconnect_all(self: ProcessHooks, num_ranks: int) -> None:
+        """Into another mesh: the groups of the one before go."""
+        before = _groups() - LIVE
+        reconnect(self, num_ranks)
+        left = before & _groups()
+        assert len(left) == 1, f"of {sorted(before)}, {sorted(left)} are left, and not one world"
+
+    ProcessHooks.reconnect = reconnect_all  # type: ignore[method-assign]
+
+
+def _groups() -> set[str]:
+    """The names of this process's groups."""
+    return set(dist.distributed_c10d._world.pg_names.values())
 
 
 def check_end() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 
 class CopyStream:
@@ -23,27 +26,30 @@ class CopyStream:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def run(self, copy: Callable[[Any], Any], batch: Any) -> Any:
-        """Copy a batch.
+    def copying(self) -> AbstractContextManager[Any]:
+        """While inside, tensors of the host that are moved go by this stream."""
+        return nullcontext() if self._stream is None else _Copying(self._stream)
 
-        Args:
-            copy: Gives the batch on the device; it does nothing but copy.
-            batch: The batch. If parts of it are on the device, what makes them is waited for.
-        """
-        if self._stream is None or any(t.device.type == "cuda" for t in _tensors(batch)):
-            return copy(batch)
+
+class _Copying(TorchFunctionMode):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        moves = func is Tensor.to or func is Tensor.cuda
+        if not moves or args[0].device.type != "cpu":
+            return func(*args, **(kwargs or {}))
         computing = torch.cuda.current_stream(self._stream.device)
         with torch.cuda.stream(self._stream):
-            copied = copy(batch)
-        computing.wait_stream(self._stream)
-        for tensor in _tensors(copied):
-            if tensor.device.type == "cuda":  # not freed for the next copy while it is in use
-                tensor.record_stream(computing)
-        return copied
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+            result = func(*args, **(kwargs or {}))
+        if result.device.type == "cuda":
+            computing.wait_stream(self._stream)
+            result.record_stream(computing)  # or its memory would be free for the next copy
+        return result
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -28,7 +28,6 @@ from lightning_tspipe.strategy.pipelined import Pipelined
 from lightning_tspipe.strategy.processes import ProcessHooks
 from lightning_tspipe.strategy.repacking import Repacking
 from lightning_tspipe.strategy.sharing import StepSync
-from lightning_tspipe.strategy.worlds import world_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -205,20 +204,10 @@ class DataHooks(ProcessHooks):
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """A batch on this rank's device, after the hooks that copy and change it."""
-        module, to = self._module, device or self.root_device
         if self._copies is None:
             self._copies = CopyStream(self.root_device)
-
-        def copy(batch: Any) -> Any:
-            return module._call_batch_hook(  # noqa: SLF001
-                "transfer_batch_to_device", batch, to, dataloader_idx
-            )
-
-        selector: Any = self._trainer._data_connector._datahook_selector  # noqa: SLF001
-        owner = type(selector.get_instance("transfer_batch_to_device"))
-        only_copies = owner.transfer_batch_to_device is world_of(self).copies_batches
-        batch = self._copies.run(copy, batch) if only_copies else copy(batch)
-        return module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)  # noqa: SLF001
+        with self._copies.copying():
+            return super().batch_to_device(batch, device, dataloader_idx)
 
     def share(self, batch: Any) -> Any:
         """The data rank's batch, on every rank's device."""

@@ -84,11 +84,6 @@ class World:
         members = {k: staticmethod(v) if callable(v) else v for k, v in hooks.items()}
         return type("PipelineCallback", (self.callbacks.Callback,), members)()
 
-    @property
-    def copies_batches(self) -> Any:
-        """The hook that copies a batch to the device, as it is where users don't write one."""
-        return self._module("core.hooks").DataHooks.transfer_batch_to_device
-
     def interrupt(self, trainer: Any, exception: BaseException) -> None:
         """Tell callbacks, strategy and loggers that an exception ends the run."""
         self._module("trainer.call")._interrupt(trainer, exception)  # noqa: SLF001
