@@ -33,9 +33,9 @@ from lightning_tspipe.errors import (
 )
 from lightning_tspipe.evaluation import knn_evaluation, linear_evaluation
 from lightning_tspipe.heads import FanoutTraining, HeadOptimizers, StudentFanout
-from lightning_tspipe.runtime.prediction import PredictsUpdate
+from lightning_tspipe.runtime.weights.prediction import PredictsUpdate
+from lightning_tspipe.strategy.lightning.namespaces import installed_worlds
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
-from lightning_tspipe.strategy.worlds import installed_worlds
 
 __all__ = [
     "AutoCache",

@@ -14,9 +14,9 @@ from lightning_tspipe.networks.flops import estimate_atoms
 from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.runtime.averages import with_averages
-from lightning_tspipe.runtime.network import ChainNetwork
-from lightning_tspipe.runtime.programs import Captured
+from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.weights.averages import with_averages
 
 log = logging.getLogger("lightning_tspipe")
 

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_tspipe.late import Late
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.rank import Rank
-from lightning_tspipe.runtime.relay.engine import RelayEngine
-from lightning_tspipe.runtime.weights import Shards
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.relay.engine import RelayEngine
+from lightning_tspipe.runtime.weights.ownership import Shards
 from tests import device, strict
 
 CUDA = torch.device("cuda:0")

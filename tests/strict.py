@@ -19,9 +19,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.channels import Channel, Edge, lane_of
-from lightning_tspipe.runtime.ordered import WIRE_TYPES, OrderedTransport, Wire
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.transport.channels import Channel, Edge, lane_of
+from lightning_tspipe.runtime.transport.ordered import WIRE_TYPES, OrderedTransport, Wire
 from tests.device import DEVICE
 
 

@@ -23,9 +23,9 @@ from torch.distributed import (  # type: ignore[attr-defined] # they are documen
 )
 from torch.futures import Future
 
-from lightning_tspipe.runtime.nccl import NcclWire
-from lightning_tspipe.runtime.ordered import WIRE_TYPES
-from lightning_tspipe.strategy.processes import ProcessHooks
+from lightning_tspipe.runtime.transport.nccl import NcclWire
+from lightning_tspipe.runtime.transport.ordered import WIRE_TYPES
+from lightning_tspipe.strategy.lightning.processes import ProcessHooks
 
 NAME = "strict"
 VARIABLE = "TSPIPE_TEST_STRICT"

@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from benchmarks.asynchronous.tasks import NUM_STAGES, Classifier, Rate, Task, tasks_of
 from benchmarks.asynchronous.train import accuracy, batches, data
 from benchmarks.environment import environment_of
-from lightning_tspipe.runtime.prediction import predicted_update
+from lightning_tspipe.runtime.weights.prediction import predicted_update
 
 CURVATURE_EPOCH = 2
 """After which the curvatures are looked at: behind the warm-up, before the rate has fallen much."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.asynchronous.tasks import NUM_STAGES, TASKS, Classifier, Task, tasks_of
 from benchmarks.asynchronous.train import batches, data
 from benchmarks.environment import environment_of
-from lightning_tspipe.runtime.prediction import predicted_update
+from lightning_tspipe.runtime.weights.prediction import predicted_update
 
 MOMENTUM = 0.9
 """Of all three optimizers; of Adam's the first average."""

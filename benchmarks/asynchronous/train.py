@@ -24,9 +24,9 @@ from benchmarks.accuracy.data import images, plain, sentences
 from benchmarks.asynchronous.tasks import NUM_STAGES, Classifier, Task, flipped
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
-from lightning_tspipe.runtime.weight_policies import policy_of
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.runtime.weights.policies import policy_of
 
 BASELINE, IN_PARTS = "gpipe1", "gpipe4"
 """GPipe with one micro-batch, and with four: what one device trains, so they are trained on one.

@@ -22,8 +22,8 @@ from benchmarks.crews.gate import Gate, GatedLoader
 from benchmarks.crews.job import Job
 from benchmarks.emulated.sleeping import SleepingStage
 from lightning_tspipe import FanoutTraining, StudentFanout, TSPipeStrategy
-from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.host_memory import keep_freed_memory
+from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
+from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.simulation.cost import StageCost
 
 IMAGE_SIZE = 32

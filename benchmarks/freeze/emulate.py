@@ -32,8 +32,8 @@ from lightning_tspipe.caching import WithIds
 from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.strategy import repacking
-from lightning_tspipe.strategy.freezing import Choices, Freezing, choose
+from lightning_tspipe.strategy.setup.freezing import Choices, Freezing, choose
+from lightning_tspipe.strategy.training import repacking
 
 METHODS = ("baseline", "balanced", "freeze", "unpipelined", "repack", "cache", "shortened")
 WITHOUT = {"baseline", "balanced"}

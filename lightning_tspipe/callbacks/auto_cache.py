@@ -20,7 +20,7 @@ from lightning_tspipe.callbacks.kept_features import KeptFeatures
 from lightning_tspipe.callbacks.shared_cache import CacheSettings, SharedCache, replaced
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
-from lightning_tspipe.strategy.options import parse_bytes
+from lightning_tspipe.strategy.setup.options import parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

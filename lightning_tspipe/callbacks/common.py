@@ -13,7 +13,7 @@ from lightning_tspipe.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-    from lightning_tspipe.runtime.teacher_prediction import TeacherPrediction
+    from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
     from lightning_tspipe.simulation.timeline import Timeline
 else:
     from lightning.pytorch import Callback

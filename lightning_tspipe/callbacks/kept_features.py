@@ -29,12 +29,12 @@ from lightning_tspipe.callbacks.fixed import refuse_other
 from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
-from lightning_tspipe.runtime.heads import Kept
+from lightning_tspipe.runtime.stages.heads import Kept
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_tspipe.runtime.engine import Engine
+    from lightning_tspipe.runtime.execution.engine import Engine
 
 log = logging.getLogger("lightning_tspipe")
 

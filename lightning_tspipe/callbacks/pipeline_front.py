@@ -29,13 +29,13 @@ from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.runtime.header import Samples
+from lightning_tspipe.runtime.batches.metadata import Samples
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from torch import nn
 
-    from lightning_tspipe.runtime.frozen import Call, FrozenPart
+    from lightning_tspipe.runtime.stages.frozen import Call, FrozenPart
 
 log = logging.getLogger("lightning_tspipe")
 

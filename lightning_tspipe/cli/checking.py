@@ -26,7 +26,7 @@ from lightning_tspipe.callbacks import DelayedTeacherUpdate
 from lightning_tspipe.cli.modules import QUIET, Batches, Data, load
 from lightning_tspipe.errors import ConfigurationError, TSPipeError
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
-from lightning_tspipe.strategy.declared import find_networks
+from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 _TOLERANCE = 1e-9

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.strategy.files import explain_damage, verify_file
-from lightning_tspipe.strategy.shards import FolderSource, is_sharded, newest
+from lightning_tspipe.strategy.checkpoints.files import explain_damage, verify_file
+from lightning_tspipe.strategy.checkpoints.shards import FolderSource, is_sharded, newest
 
 Shape = tuple[int, ...]
 

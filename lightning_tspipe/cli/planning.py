@@ -26,10 +26,10 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.recomputing import keep_or_recompute
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.runtime.links import NOMINAL
-from lightning_tspipe.runtime.weight_policies import POLICIES
+from lightning_tspipe.runtime.transport.links import NOMINAL
+from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
-from lightning_tspipe.strategy.options import parse_bytes
+from lightning_tspipe.strategy.setup.options import parse_bytes
 
 _FASTER = 1.01
 """A schedule must be so much faster than one with less staleness to be recommended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.strategy.options import parse_bytes
+from lightning_tspipe.strategy.setup.options import parse_bytes
 
 _PREFIXES = {"G": 1e9, "T": 1e12, "P": 1e15}
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}

@@ -19,11 +19,11 @@ from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.relay import RelayPlan, RelayProfile
 from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode, seconds_per_batch
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.runtime.relay.blocks import infer_shapes
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
-from lightning_tspipe.strategy.block_costs import BlockCosts
-from lightning_tspipe.strategy.optimizers import plain_optimizer
-from lightning_tspipe.strategy.options import parse_bytes
+from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
+from lightning_tspipe.strategy.setup.block_costs import BlockCosts
+from lightning_tspipe.strategy.setup.options import parse_bytes
+from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
 _STEPS = 10
 

@@ -22,31 +22,25 @@ from typing_extensions import override
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.evaluation import Evaluation
-from lightning_tspipe.runtime.failures import Failures
-from lightning_tspipe.runtime.host_memory import keep_freed_memory
-from lightning_tspipe.runtime.loading import LookaheadLoader
-from lightning_tspipe.runtime.materializing import Source, is_on_meta
-from lightning_tspipe.runtime.random_states import RandomStates
-from lightning_tspipe.runtime.scaling import shared_scaler
-from lightning_tspipe.runtime.stopping import Stop
-from lightning_tspipe.runtime.weight_policies import POLICIES
-from lightning_tspipe.runtime.weights import Shards
-from lightning_tspipe.strategy.asynchronous import policy_for, refuse_training
-from lightning_tspipe.strategy.batches import CopyStream
-from lightning_tspipe.strategy.declared import find_networks
-from lightning_tspipe.strategy.ends import EndHooks
-from lightning_tspipe.strategy.heads_here import HeadsHere
-from lightning_tspipe.strategy.manual import ManualOptimization
-from lightning_tspipe.strategy.options import SetupOptions, load_plan
-from lightning_tspipe.strategy.pipelined import Pipelined
-from lightning_tspipe.strategy.plan_of_run import PlanOfRun
-from lightning_tspipe.strategy.progress import leave_ended_epoch
-from lightning_tspipe.strategy.relaying import Relaying
-from lightning_tspipe.strategy.repacking import Repacking
-from lightning_tspipe.strategy.sharing import PeerMetrics, StepSync
-from lightning_tspipe.strategy.support import (
+from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
+from lightning_tspipe.runtime.batches.loading import LookaheadLoader
+from lightning_tspipe.runtime.batches.random_states import RandomStates
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.evaluation import Evaluation
+from lightning_tspipe.runtime.faults.failures import Failures
+from lightning_tspipe.runtime.faults.stopping import Stop
+from lightning_tspipe.runtime.weights.materializing import Source, is_on_meta
+from lightning_tspipe.runtime.weights.ownership import Shards
+from lightning_tspipe.runtime.weights.policies import POLICIES
+from lightning_tspipe.runtime.weights.scaling import shared_scaler
+from lightning_tspipe.strategy.checkpoints.progress import leave_ended_epoch
+from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
+from lightning_tspipe.strategy.lightning.namespaces import strategy_classes, world_of
+from lightning_tspipe.strategy.setup.asynchronous import policy_for, refuse_training
+from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.setup.options import SetupOptions, load_plan
+from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.setup.refusals import (
     TeacherWatch,
     refuse_callbacks,
     refuse_delay,
@@ -56,8 +50,14 @@ from lightning_tspipe.strategy.support import (
     refuse_optimizers,
     refuse_trainer,
 )
-from lightning_tspipe.strategy.worlds import strategy_classes, world_of
-from lightning_tspipe.strategy.writing import ShardWriter
+from lightning_tspipe.strategy.shutdown.ends import EndHooks
+from lightning_tspipe.strategy.training.batches import CopyStream
+from lightning_tspipe.strategy.training.head_logs import HeadsHere
+from lightning_tspipe.strategy.training.manual import ManualOptimization
+from lightning_tspipe.strategy.training.pipelined import Pipelined
+from lightning_tspipe.strategy.training.relaying import Relaying
+from lightning_tspipe.strategy.training.repacking import Repacking
+from lightning_tspipe.strategy.training.step_results import PeerMetrics, StepSync
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

@@ -26,8 +26,8 @@ from lightning.pytorch.strategies.launchers import (
 
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.strategy.setup.refusals import refuse_trainer
 from lightning_tspipe.strategy.strategy import PipelineHooks
-from lightning_tspipe.strategy.support import refuse_trainer
 
 WORLDS = ("lightning.pytorch", "pytorch_lightning")
 NAMES = ("tspipe", "tspipe_gpipe", "tspipe_sequential")

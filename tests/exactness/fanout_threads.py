@@ -17,11 +17,11 @@ from typing_extensions import override
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.pieces import Pieces
 from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.heads import Heads
-from lightning_tspipe.runtime.ordered import OrderedTransport
-from lightning_tspipe.runtime.transport import LocalTransport
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.stages.heads import Heads
+from lightning_tspipe.runtime.transport.base import LocalTransport
+from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.transport.ordered import OrderedTransport
 from tests.device import DEVICE, on_device, on_host
 from tests.exactness.fanout import Batch, Tasks, make_batches, make_optimizer
 from tests.exactness.pipelined import even_cuts

@@ -14,10 +14,10 @@ from torch import nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.gloo import GlooTransport
-from lightning_tspipe.runtime.programs import Captured
-from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.transport.base import Transport
+from lightning_tspipe.runtime.transport.gloo import GlooTransport
 from tests.device import DEVICE, on_device, on_host
 from tests.exactness.modules import Trained
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of

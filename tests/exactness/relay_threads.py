@@ -14,9 +14,9 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.relay_modes import Mode, passes
-from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks
-from lightning_tspipe.runtime.relay.engine import NETWORKS, RelayEngine, RelayOptions
-from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
+from lightning_tspipe.runtime.modes.relay.engine import NETWORKS, RelayEngine, RelayOptions
+from lightning_tspipe.runtime.transport.base import Transport
 from tests.device import DEVICE, on_device, on_host
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads

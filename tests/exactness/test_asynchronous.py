@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.in_flight import num_copies
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.stage_weights import Read
-from lightning_tspipe.runtime.transport import Transport
-from lightning_tspipe.runtime.weight_policies import policy_of
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.transport.base import Transport
+from lightning_tspipe.runtime.weights.policies import policy_of
+from lightning_tspipe.runtime.weights.versions import Read
 from tests.device import DEVICE, on_device, on_host
 from tests.exactness.asynchronous import Emulated, Recurrent, emulate
 from tests.strict import StrictNetwork

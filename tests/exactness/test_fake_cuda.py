@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.runtime.sums import sum_over_ranks
+from lightning_tspipe.runtime.transport.sums import sum_over_ranks
 from tests import fake_cuda
 from tests.exactness.fanout_threads import Fan, train_on_threads
 from tests.exactness.grid import sample

@@ -16,10 +16,15 @@ import pytest
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.rendezvous import HEIR
-from lightning_tspipe.strategy import launching
-from lightning_tspipe.strategy.launching import _last_words, _launcher_class, _PassedOn, _Workers
-from lightning_tspipe.strategy.worlds import installed_worlds
+from lightning_tspipe.runtime.faults.rendezvous import HEIR
+from lightning_tspipe.strategy.lightning import launching
+from lightning_tspipe.strategy.lightning.launching import (
+    _last_words,
+    _launcher_class,
+    _PassedOn,
+    _Workers,
+)
+from lightning_tspipe.strategy.lightning.namespaces import installed_worlds
 
 
 class Workers:

@@ -21,9 +21,9 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.files import explain_damage, write_whole
-from lightning_tspipe.strategy.folders import META_FILE
-from lightning_tspipe.strategy.shards import FolderSource
+from lightning_tspipe.strategy.checkpoints.files import explain_damage, write_whole
+from lightning_tspipe.strategy.checkpoints.folders import META_FILE
+from lightning_tspipe.strategy.checkpoints.shards import FolderSource
 from tests.faults.breaking import (
     BYOL,
     SAVED,

@@ -129,7 +129,7 @@ from dataclasses import replace
 import torch
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
-from lightning_tspipe.strategy import writing
+from lightning_tspipe.strategy.checkpoints import writing
 from tests.faults.breaking import BYOL, Broken, Fault, fit, over, saving
 
 sync = writing._sync_folder

@@ -39,7 +39,7 @@ if "LOCAL_RANK" in os.environ:
 
 import torch
 
-from lightning_tspipe.strategy import processes
+from lightning_tspipe.strategy.lightning import processes
 from tests.faults.breaking import BYOL, Broken, fit
 
 meet, set_up = processes.meet, processes.ProcessHooks.setup_environment

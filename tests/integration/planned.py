@@ -27,7 +27,8 @@ from lightning_tspipe import (
     profiling,
 )
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.strategy import block_costs, fanout, repacking
+from lightning_tspipe.strategy.setup import block_costs, fanout
+from lightning_tspipe.strategy.training import repacking
 from tests.integration.trainings import strict
 
 WIDTH = 6

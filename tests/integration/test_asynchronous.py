@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.runtime.stage_weights import Read
-from lightning_tspipe.runtime.weight_policies import policy_of
+from lightning_tspipe.runtime.weights.policies import policy_of
+from lightning_tspipe.runtime.weights.versions import Read
 from lightning_tspipe.simulation.timeline import Timeline
-from lightning_tspipe.strategy.asynchronous import check_epochs, refuse_training
+from lightning_tspipe.strategy.setup.asynchronous import check_epochs, refuse_training
 from tests.exactness.asynchronous import emulate
 from tests.exactness.test_asynchronous import OPTIMIZERS, Case, Module, loss_of, make
 from tests.integration.jobs import run, run_job

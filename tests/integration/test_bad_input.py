@@ -16,7 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.strategy.support import refuse_fused
+from lightning_tspipe.strategy.setup.refusals import refuse_fused
 from tests.integration.by_hand import ByHand, body_and_tail
 from tests.integration.jobs import Job, run_job
 from tests.integration.trainings import Training, build, strict, train, trainer_of

@@ -16,9 +16,9 @@ from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.cli.modules import measure
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.runtime import execution
-from lightning_tspipe.strategy.declared import find_networks
-from lightning_tspipe.strategy.options import SetupOptions
+from lightning_tspipe.runtime.stages import running as execution
+from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.setup.options import SetupOptions
 from tests.integration.jobs import run_job
 from tests.integration.test_exact import assert_same, reference
 from tests.integration.trainings import Trained, Training, build, train

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_tspipe.callbacks.pipeline_front import PipelineFront
-from lightning_tspipe.strategy.repacking import Repacking
+from lightning_tspipe.strategy.training.repacking import Repacking
 from tests.integration.freezing import Case, Found, train
 from tests.integration.jobs import run, run_job
 

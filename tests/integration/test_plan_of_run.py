@@ -11,7 +11,7 @@ import torch
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.strategy.options import load_plan
+from lightning_tspipe.strategy.setup.options import load_plan
 from tests.integration.jobs import run
 from tests.integration.planned import Planned, Went, train, train_as_planned
 

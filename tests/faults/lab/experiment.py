@@ -218,8 +218,8 @@ class Experiment:
 def start_and_end(folder: Path) -> None:
     """As the next job of this user does, where temporary files are in this folder."""
     code = (
-        "from lightning_tspipe.runtime.private_folder import make_job_folder, remove_job_folder\n"
-        "remove_job_folder(make_job_folder('job-next'))"
+        "from lightning_tspipe.runtime.faults import private_folder as folder\n"
+        "folder.remove_job_folder(folder.make_job_folder('job-next'))"
     )
     environment = {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(REPOSITORY)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)  # noqa: S603 - ours

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.gloo import GlooTransport
-from lightning_tspipe.runtime.shared_memory import SharedMemoryTransport
-from lightning_tspipe.runtime.transport import Transport
+from lightning_tspipe.runtime.transport.base import Transport
+from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.transport.gloo import GlooTransport
+from lightning_tspipe.runtime.transport.shared_memory import SharedMemoryTransport
 
 
 def connect(kind: str, seconds: float) -> Transport:

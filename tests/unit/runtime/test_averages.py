@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.profiling import profile_step
-from lightning_tspipe.runtime.averages import followed_tensors
-from lightning_tspipe.runtime.engine import Engine
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
-from lightning_tspipe.runtime.weights import Shards
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.weights.averages import followed_tensors
+from lightning_tspipe.runtime.weights.ownership import Shards
 
 CPU = torch.device("cpu")
 

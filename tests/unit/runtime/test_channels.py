@@ -7,7 +7,7 @@ import pytest
 from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import default_ranks
-from lightning_tspipe.runtime.channels import (
+from lightning_tspipe.runtime.transport.channels import (
     Lane,
     channel_of,
     edges_along,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_tspipe.runtime.children import hear_of_children, let_children_end
+from lightning_tspipe.runtime.faults.loader_workers import hear_of_children, let_children_end
 
 
 @pytest.fixture

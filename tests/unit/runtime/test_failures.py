@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.failures import Failures, first_line
-from lightning_tspipe.runtime.members import Members
-from lightning_tspipe.runtime.neighbours import Neighbour, start_of
-from lightning_tspipe.runtime.notes import FolderNotes
-from lightning_tspipe.runtime.patrol import Found
-from lightning_tspipe.runtime.phases import HERE
-from lightning_tspipe.runtime.rendezvous import Job
+from lightning_tspipe.runtime.faults.failures import Failures, first_line
+from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
+from lightning_tspipe.runtime.faults.members import Members
+from lightning_tspipe.runtime.faults.notes import FolderNotes
+from lightning_tspipe.runtime.faults.patrol import Found
+from lightning_tspipe.runtime.faults.phases import HERE
+from lightning_tspipe.runtime.faults.rendezvous import Job
 
 READ_ERROR = "[enforce fail at pair.cc] gloo: Read error [127.0.0.1]:5000: Connection reset by peer"
 

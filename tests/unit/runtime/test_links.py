@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.planning.cluster import Link
-from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.links import NOMINAL, measure_link
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Transport
-from lightning_tspipe.strategy.limits import link_of
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.transport.links import NOMINAL, measure_link
+from lightning_tspipe.strategy.setup.machine import link_of
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 
 LENGTH = 3
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from lightning_tspipe.runtime.neighbours import Neighbour, start_of
+from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]
 

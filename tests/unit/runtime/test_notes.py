@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is documented
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime import rendezvous
-from lightning_tspipe.runtime.notes import FolderNotes, InTime, Notes, StoreNotes
+from lightning_tspipe.runtime.faults import rendezvous
+from lightning_tspipe.runtime.faults.notes import FolderNotes, InTime, Notes, StoreNotes
 
 
 @pytest.fixture(params=["folder", "store"])

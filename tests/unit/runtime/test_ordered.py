@@ -12,7 +12,7 @@ import torch
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.channels import (
+from lightning_tspipe.runtime.transport.channels import (
     Channel,
     Edge,
     Lane,
@@ -20,7 +20,7 @@ from lightning_tspipe.runtime.channels import (
     edges_from,
     lane_of,
 )
-from lightning_tspipe.runtime.ordered import WIRE_TYPES, OrderedTransport
+from lightning_tspipe.runtime.transport.ordered import WIRE_TYPES, OrderedTransport
 from tests.strict import BrokenRuleError, StrictNetwork
 from tests.threads import run_on_threads
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_tspipe.runtime.neighbours import Neighbour, start_of
-from lightning_tspipe.runtime.parents import (
+from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
+from lightning_tspipe.runtime.faults.parents import (
     Parent,
     before_exec,
     end_with_parent,

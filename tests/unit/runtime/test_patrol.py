@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
-from lightning_tspipe.runtime import patrol as module
-from lightning_tspipe.runtime.members import Member, Members
-from lightning_tspipe.runtime.notes import FolderNotes
-from lightning_tspipe.runtime.patrol import PERIOD, Patrol, next_of_another_machine
-from lightning_tspipe.runtime.rendezvous import Job
+from lightning_tspipe.runtime.faults import patrol as module
+from lightning_tspipe.runtime.faults.members import Member, Members
+from lightning_tspipe.runtime.faults.notes import FolderNotes
+from lightning_tspipe.runtime.faults.patrol import PERIOD, Patrol, next_of_another_machine
+from lightning_tspipe.runtime.faults.rendezvous import Job
 
 TIMEOUT = 8.0
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.prediction import (
+from lightning_tspipe.runtime.weights.prediction import (
     check_momentum,
     check_predictable,
     predicted_update,

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.neighbours import start_of
-from lightning_tspipe.runtime.private_folder import (
+from lightning_tspipe.runtime.faults.local_processes import start_of
+from lightning_tspipe.runtime.faults.private_folder import (
     entry_name,
     find_job_folder,
     make_job_folder,

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_tspipe.runtime.random_states import RandomStates
+from lightning_tspipe.runtime.batches.random_states import RandomStates
 
 
 def draw() -> list[float]:

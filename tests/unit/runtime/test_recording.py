@@ -4,7 +4,7 @@ import time
 from itertools import islice
 
 from lightning_tspipe.ir.action import Action
-from lightning_tspipe.runtime.loading import LookaheadLoader
+from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 from lightning_tspipe.runtime.recording import Recorder
 
 

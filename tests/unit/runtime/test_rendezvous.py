@@ -15,8 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tspipe.runtime.private_folder import remove_too
-from lightning_tspipe.runtime.rendezvous import current_job, end_by, meet, tell_before_the_end
+from lightning_tspipe.runtime.faults.private_folder import remove_too
+from lightning_tspipe.runtime.faults.rendezvous import (
+    current_job,
+    end_by,
+    meet,
+    tell_before_the_end,
+)
 
 SECONDS = 3.0
 PATIENCE = timedelta(seconds=10)

@@ -15,8 +15,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.replicas import Replicas
-from lightning_tspipe.runtime.sharing_batches import BatchShare, share_batches
+from lightning_tspipe.runtime.batches.global_batches import BatchShare, share_batches
+from lightning_tspipe.runtime.transport.replicas import Replicas
 
 
 class Alone(Replicas):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.stage_weights import StageWeights, stage_weights
-from lightning_tspipe.runtime.tokens import Held, Player, Recorder, Saved, Token
-from lightning_tspipe.runtime.weight_policies import policy_of
+from lightning_tspipe.runtime.weights.policies import policy_of
+from lightning_tspipe.runtime.weights.saved_tensors import Held, Player, Recorder, Saved, Token
+from lightning_tspipe.runtime.weights.versions import StageWeights, stage_weights
 
 
 def made(module: nn.Module, policy: str = "pipeoptim") -> StageWeights:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
 from tests.integration import jobs
 from tests.unit.runtime import peers
 

@@ -10,9 +10,9 @@ from lightning_tspipe.capture.plan import TensorSpec, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.runtime.frozen import FrozenPart
-from lightning_tspipe.runtime.network import ChainNetwork
-from lightning_tspipe.runtime.units import StepUnits, split_sizes
+from lightning_tspipe.runtime.stages.frozen import FrozenPart
+from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.units import StepUnits, split_sizes
 
 CPU = torch.device("cpu")
 

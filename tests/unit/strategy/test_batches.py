@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.strategy.batches import CopyStream, to_device
+from lightning_tspipe.strategy.training.batches import CopyStream, to_device
 
 CUDA = torch.device("cuda:0")
 

@@ -20,15 +20,19 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.checksums import (
+from lightning_tspipe.strategy.checkpoints.checksums import (
     BLOCK,
     TABLE_FILE,
     from_json,
     to_json,
 )
-from lightning_tspipe.strategy.folders import CONTENTS_FILE, META_FILE
-from lightning_tspipe.strategy.shards import FolderSource, is_sharded, own_optimizer_state
-from lightning_tspipe.strategy.writing import ShardWriter
+from lightning_tspipe.strategy.checkpoints.folders import CONTENTS_FILE, META_FILE
+from lightning_tspipe.strategy.checkpoints.shards import (
+    FolderSource,
+    is_sharded,
+    own_optimizer_state,
+)
+from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
 
 SHARD = "__0_0.distcp"
 FILES = (SHARD, CONTENTS_FILE, META_FILE, TABLE_FILE)

@@ -14,8 +14,14 @@ import pytest
 import torch
 
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.checksums import BLOCK, BlockCache, DamageError, Window, sums_of
-from lightning_tspipe.strategy.files import explain_damage, verify_file, write_whole
+from lightning_tspipe.strategy.checkpoints.checksums import (
+    BLOCK,
+    BlockCache,
+    DamageError,
+    Window,
+    sums_of,
+)
+from lightning_tspipe.strategy.checkpoints.files import explain_damage, verify_file, write_whole
 from tests.unit.strategy.test_damage import flip, refusal, same
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.strategy.freezing import Choices, Freezing, choose
+from lightning_tspipe.strategy.setup.freezing import Choices, Freezing, choose
 
 NUM_ATOMS, SAMPLES, ATOM_BYTES = 8, 16, 1000
 CHOICES = Choices(4, (1, 2, 4), (0.0, 1e12))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_tspipe.strategy.limits import memory_limit
+from lightning_tspipe.strategy.setup.machine import memory_limit
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 

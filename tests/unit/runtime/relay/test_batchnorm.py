@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.ir.shares import share
-from lightning_tspipe.runtime.channels import Lane, edges_among
-from lightning_tspipe.runtime.relay.batchnorm import shared_statistics
-from lightning_tspipe.runtime.relay.group import StageGroup
+from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
+from lightning_tspipe.runtime.modes.relay.group import StageGroup
+from lightning_tspipe.runtime.transport.channels import Lane, edges_among
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from lightning_tspipe import BlockwiseDistillation, BlockwiseRelay
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.relay.blocks import BlockPair, infer_shapes, pair_blocks
+from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes, pair_blocks
 
 
 class Module(nn.Module):

@@ -14,9 +14,9 @@ from torch.nn.functional import mse_loss
 
 from lightning_tspipe import BlockwiseRelay
 from lightning_tspipe.planning.relay import RelayProfile
-from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport
-from lightning_tspipe.strategy.block_costs import BlockCosts
+from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
+from lightning_tspipe.strategy.setup.block_costs import BlockCosts
 
 
 class Module(nn.Module):

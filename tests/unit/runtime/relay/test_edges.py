@@ -11,9 +11,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
-from lightning_tspipe.runtime.channels import Channel
-from lightning_tspipe.runtime.relay.edges import Inbox, Outbox
-from lightning_tspipe.runtime.transport import LocalNetwork, LocalTransport, Receipt
+from lightning_tspipe.runtime.modes.relay.edges import Inbox, Outbox
+from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport, Receipt
+from lightning_tspipe.runtime.transport.channels import Channel
 
 SIZES = (4, 4, 2, 4, 4)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_tspipe import BlockwiseDistillation
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.relay.blocks import infer_shapes, pair_blocks, through
-from lightning_tspipe.runtime.relay.named import blocks_between
+from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks, through
+from lightning_tspipe.runtime.modes.relay.named import blocks_between
 
 
 class Residual(nn.Module):

@@ -1,0 +1,1 @@
+"""Batches on their way to the pipeline: loaders, lookahead, and what ranks hear of them."""

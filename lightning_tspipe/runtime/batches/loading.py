@@ -1,0 +1,388 @@
+"""Loaders as a pipeline needs them: one rank reads ahead, the others wait for word.
+
+A checkpoint is taken while batches after the current one are held already. To resume, a loader of
+the user's that has a state (``state_dict``) is set back to before that batch. Any other loader
+begins its epoch again from the random state that it began with, and what was trained is skipped::
+
+    epoch  |0 1 2 ... n| n+1  n+2        checkpoint after batch n
+           ^ start      ^ random states before each batch that was held
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_tspipe.runtime.batches.random_states import RandomStates
+from lightning_tspipe.runtime.faults.loader_workers import refuse_killed_worker
+
+_END = object()
+_A_MOMENT = 1.0
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """How an epoch began.
+
+    Attributes:
+        first: Number of its first batch.
+        start: The random states.
+        own: The same of the loader's own generators.
+    """
+
+    first: int = 0
+    start: RandomStates | None = None
+    own: Sequence[Tensor] = ()
+
+
+@dataclass
+class _Early:
+    """An epoch that is read although the one before is still trained.
+
+    Attributes:
+        batches: The rest of it.
+        held: What was read of it.
+        before: How the one before began.
+        now: The random states where it ended.
+        own: The same of the loader's own generators.
+    """
+
+    batches: Iterator[Any]
+    held: deque[Any]
+    before: _Epoch
+    now: RandomStates
+    own: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class _Before:
+    """How things were before a batch was read."""
+
+    random: RandomStates
+    loader: Any
+
+
+def isolated(loader: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a loader; reading them leaves the random states alone.
+
+    A validation that is left out when a run goes on (Lightning's way with a checkpoint that was
+    saved just before it) then makes no difference to the training.
+    """
+    own, iterator = RandomStates.now(), None
+    while True:
+        outside = RandomStates.now()
+        own.restore()
+        try:
+            iterator = iter(loader) if iterator is None else iterator
+            batch = next(iterator, _END)
+        finally:
+            own = RandomStates.now()
+            outside.restore()
+        if batch is _END:
+            return
+        yield batch
+
+
+def _is_within(progress: dict[str, Any]) -> bool:
+    """Whether an epoch goes on in the middle, so that no hook of its beginning runs."""
+    return bool(progress["held"] and progress["num_batches"])
+
+
+class LookaheadLoader:
+    """The data rank's loader: it holds the next batches while the current one is trained.
+
+    Args:
+        loader: The user's loader. Its attributes (sampler, dataset, ...) are visible here.
+        announce: Called with the number of the iteration and whether there is another batch, as
+            soon as that is known; for loaders whose length the other ranks don't know.
+        on_read: Called after each batch with the time at which its reading began.
+        trains: Whether the batches are trained; else reading leaves the random states alone.
+        num_batches: Of an epoch, at most; nothing behind them is read. A sampler that is asked for
+            more draws from its generator, and the next epoch would have another order.
+        depth: How many batches are held behind the current one; may be set between two epochs.
+        follows: Asked once where an epoch ends: whether the next one may be read already. It
+            makes samplers ready for that. An epoch has to be at least as long as the depth.
+
+    Attributes:
+        current: Number of the batch in training, over all epochs.
+        may_repeat: Whether to remember how things were before the current batch, for a run that
+            fails in it, is saved nevertheless, and goes on with this batch.
+        agree: If set: asked after each reading whether there was a batch; says whether to go on.
+    """
+
+    def __init__(  # noqa: PLR0913 - what it reads, how far, and who is told
+        self,
+        loader: Iterable[Any],
+        announce: Callable[[int, bool], None] | None = None,
+        on_read: Callable[[float], None] | None = None,
+        *,
+        trains: bool = True,
+        num_batches: float = math.inf,
+        depth: int = 1,
+        follows: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._loader = loader
+        self._follows = follows
+        self._early: _Early | None = None
+        self._has_asked = False
+        self.depth = depth
+        self._num_iterations = 0
+        self._trains = trains
+        self._num_batches = num_batches
+        self._announce = announce
+        self._on_read = on_read
+        self._read: dict[int, Any] = {}
+        self._before: dict[int, _Before] = {}
+        self._num_read = 0
+        self._epoch = _Epoch()
+        self._resume: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
+        self._is_restored = False
+        self.current = -1
+        self.agree: Callable[[bool], bool] | None = None
+        self.may_repeat = False
+        self._taken: tuple[_Before, RandomStates] | None = None
+
+    @property
+    def upcoming(self) -> list[Any]:
+        """The batches after the current one that are held, none at the end."""
+        return [self._read[n] for n in sorted(self._read) if n > self.current]
+
+    def take(self) -> None:
+        """The next batch becomes the current one.
+
+        Not known from iteration: of a loader without a length, Lightning itself holds one more.
+        """
+        self.current += 1
+        self._resumed, self._is_restored = None, False
+        self._read.pop(self.current, None)
+        before = self._before.pop(self.current, None)
+        self._taken = (before, RandomStates.now()) if self.may_repeat and before else None
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._num_iterations += 1
+        early, self._early = self._early, None
+        self._has_asked = False
+        if early is not None and self.current + 1 == self._epoch.first:
+            batches, held = early.batches, early.held
+        else:
+            self._read, self._before = {}, {}
+            self.current = self._num_read - 1
+            if self._resumed is not None:
+                # Lightning has fetched one, of a loader without a length, and begins once more.
+                self.resume(self._resumed)
+            batches = self._announced(self._batches())
+            held = deque(islice(batches, 1))
+        while held:
+            held.extend(islice(batches, self.depth + 1 - len(held)))
+            self._read_early(self.depth + 1 - len(held))
+            yield held.popleft()
+
+    def _read_early(self, number: int) -> None:
+        """Hold as many batches of the next epoch, if it may be read already."""
+        if number <= 0:
+            return
+        if self._early is None:
+            now, own, before = RandomStates.now(), self._own(), self._epoch
+            # Others have heard the answer: it must not change.
+            if self._has_asked or not self._follows():
+                self._has_asked = True
+                return
+            self._early = _Early(self._batches(), deque(), before, now, own)
+        missing = number - len(self._early.held)
+        self._early.held.extend(islice(self._early.batches, max(0, missing)))
+
+    def _announced(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; the other ranks are told of each."""
+        say = self._announce or (lambda *_: None)
+        for batch in batches:
+            say(self._num_iterations, True)
+            yield batch
+        say(self._num_iterations, False)
+
+    def _batches(self) -> Iterator[Any]:
+        self._resumed = self._resume
+        # Between two epochs, hooks have drawn since.
+        drawn = RandomStates.now() if self._is_restored else None
+        self._is_restored = False
+        self._restore()
+        if drawn is not None:
+            drawn.restore()
+        now = RandomStates.now()
+        resume, self._resume = self._resume, None
+        if resume is None:
+            yield from self._whole(now)
+            return
+        self._set_own(resume["own"]["start"])
+        start = RandomStates.from_dict(resume["start"])
+        start.restore()
+        iterator = self._begin(start)
+        self._epoch = replace(self._epoch, first=self._epoch.first - resume["num_batches"])
+        if not self.has_state:
+            for _ in range(resume["num_batches"]):
+                next(iterator, None)
+        for state in resume["held"]:
+            RandomStates.from_dict(state).restore()
+            batch = self._read_from(iterator)
+            if batch is not _END:
+                yield batch
+        now.restore()
+        yield from iter(lambda: self._read_from(iterator), _END)
+        self._resume = resume.get("early")
+
+    def _whole(self, start: RandomStates) -> Iterator[Any]:
+        iterator = self._begin(start)
+        yield from iter(lambda: self._read_from(iterator), _END)
+
+    def _begin(self, start: RandomStates) -> Iterator[Any]:
+        self._epoch = _Epoch(self._num_read, start, self._own())
+        return iter(self._loader) if self._trains else isolated(self._loader)
+
+    def _read_from(self, iterator: Iterator[Any]) -> Any:
+        if self._num_read - self._epoch.first >= self._num_batches:
+            return _END
+        started = time.perf_counter()
+        before = _Before(RandomStates.now(), self._loader_state())
+        try:
+            batch = next(iterator, _END)
+        except (ConnectionError, EOFError) as error:
+            refuse_killed_worker(iterator, error)
+            raise
+        if self.agree is not None and not self.agree(batch is not _END):
+            batch = _END
+        if self._on_read is not None:
+            self._on_read(started)
+        if batch is not _END:
+            self._read[self._num_read] = batch
+            self._before[self._num_read] = before
+            self._num_read += 1
+        return batch
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that belong to the user's loader and its samplers."""
+        sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
+        owners = (self._loader, getattr(self._loader, "sampler", None), sampler)
+        found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
+        return [g for g in found.values() if isinstance(g, torch.Generator)]
+
+    def _own(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators()]
+
+    def _set_own(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators(), states, strict=False):
+            generator.set_state(state)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the user's loader has a state of its own."""
+        return callable(getattr(self._loader, "state_dict", None))
+
+    def _loader_state(self) -> Any:
+        return self._loader.state_dict() if self.has_state else None  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the user's loader as it was before it read ahead; empty without one."""
+        before = self._before.get(self.current + 1)
+        state = before.loader if before is not None else self._loader_state()
+        return state or {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hand a state to the user's loader, if it takes one."""
+        load = getattr(self._loader, "load_state_dict", None)
+        if callable(load) and state:
+            load(state)
+
+    def progress(self, *, ended: bool, repeats: bool = False) -> dict[str, Any]:
+        """What :meth:`resume` needs to go on with the batch after the current one.
+
+        Args:
+            ended: Whether the epoch is over, although a batch may be held.
+            repeats: Whether to go on with the current one instead, see :attr:`may_repeat`.
+        """
+        if not repeats or self._taken is None:
+            return self._progress(RandomStates.now(), ended=ended)
+        before, now = self._taken
+        self._before[self.current] = before
+        self.current -= 1
+        try:
+            return self._progress(now, ended=False)
+        finally:
+            self.current += 1
+            del self._before[self.current]
+
+    def _progress(self, now: RandomStates, *, ended: bool) -> dict[str, Any]:
+        epoch, early, coming = self._epoch, self._early, self.current + 1
+        own = self._own()
+        if early is None or coming >= epoch.first:
+            is_over = ended and early is None
+            return self._part(epoch, coming, self._num_read * (not is_over), now, own)
+        found = self._part(early.before, coming, epoch.first, early.now, list(early.own))
+        # What was read of the next epoch will be read again.
+        following = self._part(epoch, epoch.first, self._num_read, now, own)
+        return {**found, "early": {**following, "loader": None}}
+
+    def _part(
+        self, epoch: _Epoch, coming: int, last: int, now: RandomStates, own: Sequence[Tensor]
+    ) -> dict[str, Any]:
+        """Where one epoch is, of which the batches from ``coming`` to ``last`` are held."""
+        return {
+            "num_batches": coming - epoch.first,
+            "start": epoch.start.to_dict() if epoch.start is not None else None,
+            "loader": self.state_dict() if self.has_state else None,
+            "held": [
+                self._before[number].random.to_dict()
+                for number in sorted(self._before)
+                if coming <= number < last
+            ],
+            "now": now.to_dict(),
+            "own": {"start": list(epoch.own), "now": list(own)},
+            "early": None,
+        }
+
+    def resume(self, progress: dict[str, Any]) -> None:
+        """Begin the next iteration where a checkpoint was taken."""
+        self._resume = progress
+        # Lightning does it within an epoch only.
+        self.load_state_dict(progress["loader"] or {})
+
+    def restore_random(self) -> None:
+        """Have the random states of the checkpoint, for the hooks that run before the first batch.
+
+        Nothing happens in a run that is not resumed, and once it has read; but of a loader without
+        a length Lightning has fetched a batch, and begins once more.
+        """
+        if self._resume is not None:
+            self._restore()
+        elif self._resumed is not None and not _is_within(self._resumed):
+            RandomStates.from_dict(self._resumed["now"]).restore()
+        else:
+            return
+        self._is_restored = (self._resume or self._resumed) is not None
+
+    def _restore(self) -> None:
+        resume = self._resume
+        if resume is None:
+            return
+        if not resume["held"]:  # the epoch had ended: the next one is read as any other
+            if getattr(self._loader, "next_iter_state", None) is not None:
+                # torchdata's then makes two iterators, each of which draws random numbers.
+                iter(self._loader)
+            self._set_own(resume["own"]["now"])
+            self._resume = None
+        RandomStates.from_dict(resume["now"]).restore()

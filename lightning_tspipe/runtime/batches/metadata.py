@@ -1,0 +1,146 @@
+"""What the data rank tells the others about a batch, before anything else of it travels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.faults.failures import waiting
+from lightning_tspipe.runtime.stages.heads import Kept
+from lightning_tspipe.runtime.transport.base import Receipt, Transport
+from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a batch, and what is known of their way through a frozen part.
+
+    Attributes:
+        ids: Of the samples, in order.
+        known: What all of these samples gave behind so many atoms is known, so that nothing before
+            has to run.
+        is_checked: Whether what is known is compared with what comes out now.
+    """
+
+    ids: Any
+    known: int = 0
+    is_checked: bool = False
+
+
+@dataclass(frozen=True)
+class StepHeader:
+    """One batch, in shapes.
+
+    Attributes:
+        structure: Pytree structure of the batch.
+        leaves: Its leaves; tensors as specs.
+        inputs: Specs of the call inputs.
+        samples: Which samples these are, and how far a cache knows them; None without one.
+        stop: In an evaluation, what all ranks do after this batch, see ``stopping``; empty: go on.
+        kept: Where features are kept, those that are known.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+    inputs: tuple[TensorSpec, ...]
+    stop: str = ""
+    samples: Samples | None = None
+    kept: Kept | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: Any,
+        inputs: Sequence[Tensor],
+        *,
+        stop: str = "",
+        samples: Samples | None = None,
+        kept: Kept | None = None,
+    ) -> StepHeader:
+        """Describe a batch and the call inputs that were made of it."""
+        leaves, structure = pytree.tree_flatten(batch)
+        return cls(
+            structure,
+            tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves),
+            tuple(map(TensorSpec.of, inputs)),
+            stop,
+            samples,
+            kept,
+        )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest call."""
+        if self.kept is not None:
+            return len(self.kept.ids)
+        return max(spec.shape[0] for spec in self.inputs)
+
+    def send(self, transport: Transport) -> None:
+        """Tell all other ranks."""
+        for rank in range(transport.num_ranks):
+            if rank != transport.rank:
+                transport.send_object(self, rank)
+
+    @classmethod
+    def receive(cls, transport: Transport, data_rank: int) -> StepHeader:
+        """Hear from the data rank."""
+        with waiting("the start of a step"):
+            header = transport.receive_object(data_rank)
+        assert isinstance(header, StepHeader), f"expected the header of a step, got {header!r}"
+        return header
+
+    def exchange_fields(  # noqa: PLR0913, PLR0917 - who gives what to whom
+        self,
+        fields: Sequence[int],
+        batch: Any,
+        transport: Transport,
+        data_rank: int,
+        channel: Channel,
+        loss_ranks: Sequence[int] = (LOSS_RANK,),
+    ) -> Receipt | None:
+        """Send the fields that the step reads (data rank), or ask for them (loss ranks)."""
+        if transport.rank == data_rank:
+            send_fields(batch, fields, transport, channel, loss_ranks)
+            return None
+        if transport.rank in loss_ranks:
+            return self.ask_for_fields(fields, transport, data_rank, channel)
+        return None
+
+    def ask_for_fields(
+        self, fields: Sequence[int], transport: Transport, data_rank: int, channel: Channel
+    ) -> Receipt | None:
+        """On the loss rank: the fields of this batch, once they are here; None without any."""
+        if not fields:
+            return None
+        return transport.receive([self.leaves[i] for i in fields], data_rank, channel)
+
+    def batch(self, fields: Sequence[int] = (), receipt: Receipt | None = None) -> Any:
+        """The batch as a rank without data has it: meta tensors, and the fields it received."""
+        leaves = [x.empty("meta") if isinstance(x, TensorSpec) else x for x in self.leaves]
+        if receipt is not None:
+            with waiting("the loss needs the batch"):
+                received = receipt.wait()
+            for index, tensor in zip(fields, received, strict=True):
+                leaves[index] = tensor
+        return pytree.tree_unflatten(leaves, self.structure)
+
+
+def send_fields(
+    batch: Any,
+    fields: Sequence[int],
+    transport: Transport,
+    channel: Channel,
+    loss_ranks: Sequence[int] = (LOSS_RANK,),
+) -> None:
+    """Send leaves of a batch to the loss ranks, unless one is this."""
+    leaves = pytree.tree_leaves(batch)
+    for rank in loss_ranks:
+        if fields and transport.rank != rank:
+            sent = [leaves[i] for i in fields]
+            transport.send(sent, rank, channel, [TensorSpec.of(tensor) for tensor in sent])

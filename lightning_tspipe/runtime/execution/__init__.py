@@ -1,0 +1,1 @@
+"""Executes the schedules: one rank, step after step."""

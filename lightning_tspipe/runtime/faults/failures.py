@@ -1,0 +1,407 @@
+"""When a rank fails: its cause is told once, and every process ends.
+
+The first that knows of a failure claims it, and tells it: the rank that has the exception, or one
+that finds another one killed, stopped or silent. All others end with one line that names the cause.
+A rank that notices nothing, since it computes for long or stalls, is ended by its own watch::
+
+    rank 2   ... ValueError ── claims the cause               traceback, one line, exit
+    rank 1   ... connection closed by rank 2 ── the cause?    one line that names it, exit
+    rank 0   ... stalls        ◄── watch: someone failed 5 s ago: where it is, exit
+
+    rank 3   ... killed        ◄── watch of any other rank: claims the cause, one line
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import util
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.faults.members import process_name
+from lightning_tspipe.runtime.faults.patrol import PERIOD, Found, Patrol
+from lightning_tspipe.runtime.faults.phases import HERE
+
+if TYPE_CHECKING:
+    from lightning_tspipe.runtime.faults.rendezvous import Job
+
+_SIGNS = (
+    "gloo", "closed by peer", "reset by peer", "Broken pipe", "remote server shutdown",
+    # NCCL: the peer's end, the watchdog's, and what this process gave up because of either.
+    "ncclRemoteError", "closed by remote peer", "remote process exited",
+    "Watchdog caught collective operation timeout", "NCCL communicator was aborted",
+)  # fmt: skip
+_OF_GLOO = re.compile(r"\[[^]]*/gloo/[^]]*\] *")
+_CLOSED = ("Read error", "Write error", "losed by peer", "reset by peer", "Broken pipe")
+_PATIENCE = 5.0
+_A_MOMENT = 2.0
+_KEEP_EVERY = 3600.0
+_SHOWN = 4
+
+
+def is_consequence(exception: BaseException) -> bool:
+    """Whether a failure only tells that another rank failed."""
+    text = str(exception)
+    return isinstance(exception, TransportError) or (
+        isinstance(exception, RuntimeError) and any(sign in text for sign in _SIGNS)
+    )
+
+
+def first_line(exception: BaseException) -> str:
+    """What an exception says, in short; what gloo says, in plain words."""
+    line = (str(exception).strip().splitlines() or [type(exception).__name__])[0]
+    if _OF_GLOO.match(line) is None:
+        return line
+    if timed_out := re.search(r"[Tt]imed out waiting (\d+) ?ms", line):
+        return f"nothing came from another rank within {int(timed_out[1]) / 1000:g} s"
+    if any(sign in line for sign in _CLOSED):
+        return "another rank closed its connection"
+    return _OF_GLOO.sub("", line)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Say what this rank waited for, if it waits in vain.
+
+    Raises:
+        TransportError: With ``what`` before the reason.
+    """
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{what}: {error}") from error
+
+
+def say(line: str) -> None:
+    """Print where a traceback would go, in one piece."""
+    with suppress(OSError, ValueError):  # nobody reads it any more
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+class Failures:
+    """What the ranks of a job know of each other's failures.
+
+    All ranks make one at the start of each run; before that, each is on its own.
+
+    Args:
+        rank: This rank.
+        job: The ranks; None: they have not met yet.
+        run: Number of the run; the same on all ranks, and another one in each run.
+        timeout: After how many seconds a rank that is stopped is given up.
+        children: Processes that this one has started, for the ranks behind it.
+        ends_last: Whether a rank that fails because of another one lets that one end first; for
+            launchers that report the process that ended first.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - a rank's place, and what it has to know of the others
+        self,
+        rank: int,
+        job: Job | None = None,
+        run: int = 0,
+        timeout: float = 600.0,
+        children: Sequence[Any] = (),
+        ends_last: bool = False,
+    ) -> None:
+        self._rank = rank
+        self._job = job
+        self._run = f"run-{run}"
+        self._timeout = timeout
+        self._ends_last = ends_last
+        self._is_over = threading.Event()
+        self._is_settled = self._has_claimed = False
+        self._last_words: tuple[BaseException, bool] | None = None
+        self._thread: threading.Thread | None = None
+        self._patrol: Patrol | None = None
+        if job is not None:
+            pids = {
+                rank + n + 1: child.pid for n, child in enumerate(children) if _is_script(child)
+            }
+            self._patrol = Patrol(job, self._run, timeout, pids)
+
+    @property
+    def _me(self) -> str:
+        if self._job is None:
+            return process_name(self._rank, os.getpid())
+        return self._job.members.name(self._rank)
+
+    # The watch
+
+    def watch(self) -> None:
+        """From now on, end this process if another rank fails and this one doesn't notice."""
+        self._thread = threading.Thread(
+            target=self._look_around, name="lightning-tspipe-watch", daemon=True
+        )
+        self._thread.start()
+
+    def has_failed(self) -> bool:
+        """Whether it is known that a rank has failed."""
+        return self._cause() is not None
+
+    def end_watch(self) -> None:
+        """This rank needs the others no more, or ends by itself."""
+        self._is_over.set()
+        if self._job is not None:
+            self._job.notes.leave(f"{self._run}/over/{self._rank}")
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(PERIOD)
+
+    def _look_around(self) -> None:
+        assert self._job is not None
+        since = time.monotonic()
+        while not self._is_over.wait(PERIOD):
+            if self._find_cause() is not None:
+                if not self._is_over.wait(_PATIENCE):
+                    self._end()
+                return
+            if time.monotonic() - since > _KEEP_EVERY:
+                since = time.monotonic()
+                self._job.keep()
+
+    def _find_cause(self) -> str | None:
+        """Why the job ends, if it does; if nobody knew it, all know it then."""
+        known = self._cause()
+        if known is not None or self._patrol is None:
+            return known
+        found = self._patrol.look()
+        if found is None or self._is_over.is_set():
+            return None
+        self._tell(found)
+        return self._cause() or found.what
+
+    def _tell(self, found: Found) -> None:
+        if self._claim(found.what, found.rank):
+            say(_told(found.what, found.remedy))
+            if found.victim is not None:
+                found.victim.kill()
+
+    def _end(self) -> None:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        say(
+            f"{self._me} is ended: another rank has failed, and this one did not notice within "
+            f"{_PATIENCE:.0f} s{self._because()}. It was here, in {HERE.text}:\n{where}"
+        )
+        assert self._job is not None
+        self._job.notes.leave(f"{self._run}/over/{self._rank}")
+        if self._has_claimed:
+            self._end_the_stopped()
+        self._job.leave()
+        os._exit(1)
+
+    def await_ends(self) -> None:
+        """Wait until every rank of this machine has come here, or has ended."""
+        if self._job is None or self._patrol is None:
+            return
+        self._job.notes.leave(f"{self._run}/ended/{self._rank}")
+        deadline = time.monotonic() + self._timeout
+        for rank in range(self._job.members.num_ranks):
+            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
+            while neighbour is not None and not neighbour.has_ended:
+                if self._job.notes.read(f"{self._run}/ended/{rank}") is not None:
+                    break
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.05)
+
+    def tell_of_signal(self, signum: int) -> None:
+        """This process is about to be ended: if nothing has failed before, that is the cause."""
+        assert self._job is not None
+        self._await_the_dying()
+        what = f"{self._me} was ended by {signal.Signals(signum).name} in {HERE.text}"
+        is_first = self._find_cause() is None and not self._job.launcher_knows_more
+        if is_first and self._claim(what, self._rank):
+            say(_told(what))
+
+    def _await_the_dying(self) -> None:
+        """A launcher may see that a rank is gone before the system says so."""
+        assert self._job is not None
+        assert self._patrol is not None
+        deadline = time.monotonic() + _A_MOMENT
+        for rank in range(self._job.members.num_ranks):
+            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
+            while neighbour is not None and neighbour.is_ending and not neighbour.has_ended:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.01)
+
+    # The cause
+
+    def _claim(self, what: str, rank: int | None) -> bool:
+        """Whether nobody has told of a failure before."""
+        if self._job is None:
+            return True
+        claimed = self._job.notes.claim(f"{self._run}/cause", f"{rank} {what}")
+        if claimed:
+            self._has_claimed = True
+            util.Finalize(None, self._end_the_stopped, exitpriority=10)
+        return claimed
+
+    def _cause(self) -> str | None:
+        if self._job is None:
+            return None
+        try:
+            text = self._job.notes.read(f"{self._run}/cause")
+        except TransportError as error:
+            return f"None {error}"
+        return text
+
+    def _because(self) -> str:
+        cause = self._cause()
+        return f" (the cause: {cause.partition(' ')[2]})" if cause else ""
+
+    # The end of this rank
+
+    def settle(self, exception: BaseException, children: Sequence[Any] = ()) -> None:
+        """See to it that only one rank of the job prints a traceback, and that all of them end.
+
+        Args:
+            exception: Why this rank ends.
+            children: Processes that this one started; they end with it.
+        """
+        if self._is_settled:
+            return
+        self._is_settled = True
+        end_with_this_process(children)
+        if is_consequence(exception):
+            self._follow(exception)
+        else:
+            self._lead(exception)
+        self.end_watch()
+        if self._ends_last and not self._has_claimed:
+            self._let_end(self._rank_of_cause())
+
+    def _lead(self, exception: BaseException) -> None:
+        """A failure for a reason of its own: the cause, unless another rank has failed before."""
+        what = f"{self._me} raised {type(exception).__name__} in {HERE.text}"
+        if self._claim(what, self._rank):
+            line = _told(what)
+            self._tell_at_the_end(exception, line, with_traceback=True)
+            if isinstance(exception, SystemExit | KeyboardInterrupt):
+                say(line)  # the interpreter says nothing of those
+        else:
+            self._stop_too(exception, f"{type(exception).__name__}: {first_line(exception)}")
+
+    def _follow(self, exception: BaseException) -> None:
+        """A failure of another rank: which, and why?"""
+        if self._patrol is not None:
+            self._patrol.expect_no_more()
+        deadline = time.monotonic() + _A_MOMENT
+        while self._find_cause() is None and self._job is not None:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        text = first_line(exception)
+        if self._job is None:  # it has met nobody who could know more
+            self._tell_at_the_end(exception, _told(text))
+            return
+        what = f"{self._me} waited in vain in {HERE.text}: {text}{self._meanwhile()}"
+        if self._cause() is None and self._claim(what, self._rank):
+            remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
+            self._tell_at_the_end(exception, _told(what, remedy))
+        else:
+            self._stop_too(exception, text)
+
+    def _meanwhile(self) -> str:
+        """What the other ranks of this machine are doing: one of them did not come."""
+        assert self._job is not None
+        found = [
+            f"{self._job.members.name(rank)} is in {phase}"
+            for rank in range(self._job.members.num_ranks)
+            if rank != self._rank and (phase := self._job.phase_of(rank))
+        ]
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        return f"; {', '.join(found[:_SHOWN])}{more}" if found else ""
+
+    def _stop_too(self, exception: BaseException, text: str) -> None:
+        line = f"rank {self._rank} stops too: {text}{self._because()}"
+        self._tell_at_the_end(exception, line)
+
+    def _tell_at_the_end(
+        self, exception: BaseException, line: str, *, with_traceback: bool = False
+    ) -> None:
+        """Print a line if the exception ends this process, after the traceback or in its place."""
+        self._last_words = exception, with_traceback
+        previous = sys.excepthook
+
+        def hook(
+            kind: type[BaseException], value: BaseException, trace: TracebackType | None
+        ) -> None:
+            if value is not exception or with_traceback:
+                previous(kind, value, trace)
+            if value is exception:
+                say(line)
+
+        sys.excepthook = hook
+
+    def tell_now(self, exception: BaseException) -> bool:
+        """Print what the end of the process would, where it ends without; whether another failed.
+
+        A launcher may not get to see the exception: it looks at the process that ends first.
+        """
+        if self._job is None or self._last_words is None or self._last_words[0] is not exception:
+            return False
+        sys.excepthook(type(exception), exception, exception.__traceback__)
+        return not self._last_words[1]
+
+    def _rank_of_cause(self) -> int | None:
+        first = (self._cause() or "None").partition(" ")[0]
+        return int(first) if first.isdigit() else None
+
+    def _let_end(self, rank: int | None) -> None:
+        neighbour = self._patrol.neighbour(rank) if self._patrol and rank is not None else None
+        deadline = time.monotonic() + _PATIENCE
+        while neighbour is not None and not neighbour.has_ended and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _end_the_stopped(self) -> None:
+        """On the rank that told the cause, when it ends: others that are stopped can't hear it.
+
+        It does not wait for the others: those that wait for it at a connection notice its end.
+        """
+        assert self._job is not None
+        assert self._patrol is not None
+        for rank in range(self._job.members.num_ranks):
+            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
+            if neighbour is not None and neighbour.is_stopped:
+                neighbour.kill()
+
+
+def _told(what: str, remedy: str = "") -> str:
+    """The one line of a cause."""
+    sentences = [f"The job ends, because {what}", remedy, HERE.how_to_resume]
+    return ". ".join(sentence for sentence in sentences if sentence)
+
+
+def end_with_this_process(children: Sequence[Any]) -> None:
+    """When this process ends, its children end soon after: by themselves, or they are killed."""
+    scripts = [child for child in children if _is_script(child)]
+    if scripts:
+        atexit.register(_end, scripts)
+
+
+def _is_script(child: Any) -> bool:
+    return isinstance(child, subprocess.Popen)
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Give the other processes time to see for themselves, then end them."""
+    # Longer than a watch takes to end a rank that notices nothing, and says where it was.
+    deadline = time.monotonic() + _PATIENCE + _A_MOMENT
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()  # so that all have ended when this process looks for what they have left

@@ -1,0 +1,1 @@
+"""Ways of training that differ from a chain of stages."""

@@ -1,0 +1,203 @@
+"""A student whose first atoms are frozen: they are a forward-only network of their own.
+
+It runs where a teacher would, also a batch ahead, and the rest of the student reads what it puts
+out. There is no staleness in that: frozen weights don't change::
+
+    student   | atom 0 | atom 1 | atom 2 | atom 3 | atom 4 |
+    frozen    |<-- 'teacher', no backward ->|<- 'student' ->|
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.runtime.batches.metadata import Samples
+from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.running import Ran
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of the student, as far as its frozen part has to do with it.
+
+    Attributes:
+        taken: What its first atom gets for a batch.
+        passed: What its last one passes on.
+        seconds: Measures or looks up how long it runs.
+    """
+
+    taken: TensorSpec
+    passed: tuple[TensorSpec, ...]
+    seconds: Callable[[], float]
+
+
+class Front(Protocol):
+    """Something that knows what a frozen part returned for a sample before."""
+
+    @property
+    def num_known(self) -> int:
+        """Behind so many atoms something may be known."""
+
+    def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
+        """A part is about to be cut, and all its values are here; every rank calls it.
+
+        Args:
+            part: The frozen part.
+            calls: Of the step.
+
+        Returns:
+            Whether anything is going to be known of it.
+        """
+
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+        """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
+
+    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+        """The batches, by their numbers, that a step has to do with."""
+
+    def run(
+        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+    ) -> Tensors:
+        """What some atoms return for some samples of a batch.
+
+        Args:
+            part: The frozen part.
+            place: The batch, and the rows in it.
+            received: What the first atom gets; nothing where it is known.
+            atoms: The first one, and one after the last.
+        """
+
+
+class FrozenPart(ChainNetwork):
+    """The frozen atoms of a student: the same chain, run without a backward.
+
+    Args:
+        student: The whole chain.
+        num_atoms: Its first atoms that are frozen.
+    """
+
+    def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
+        vars(self).update(vars(student))  # the same atoms, the same shapes
+        self.name = "teacher"
+        self.called_as = "student"
+        self.num_frozen = num_atoms
+        self.front: Front | None = None
+        self._now: tuple[int, slice] | None = None
+
+    @override
+    def about_to_run(self, batch: int, rows: slice) -> None:
+        self._now = batch, rows
+
+    @override
+    def run(
+        self,
+        received: Tensors,
+        start: int,
+        stop: int,
+        *,
+        grad: bool,
+        run: Callable[[Tensors, int, int], Ran] | None = None,
+    ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
+        now, self._now = self._now, None
+        if self.front is None or now is None:  # or somebody asks for shapes
+            return super().run(received, start, stop, grad=grad, run=run)
+        return self.front.run(self, now, received, (start, stop)), {}
+
+    def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
+        """What some atoms return, without gradients, whatever is known."""
+        return super().run(received, start, stop, grad=False)[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._device
+
+    @property
+    def is_tapped(self) -> bool:
+        """Whether the step uses something in its middle."""
+        return any(output.atom < self.num_frozen for output in self.wanted)
+
+    @override
+    def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
+        """The stages that emit something that the step uses; the last one need not.
+
+        Args:
+            cuts: First atom of each stage, and the number of frozen atoms.
+        """
+        inside = [o.atom for o in self.wanted if o.atom < self.num_frozen]
+        return frozenset(
+            stage
+            for stage in range(len(cuts) - 1)
+            if any(cuts[stage] <= atom < cuts[stage + 1] for atom in inside)
+        )
+
+
+def refuse_teacher(captured: Captured) -> None:
+    """Refuse a step that calls a teacher: what is frozen will run in its place.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    if "teacher" in captured.networks:
+        raise ConfigurationError(
+            "the step calls a teacher, and FreezeAndRepack makes the frozen layers run in its "
+            "place. Use FreezeAndRepack where training_step calls the student only: an average of "
+            "its weights (MomentumEMA) may be there, and validation_step may call it"
+        )
+
+
+def with_frozen(
+    captured: Captured, frozen: Collection[str], front: Front | None = None
+) -> tuple[Captured, int]:
+    """Make the frozen beginning of the student a network of its own.
+
+    Args:
+        captured: A step with a student, and without a teacher.
+        frozen: Names of the parameters that are frozen; they need no gradients.
+        front: Knows what the frozen part returned before.
+
+    Returns:
+        The captured step, and the number of frozen atoms; 0 if the first atom is trained.
+    """
+    student = captured.networks.get("student")
+    number = 0 if student is None else num_frozen_atoms(parameter_names(student), frozen)
+    if student is None or number == 0:
+        return captured, 0
+    part = FrozenPart(student, number)
+    part.front = None if part.is_tapped else front
+    networks: dict[NetworkName, ChainNetwork] = {"student": student, "teacher": part}
+    return replace(captured, networks=networks), number
+
+
+def parameter_names(network: ChainNetwork) -> tuple[tuple[str, ...], ...]:
+    """For each atom, the names of its parameters."""
+    return tuple(tuple(atom.parameter_names) for atom in network.atoms)
+
+
+def num_frozen_atoms(parameters: Sequence[Sequence[str]], frozen: Collection[str]) -> int:
+    """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
+
+    What follows it without parameters may be random (dropout), and belongs to the next layer.
+
+    Args:
+        parameters: For each atom, the names of its parameters.
+        frozen: Names of the parameters that are frozen.
+    """
+    last = 0
+    for index, own in enumerate(parameters):
+        names = set(own)
+        if names - set(frozen):
+            break
+        if names:
+            last = index + 1
+    return last

@@ -1,0 +1,360 @@
+"""A network as the step uses it: blocks and glue as one chain of atoms, cut into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.capture import swap
+from lightning_tspipe.capture.plan import (
+    Block,
+    Glue,
+    Interception,
+    NetworkName,
+    StepPlan,
+    TensorSpec,
+    ValueRef,
+)
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.atoms import (
+    Atom,
+    AtomChain,
+    Atomized,
+    OutputRef,
+    atomize,
+    function_atom,
+    join_atoms,
+)
+from lightning_tspipe.networks.codegen import RangeFunction, Tensors
+from lightning_tspipe.runtime.stages.running import Ran
+
+
+@dataclass(frozen=True)
+class UnitShapes:
+    """What flows when one unit goes through a chain.
+
+    Attributes:
+        boundaries: Specs of what passes in front of each atom, and behind the last; none behind
+            the end of the call, or where nothing passes on.
+        outputs: Specs of the values that the step uses.
+    """
+
+    boundaries: tuple[tuple[TensorSpec, ...], ...]
+    outputs: dict[ValueRef, TensorSpec]
+
+
+class ChainNetwork:
+    """One network of a captured step.
+
+    Args:
+        name: ``student`` or ``teacher``.
+        module: The LightningModule.
+        plan: The captured step.
+        device: Where it runs.
+
+    Attributes:
+        called_as: The network whose calls go through it: another one for a frozen part.
+        atoms: Its atoms; parameter names are those of the LightningModule.
+        ends: For each link of the chain, one after its last atom.
+        chain: Runs them.
+    """
+
+    def __init__(
+        self, name: NetworkName, module: nn.Module, plan: StepPlan, device: torch.device
+    ) -> None:
+        self.name = name
+        self.called_as: NetworkName = name
+        self._device = device
+        self._links = plan.chains[name]
+        first_seen: dict[int, Interception] = {}
+        for interception in plan.interceptions:
+            if plan.calls[interception.call].network == name:
+                first_seen.setdefault(interception.position, interception)
+        pieces = []
+        for link in self._links:
+            if isinstance(link, Block):
+                pieces.append(atomize(module.get_submodule(link.name), link.name, link.arguments))
+            else:
+                pieces.append(_glue_atom(link))
+        raw: list[Atom] = []
+        owners: list[str] = []
+        starts = []
+        for link, piece in zip(self._links, pieces, strict=True):
+            starts.append(len(raw))
+            raw += piece.atoms
+            owners += [link.name if isinstance(link, Block) else ""] * len(piece.atoms)
+        self.atoms, places = join_atoms(
+            [_qualified(a, o) for a, o in zip(raw, owners, strict=True)]
+        )
+        self.ends = tuple(
+            places[start + len(piece.atoms) - 1].atom + 1
+            for start, piece in zip(starts, pieces, strict=True)
+        )
+        self._refs: dict[ValueRef, OutputRef] = {}
+        for ref in plan.used[name]:
+            leaves = first_seen[ref.position].leaves
+            index = sum(leaf is not None for leaf in leaves[: ref.slot])
+            output = pieces[ref.position].outputs[index]
+            place = places[starts[ref.position] + output.atom]
+            self._refs[ref] = OutputRef(place.atom, place.slot + output.slot)
+        self._values = {(o.atom, o.slot): ref for ref, o in self._refs.items()}
+        self.chain = AtomChain(self.atoms, wanted=frozenset(self._refs.values()))
+        self._modules = [
+            m
+            for link in self._links
+            if isinstance(link, Block)
+            for m in module.get_submodule(link.name).modules()
+        ]
+        self._module = module
+        self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
+
+    @property
+    def block_names(self) -> tuple[str, ...]:
+        """The declared submodules of the chain."""
+        return tuple(link.name for link in self._links if isinstance(link, Block))
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The declared submodules and all that are in them."""
+        return tuple(self._modules)
+
+    @property
+    def wanted(self) -> frozenset[OutputRef]:
+        """The outputs of atoms that the step uses."""
+        return frozenset(self._refs.values())
+
+    def parameter_shapes(self, atom: int) -> list[tuple[int, ...]]:
+        """Shapes of the parameters of an atom."""
+        names = self.atoms[atom].parameter_names
+        return [tuple(self._module.get_parameter(name).shape) for name in names]
+
+    def num_bytes(self, atom: int, names: Collection[str]) -> int:
+        """Bytes of an atom's parameters and buffers, of those that are named."""
+        found = self.atoms[atom]
+        tensors = [
+            *(self._module.get_parameter(n) for n in found.parameter_names if n in names),
+            *(self._module.get_buffer(n) for n in found.buffer_names if n in names),
+        ]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def cuts_like(
+        self, other: ChainNetwork, cuts: Sequence[int], followed: Mapping[str, str]
+    ) -> tuple[int, ...] | None:
+        """Where to cut this chain so that each stage holds what it holds of another chain already.
+
+        Args:
+            other: A chain over the same module.
+            cuts: First atom of each stage of ``other``, and its number of atoms.
+            followed: Tensors of this chain, and those of ``other`` that they lie with.
+
+        Returns:
+            The same for this chain, whose last stages may be empty; None where it uses something
+            that ``other`` does not, uses it in another order, or does not begin in the first stage.
+        """
+        mine, others = [str(link) for link in self._links], [str(link) for link in other._links]
+        if mine == others[: len(mine)]:
+            return tuple(min(cut, len(self.atoms)) for cut in cuts)
+        stage_of = {
+            name: _stage_of(index, cuts)
+            for index, atom in enumerate(other.atoms)
+            for name in (*atom.parameter_names, *atom.buffer_names)
+        }
+        stages = [0]
+        for atom in self.atoms:
+            names = (*atom.parameter_names, *atom.buffer_names)
+            own = {stage_of.get(followed.get(name, name)) for name in names} or {stages[-1]}
+            stage = own.pop()
+            if own or stage is None or stage - stages[-1] not in {0, 1}:
+                return None
+            stages.append(stage)
+        num_stages = len(cuts) - 1
+        starts = (sum(stage < start for stage in stages[1:]) for start in range(num_stages))
+        return (*starts, len(self.atoms))
+
+    def end_of(self, num_links: int) -> int:
+        """One after the last atom of a call with so many links."""
+        return self.ends[num_links - 1]
+
+    def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
+        """The stages that emit something that the step uses.
+
+        Args:
+            cuts: First atom of each stage, and the number of atoms.
+        """
+        stages = {_stage_of(output.atom, cuts) for output in self._refs.values()}
+        return frozenset(stages | {len(cuts) - 2})
+
+    def outputs_between(self, start: int, stop: int) -> tuple[ValueRef, ...]:
+        """The used values that atoms from ``start`` up to ``stop`` emit."""
+        return tuple(ref for ref, out in self._refs.items() if start <= out.atom < stop)
+
+    def about_to_run(self, batch: int, rows: slice) -> None:
+        """Which samples of which batch run next; a frozen part asks what it knows of them."""
+
+    def run(
+        self,
+        received: Tensors,
+        start: int,
+        stop: int,
+        *,
+        grad: bool,
+        run: Callable[[Tensors, int, int], Ran] | None = None,
+    ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
+        """Run some atoms.
+
+        Args:
+            received: What atom ``start`` gets.
+            start: The first atom.
+            stop: One after the last.
+            grad: Whether the call takes part in the backward; links that the step ran under
+                ``no_grad`` never do.
+            run: Runs a range, if not :attr:`chain`.
+        """
+        outputs: dict[ValueRef, Tensor] = {}
+        values = received
+        for first, last, link_grad in self._stretches(start, stop):
+            with torch.set_grad_enabled(grad and link_grad):
+                values, found = (run or self.chain.run)(values, first, last)
+            for atom, slot, tensor in found:
+                outputs[self._values[atom, slot]] = tensor
+        return values, outputs
+
+    def _stretches(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
+        """The atoms from ``start`` to ``stop`` in pieces of one gradient mode."""
+        stretches: list[tuple[int, int, bool]] = []
+        begin = 0
+        for link, end in zip(self._links, self.ends, strict=True):
+            first, last = max(begin, start), min(end, stop)
+            begin = end
+            if first >= last:
+                continue
+            grad = link.grad if isinstance(link, Block) else True
+            if stretches and stretches[-1][2] == grad:
+                first = stretches.pop()[0]
+            stretches.append((first, last, grad))
+        return stretches
+
+    def shapes(
+        self,
+        spec: TensorSpec,
+        num_links: int,
+        context: Callable[[], AbstractContextManager[None]],
+        *,
+        grad: bool,
+    ) -> UnitShapes:
+        """What flows when an input of the given spec goes through; found on fake tensors."""
+        key = (spec, num_links, grad)
+        if key not in self._shapes:
+            self._shapes[key] = self._infer(spec, self.end_of(num_links), context, grad=grad)
+        return self._shapes[key]
+
+    def _infer(
+        self,
+        spec: TensorSpec,
+        end: int,
+        context: Callable[[], AbstractContextManager[None]],
+        *,
+        grad: bool,
+    ) -> UnitShapes:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+        def make(tensor: Tensor) -> Tensor:
+            with fake:
+                made = TensorSpec.of(tensor).empty(self._device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(made, requires_grad=tensor.requires_grad)
+            return made
+
+        boundaries: list[tuple[TensorSpec, ...]] = [()] * (len(self.atoms) + 1)
+        outputs: dict[ValueRef, TensorSpec] = {}
+        with swap.TensorSwap(self._modules, make)(), swap.random_stream(None):
+            with fake:
+                values: Tensors = (spec.empty(self._device),)
+            with fake, context():
+                boundaries[0] = (spec,)
+                for atom in range(end):
+                    values, found = self.run(values, atom, atom + 1, grad=grad)
+                    outputs |= {ref: TensorSpec.of(tensor) for ref, tensor in found.items()}
+                    if atom + 1 < end:
+                        boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
+        return UnitShapes(tuple(boundaries), outputs)
+
+    @contextmanager
+    def on_meta(self) -> Iterator[None]:
+        """While inside, parameters and buffers have shapes only."""
+        with swap.TensorSwap(self._modules, swap.meta_like)():
+            yield
+
+    def compiled_chain(
+        self, compiler: Callable[[RangeFunction], RangeFunction] | None
+    ) -> AtomChain:
+        """The same atoms, run by functions that a compiler makes."""
+        if compiler is None:
+            return self.chain
+        return AtomChain(self.atoms, self.chain.wanted, compiler)
+
+    @contextmanager
+    def with_values(self, atom: Atom) -> Iterator[None]:
+        """While inside, the parameters and buffers of one atom are on the device, with values."""
+        reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
+
+        def make(tensor: Tensor) -> Tensor:
+            if id(tensor) not in reads or tensor.device == self._device:
+                return tensor
+            if tensor.is_meta:
+                return swap.arbitrary_like(tensor, self._device)
+            return swap.moved(tensor, self._device)
+
+        with swap.TensorSwap(self._modules, make)():
+            yield
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a part of it is not on the device: without values, or in host memory still."""
+        tensors = (t for m in self._modules for t in (*m.parameters(), *m.buffers()))
+        return any(tensor.device != self._device for tensor in tensors)
+
+    def check_cuts(self, cuts: Sequence[int]) -> None:
+        """Refuse cuts that separate the uses of one parameter.
+
+        Raises:
+            PartitionError: A parameter is used by two stages.
+        """
+        seen: dict[int, tuple[str, int]] = {}
+        for index, atom in enumerate(self.atoms):
+            stage = _stage_of(index, cuts)
+            for name in atom.parameter_names:
+                key = id(self._module.get_parameter(name))
+                other, where = seen.setdefault(key, (name, stage))
+                if where != stage:
+                    raise PartitionError(
+                        f"parameter {name!r} (tied to {other!r}) is used in stages {where} and "
+                        f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
+                        "its uses in one stage: TSPipeStrategy(partition=[...])"
+                    )
+
+
+def _glue_atom(glue: Glue) -> Atomized:
+    atom = function_atom(glue.function, glue.label)
+    return Atomized((atom,), pytree.tree_structure(0), (OutputRef(0, 0),))
+
+
+def _stage_of(atom: int, cuts: Sequence[int]) -> int:
+    return next(stage for stage in range(len(cuts) - 1) if atom < cuts[stage + 1])
+
+
+def _qualified(atom: Atom, owner: str) -> Atom:
+    if not owner:
+        return atom
+    return replace(
+        atom,
+        name=f"{owner}.{atom.name}",
+        parameter_names=tuple(f"{owner}.{n}".removesuffix(".") for n in atom.parameter_names),
+        buffer_names=tuple(f"{owner}.{n}".removesuffix(".") for n in atom.buffer_names),
+    )

@@ -1,0 +1,1 @@
+"""Messages between ranks: what carries tensors and objects."""

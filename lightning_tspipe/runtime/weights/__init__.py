@@ -1,0 +1,1 @@
+"""Parameters and buffers: who owns which, versions, averages and predictions."""

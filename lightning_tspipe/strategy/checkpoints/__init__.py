@@ -1,0 +1,1 @@
+"""Checkpoints: files, folders of shards, checksums, and where a run goes on."""

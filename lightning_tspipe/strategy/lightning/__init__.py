@@ -1,0 +1,1 @@
+"""Lightning itself: its two namespaces, launchers and processes."""

@@ -1,0 +1,399 @@
+"""How the processes of the other ranks start: as scripts (``popen``), or as functions.
+
+All of them end when the one that started them is gone, and that one when they fail; what is printed
+of it is the cause alone. Lightning handles exceptions where ``fit`` was called, which is not in a
+worker that is a function (``spawn``, ``fork``): there nobody would tell the other ranks, and the
+parent reports whichever process ended first.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import util
+from types import TracebackType
+from typing import Any
+
+from torch.multiprocessing.spawn import (
+    ProcessException,
+    ProcessExitedException,
+    ProcessRaisedException,
+)
+
+from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.faults.failures import say
+from lightning_tspipe.runtime.faults.members import process_name
+from lightning_tspipe.runtime.faults.parents import (
+    PARENT,
+    before_exec,
+    end_with_parent,
+    parent_of,
+    signed_by_this_process,
+    watch_launcher,
+)
+from lightning_tspipe.runtime.faults.private_folder import (
+    entry_name,
+    make_job_folder,
+    remove_job_folder,
+)
+from lightning_tspipe.runtime.faults.rendezvous import HEIR, JOB_TOKEN, Launched
+from lightning_tspipe.strategy.lightning.namespaces import installed_worlds, world_of
+from lightning_tspipe.strategy.lightning.worker_memory import own_memory
+
+_GRACE = 6.0
+_PERIOD = 0.2
+_SIGTERM_CODES = {-signal.SIGTERM, 128 + signal.SIGTERM}
+
+
+class _PassedOn:
+    """A SIGTERM is one to the workers, which stop together; then it ends the parent too.
+
+    Ended at once, the parent would take the workers with it before they could save; and in the
+    middle of starting them, it would wait for those that it has started.
+
+    Args:
+        launcher: Knows the workers.
+    """
+
+    def __init__(self, launcher: Any) -> None:
+        self._launcher = launcher
+        self._previous = signal.getsignal(signal.SIGTERM)
+        self._pid = os.getpid()
+        self._signum = 0
+        self._is_due = False
+
+    def __call__(self, signum: int, _frame: Any) -> None:
+        """Handle the signal."""
+        if os.getpid() != self._pid:  # a worker that was forked just now, and is meant itself
+            self.give_back()
+            os.kill(os.getpid(), signum)
+            return
+        self._signum, self._is_due = signum, True
+        self.pass_on()
+
+    def pass_on(self) -> None:
+        """Tell the workers, if it has come and they have been started."""
+        if self._is_due and self._launcher.procs:
+            self._is_due = False
+            self._launcher.kill(self._signum)
+
+    def end(self) -> None:
+        """Do what the signal would have done, and tidy up if that is to end this process.
+
+        Raises:
+            SIGTERMException: Lightning's own.
+        """
+        self.give_back()
+        if self._previous is signal.SIG_DFL:
+            raise world_of(self._launcher._strategy).sigterm_exception  # noqa: SLF001
+        os.kill(os.getpid(), self._signum)
+
+    def give_back(self) -> None:
+        """Have the signal handled as before."""
+        known = self._previous is not None
+        signal.signal(signal.SIGTERM, self._previous if known else signal.SIG_DFL)
+
+    @contextmanager
+    def during(self) -> Iterator[None]:
+        """Be the handler while inside."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # which alone can do something about signals
+            return
+        signal.signal(signal.SIGTERM, self)
+        try:
+            yield
+        except BaseException:
+            if self._signum and self._previous is not signal.SIG_DFL:
+                self.end()
+            raise
+        else:
+            if self._signum:
+                self.end()
+        finally:
+            self.give_back()
+
+
+@dataclass
+class InWorker:
+    """A function of a Trainer, such as its fit, that handles exceptions as a script would.
+
+    Attributes:
+        function: What is to run.
+        method: How workers start.
+        states: The parent's random states and flags of torch, where the start method leaves them
+            behind; None: it doesn't, or Lightning takes them along.
+        temporary: The parent's folder for temporary files; None: the system's.
+        parent: Who started the worker.
+        token: What all workers of the job have in common.
+    """
+
+    function: Callable[..., Any]
+    method: str
+    states: Any = None
+    temporary: str | None = field(default_factory=lambda: tempfile.tempdir)
+    parent: str = field(default_factory=signed_by_this_process)
+    token: str = field(default_factory=secrets.token_hex)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it.
+
+        Raises:
+            BaseException: Whatever the function raises, when callbacks and ranks know of it.
+            SystemExit: It failed because another one did, and has said so.
+        """
+        end_with_parent(self.parent)
+        os.environ[PARENT] = os.environ[HEIR] = self.parent
+        os.environ[JOB_TOKEN] = self.token
+        watch_launcher()
+        tempfile.tempdir = self.temporary
+        if self.states is not None:
+            self.states.restore()
+        trainer = getattr(self.function, "__self__", None)
+        if self.method != "fork":
+            own_memory([*args, *kwargs.values(), *getattr(trainer, "callbacks", ())])
+        parents = signal.getsignal(signal.SIGTERM)
+        if isinstance(parents, _PassedOn):  # inherited by a fork
+            parents.give_back()
+        try:
+            return self.function(*args, **kwargs)
+        except BaseException as exception:
+            if trainer is not None:
+                world_of(trainer.strategy).interrupt(trainer, exception)
+                if not trainer.strategy.is_failing:
+                    # What it saves of this end is written meanwhile, and this process may be the
+                    # first to end: then the launcher ends all, in the middle of a file.
+                    trainer.strategy.await_ends()
+                if trainer.strategy.tell_now(exception):
+                    raise SystemExit(1) from None
+            raise
+
+
+class _Scripts:
+    """The part of a launcher that starts the script again for each other rank of the machine."""
+
+    _module: Any
+    """Lightning's, of one world or the other."""
+    cluster_environment: Any
+    num_processes: int
+    num_nodes: int
+    procs: list[subprocess.Popen[bytes]]
+
+    def _call_children_scripts(self) -> None:
+        """Start them, so that they end with this process."""
+        self._check_can_spawn_children()  # type: ignore[attr-defined]
+        environment = self.cluster_environment
+        os.environ.update(
+            MASTER_ADDR=environment.main_address,
+            MASTER_PORT=str(environment.main_port),
+            NODE_RANK=str(environment.node_rank()),
+            LOCAL_RANK=str(environment.local_rank()),
+            WORLD_SIZE=str(self.num_processes * self.num_nodes),
+        )
+        os.environ[JOB_TOKEN] = secrets.token_hex()
+        self.procs = []
+        for local_rank in range(1, self.num_processes):
+            command, folder = self._command(local_rank)
+            variables = {"LOCAL_RANK": str(local_rank), PARENT: signed_by_this_process()}
+            script = subprocess.Popen(  # noqa: S603 - what the user started
+                command, cwd=folder, env={**os.environ, **variables},
+                preexec_fn=before_exec(),  # noqa: PLW1509 - one system call, and no lock is taken
+            )  # fmt: skip
+            self.procs.append(script)
+
+    def _command(self, local_rank: int) -> tuple[list[str], str | None]:
+        """The command of this script, and its folder if that is another one."""
+        module = self._module
+        if module._HYDRA_AVAILABLE:  # noqa: SLF001
+            from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - if it is there
+
+            if HydraConfig.initialized():
+                command, folder = module._hydra_subprocess_cmd(local_rank)  # noqa: SLF001
+                return list(command), folder
+        return list(module._basic_subprocess_cmd()), None  # noqa: SLF001
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        """Start the other ranks; then this process is rank 0."""
+        del trainer
+        environment = self.cluster_environment
+        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not environment.creates_processes_externally:
+            # Without Lightning's observer, which would kill all, at some time within 5 s of a
+            # failure and without a word: the ranks watch each other.
+            self._call_children_scripts()
+        self._module._set_num_threads_if_needed(num_processes=self.num_processes)  # noqa: SLF001
+        return function(*args, **kwargs)
+
+
+class _Workers:
+    """The part of a launcher that gives workers their function."""
+
+    _strategy: Any
+    _start_method: str
+    _folder: str
+    procs: list[Any]
+
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
+    ) -> Any:
+        """Start the workers and wait for them; what rank 0's returns."""
+        self._strategy.have_workers_failed = False
+        self.procs = []  # not those of an earlier launch
+        worker = InWorker(function, self._start_method, self._states())
+        job = Launched(worker.token, self._strategy.cluster_environment.main_port)
+        with self._files(worker.token):
+            return self._launch(job, worker, *args, trainer=trainer, **kwargs)
+
+    def _launch(self, job: Launched, worker: InWorker, *args: Any, **kwargs: Any) -> Any:
+        is_over = threading.Event()
+        signals = _PassedOn(self)
+        threading.Thread(target=self._look_after, args=(is_over, signals), daemon=True).start()
+        try:
+            launch = super().launch  # type: ignore[misc]
+            with signals.during():
+                return launch(worker, *args, **kwargs)
+        except BaseException as exception:
+            self._strategy.have_workers_failed = True
+            words = _last_words(exception, job)
+            code = getattr(exception, "exit_code", None)
+            if code in _SIGTERM_CODES:
+                if code == -signal.SIGTERM and words:
+                    say(words)
+                raise world_of(self._strategy).sigterm_exception from exception
+            if isinstance(exception, ProcessException):
+                _print_instead_of_a_traceback(exception, words)
+            raise
+        finally:
+            is_over.set()
+            job.remove()
+
+    @contextmanager
+    def _files(self, token: str) -> Iterator[None]:
+        """While inside, temporary files of torch and Lightning lie where they are removed.
+
+        Those of tracebacks, and of the weights that travel back, would stay if a worker fails.
+        """
+        if self._start_method == "forkserver":
+            util.get_temp_dir()  # now: it serves all launches of this process
+        folder = make_job_folder(entry_name("launch", token))
+        self._folder = str(folder)
+        try:
+            with _temporary_files_in(self._folder):
+                yield
+        finally:
+            remove_job_folder(folder)
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        if parent_of(os.environ[HEIR]).is_ending:
+            raise SystemExit(1)  # there is nobody who would take them
+        with _temporary_files_in(self._folder):
+            return super()._collect_rank_zero_results(trainer, results)  # type: ignore[misc]
+
+    def _states(self) -> Any:
+        """What workers of a server would not inherit: Lightning takes it to spawned ones only."""
+        if self._start_method != "forkserver":
+            return None
+        module = world_of(self._strategy).launchers.multiprocessing
+        return module._GlobalStateSnapshot.capture()  # noqa: SLF001
+
+    def _look_after(self, is_over: threading.Event, signals: _PassedOn) -> None:
+        """Kill the workers that are left a while after one has failed, such as stopped ones.
+
+        torch asks them to end, and would wait for 30 s. And pass on a signal that came before
+        they were there.
+        """
+        while not is_over.wait(_PERIOD):
+            signals.pass_on()
+            # Seen in passing: only one thread may ask for exit codes, and torch does.
+            codes = [getattr(worker._popen, "returncode", None) for worker in self.procs]  # noqa: SLF001
+            if any(codes):
+                if not is_over.wait(_GRACE):
+                    for worker in self.procs:
+                        worker.kill()
+                return
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    previous, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = previous
+
+
+def _last_words(exception: BaseException, job: Launched) -> str:
+    """What is to be said of workers that have ended, if they have told nothing themselves."""
+    told = set(job.told_causes())
+    if isinstance(exception, ProcessRaisedException):
+        if exception.error_index in told:
+            return ""  # with its traceback: another rank's word is no reason to lose that
+        text = exception.msg.partition("error:\n")[2].rstrip() or exception.msg
+        path, _, says = text.splitlines()[-1].partition(": ")
+        kind = path.rpartition(".")[2]
+        if kind == TransportError.__name__ and not told:
+            return (
+                f"The job ends, because {says}"  # it has met nobody, which is no fault of its own
+            )
+        return f"{text}\n{_cause(exception, f'raised {kind}', job)}"
+    if isinstance(exception, ProcessExitedException) and not told:
+        how = f"ended with exit code {exception.exit_code}"
+        if exception.signal_name:
+            how = f"was killed by {exception.signal_name}"
+        return _cause(exception, how, job)
+    return ""
+
+
+def _cause(exception: ProcessException, how: str, job: Launched) -> str:
+    rank = exception.error_index
+    who = process_name(rank, exception.error_pid)
+    return f"The job ends, because {who} {how} in {job.phase_of(rank)}"
+
+
+def _print_instead_of_a_traceback(exception: BaseException, words: str) -> None:
+    """Nothing has failed in the parent: if it ends with this exception, print these."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not exception:
+            previous(kind, value, trace)
+        elif words:
+            say(words)
+
+    sys.excepthook = hook
+
+
+def _launcher_class(name: str, part: type, base: type, **members: Any) -> type:
+    return type(name, (part, base), {"__module__": __name__, **members})
+
+
+# Under their names, since they travel to the workers.
+_NAMES = {world.name: f"Launcher{number}" for number, world in enumerate(installed_worlds())}
+globals().update(
+    {
+        _NAMES[world.name]: _launcher_class(_NAMES[world.name], _Workers, world.worker_launcher)
+        for world in installed_worlds()
+    }
+)
+
+
+def worker_launcher(strategy: Any, start_method: str) -> Any:
+    """The launcher of a strategy whose workers are functions."""
+    return globals()[_NAMES[world_of(strategy).name]](strategy, start_method=start_method)
+
+
+def script_launcher(strategy: Any) -> Any:
+    """The launcher of a strategy whose workers are scripts."""
+    module = world_of(strategy).launchers.subprocess_script
+    base = module._SubprocessScriptLauncher  # noqa: SLF001
+    made = _launcher_class("ScriptLauncher", _Scripts, base, _module=module)
+    return made(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)

@@ -1,0 +1,1 @@
+"""From options and a first batch to stages in their places."""

@@ -1,0 +1,307 @@
+"""Where the frozen beginning of a student runs, and how many devices the rest of it needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.planning.cluster import Cluster, Link, divisors
+from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.profiling import seconds_of_forward
+from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.frozen import Call, Front, FrozenPart
+
+log = logging.getLogger("lightning_tspipe")
+
+_EQUAL = 1.03
+"""A plan this close to one in which no device waits is good enough: each takes a second to find."""
+
+
+@dataclass
+class Freezing:
+    """What is frozen, and what is known about the step.
+
+    Attributes:
+        is_on: Whether layers may freeze in this fit.
+        names: Parameters that are frozen.
+        parameters: For each atom of the student, the names of its parameters, once it is known.
+        num_known: Behind so many atoms something was known when it was chosen last.
+        num_joined: So many batches of the loader are a global batch: replicas at the start.
+        is_shared: Whether each replica reads its part of every global batch.
+        profile: Of the whole step, as it was measured for the first plan; its batch is that of one
+            replica then. None if nothing was measured.
+        num_replicas: Replicas then.
+        memory: Bytes that the fullest rank needed then; None if there was no plan.
+        num_stages: Stages of what is trained, if the user says so.
+        plan: For the mesh that was chosen.
+        front: Knows what the frozen part returned for a sample before.
+    """
+
+    is_on: bool = False
+    names: frozenset[str] = frozenset()
+    parameters: tuple[tuple[str, ...], ...] = ()
+    num_known: int = 0
+    num_joined: int = 1
+    is_shared: bool = False
+    profile: StepProfile | None = None
+    num_replicas: int = 1
+    memory: int | None = None
+    num_stages: int | None = None
+    plan: Plan | None = None
+    front: Front | None = None
+
+    def learn(
+        self,
+        profile: StepProfile | None,
+        plan: Plan | None,
+        num_replicas: int,
+        parameters: tuple[tuple[str, ...], ...] = (),
+    ) -> None:
+        """Keep what the first plan was made from, if it was."""
+        if self.profile is None and profile is not None and plan is not None:
+            self.profile, self.num_replicas = profile, num_replicas
+            self.memory, self.parameters = max(plan.memory_bytes), parameters
+
+    def to_json(self) -> str | None:
+        """For a checkpoint, what batches and the next plan follow; None if nothing freezes."""
+        if not self.is_on:
+            return None
+        known = self.num_known if self.front is None else max(self.num_known, self.front.num_known)
+        return json.dumps(
+            {
+                "num_joined": self.num_joined,
+                "is_shared": self.is_shared,
+                "profile": None if self.profile is None else self.profile.to_json(),
+                "num_replicas": self.num_replicas,
+                "memory": self.memory,
+                "parameters": self.parameters,
+                "num_known": known,
+            }
+        )
+
+    def read(self, text: str | None) -> None:
+        """Know what another run did, from :meth:`to_json`."""
+        if text is None:
+            return
+        data = json.loads(text)
+        self.num_joined, self.is_shared = data["num_joined"], data["is_shared"]
+        if data["profile"] is not None:
+            self.profile = StepProfile.from_json(data["profile"])
+        self.num_replicas, self.memory = data["num_replicas"], data["memory"]
+        self.parameters = tuple(map(tuple, data["parameters"]))
+        self.num_known = data["num_known"]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a division of the devices must respect.
+
+    Attributes:
+        num_devices: Devices of the job.
+        meshes: Ranks of a pipeline that may be, fewest first.
+        link: Between two ranks.
+        wishes: Further arguments of :func:`~.planner.plan`.
+    """
+
+    num_devices: int
+    meshes: tuple[int, ...]
+    link: Link
+    wishes: dict[str, Any] = field(default_factory=dict)
+
+
+def possible_meshes(
+    num_devices: int, num_ranks: int, fewest_samples: int, num_stages: int | None
+) -> tuple[int, ...]:
+    """Ranks of a pipeline that may be from now on, fewest first.
+
+    Args:
+        num_devices: Devices of the job.
+        num_ranks: Ranks of a pipeline now: it never gets longer.
+        fewest_samples: Of the batches of an epoch; each replica needs one.
+        num_stages: Stages of what is trained, if the user says so; what is frozen gets the ranks
+            that are left over.
+
+    >>> possible_meshes(8, 8, 64, None), possible_meshes(8, 8, 2, None)
+    ((1, 2, 4, 8), (4, 8))
+    >>> possible_meshes(8, 8, 64, 3)
+    (4,)
+    """
+    found = [
+        ranks
+        for ranks in divisors(num_devices)
+        if ranks <= num_ranks and num_devices // ranks <= fewest_samples
+    ]
+    if num_stages is not None:
+        found = [ranks for ranks in found if ranks >= num_stages][:1]
+    return tuple(found) or (num_ranks,)
+
+
+def choose(freezing: Freezing, num_frozen: int, choices: Choices) -> Plan | None:
+    """The fastest plan whose fullest rank needs no more memory than at the start.
+
+    Args:
+        freezing: What is known.
+        num_frozen: Atoms of the student that are frozen.
+        choices: What may be.
+
+    Returns:
+        A plan of what is trained and, as its teacher, what is frozen; None if nothing is known, or
+        nothing fits.
+    """
+    if freezing.profile is None or num_frozen == 0:
+        return None
+    profile = freezing.profile.freezing(num_frozen)
+    profile = profile.with_batch(max(profile.batch_sizes) * freezing.num_replicas)
+    profile = _known(profile, freezing)
+    best: Plan | None = None
+    for ranks in choices.meshes:
+        if best is not None and best.step_seconds <= _EQUAL * _fastest(profile, choices):
+            break
+        plan = _plan(profile, ranks, freezing, choices)
+        if best is None or (plan is not None and plan.step_seconds < best.step_seconds):
+            best = plan
+    return best
+
+
+def _fastest(profile: StepProfile, choices: Choices) -> float:
+    """Seconds of a step if no device ever waited, nor did anything twice."""
+    samples, kinds = max(profile.batch_sizes), ("forward", "backward")
+    seconds = sum(profile.student.sums(kind, samples)[-1] for kind in kinds)
+    if profile.teacher is not None:
+        seconds += profile.teacher.sums("forward", samples)[-1]
+    return profile.num_calls[0] * seconds / choices.num_devices
+
+
+def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
+    """The step in the epoch that follows: what is known is read, which takes no time.
+
+    Behind it are the layers that have frozen just now.
+    """
+    if freezing.front is None or profile.teacher is None:
+        return profile
+    freezing.num_known = max(freezing.num_known, freezing.front.num_known)
+    atoms = tuple(
+        replace(atom, forward=dict.fromkeys(atom.forward, 0.0))
+        if index < freezing.num_known
+        else atom
+        for index, atom in enumerate(profile.teacher.atoms)
+    )
+    return replace(profile, teacher=NetworkProfile(atoms))
+
+
+def _plan(
+    profile: StepProfile, num_ranks: int, freezing: Freezing, choices: Choices
+) -> Plan | None:
+    wishes = dict(choices.wishes)
+    if freezing.num_stages is None and freezing.memory is not None:
+        limit = wishes.get("memory_limit")
+        wishes["memory_limit"] = min(freezing.memory, limit or freezing.memory)
+    replicas = choices.num_devices // num_ranks
+    # Samples that can't be divided evenly cost as much as if there were a few more.
+    batch = max(profile.batch_sizes)
+    profile = profile.with_batch(-(-batch // replicas) * replicas)
+    try:
+        return profile.plan(
+            num_ranks,
+            num_replicas=replicas,
+            cluster=Cluster(choices.num_devices, Link(*choices.link)),
+            num_stages=freezing.num_stages,
+            thorough=False,
+            **wishes,
+        )
+    except (PartitionError, ConfigurationError) as error:
+        log.debug("%d ranks: %s", num_ranks, error)
+        return None
+
+
+def ask_front(
+    captured: Captured,
+    freezing: Freezing,
+    context: Callable[[], AbstractContextManager[None]],
+    device: torch.device,
+) -> None:
+    """Have the front say whether it is going to know anything; every rank calls it.
+
+    Args:
+        captured: The step; all values of its networks are here.
+        freezing: What is known.
+        context: The precision plugin's forward context.
+        device: Where this rank computes.
+    """
+    part = captured.networks.get("teacher")
+    if not isinstance(part, FrozenPart) or part.front is None:
+        return
+    network, number, profile = part, part.num_frozen, freezing.profile
+
+    def call(index: int) -> Call:
+        found = captured.plan.calls[index]
+        spec, size = found.input, found.input.shape[0]
+
+        def seconds() -> float:
+            if profile is not None:
+                return profile.student.sums("forward", size)[number]
+            return seconds_of_forward(network, number, spec, device)
+
+        shapes = network.shapes(spec, found.num_links, context, grad=False)
+        return Call(spec, shapes.boundaries[number], seconds)
+
+    if not part.front.placed(part, [call(i) for i in captured.plan.calls_of("student")]):
+        part.front = None
+
+
+def place_frozen(
+    freezing: Freezing, num_atoms: int, num_frozen: int, num_ranks: int, num_microbatches: int
+) -> tuple[Placement, Plan | None]:
+    """Who gets what: as planned, or, where nothing was measured, as many atoms each.
+
+    Args:
+        freezing: What is known.
+        num_atoms: Atoms of the whole student.
+        num_frozen: The first of them, which are frozen.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Micro-batches per call, if nothing was planned.
+
+    Raises:
+        PartitionError: More stages than atoms that are trained.
+    """
+    plan = freezing.plan
+    if plan is not None and plan.pipeline.num_ranks == num_ranks:
+        return of_plan(plan, num_frozen), plan
+    number = min(freezing.num_stages or num_ranks, num_atoms - num_frozen)
+    if freezing.num_stages is not None and number < freezing.num_stages:
+        raise PartitionError(
+            f"{num_atoms - num_frozen} atoms are trained: too few for {freezing.num_stages} "
+            "stages. Give FreezeAndRepack(repack=...) fewer"
+        )
+    teacher = min(num_ranks, num_frozen)
+    placement = Placement(
+        num_ranks,
+        _even_cuts(num_frozen, num_atoms, number), default_ranks(number, num_ranks),
+        _even_cuts(0, num_frozen, teacher), default_ranks(teacher, num_ranks),
+        num_microbatches,
+    )  # fmt: skip
+    return placement, None
+
+
+def _even_cuts(start: int, stop: int, parts: int) -> tuple[int, ...]:
+    return tuple(start + (stop - start) * part // parts for part in range(parts + 1))
+
+
+def of_plan(plan: Plan, num_frozen: int) -> Placement:
+    """A plan of the frozen and the trained part, in the numbers of the whole student's atoms."""
+    placement = plan.placement
+    return replace(
+        placement,
+        student_cuts=tuple(cut + num_frozen for cut in placement.student_cuts),
+        recomputed=frozenset(atom + num_frozen for atom in placement.recomputed),
+    )

@@ -1,0 +1,1 @@
+"""Ends of a run: failures and signals."""

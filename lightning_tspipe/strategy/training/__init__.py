@@ -1,0 +1,1 @@
+"""Training and evaluation steps in the hooks of Lightning."""

@@ -1,0 +1,193 @@
+"""Heads on a frozen trunk in Lightning's hooks: how the ranks tell of those they train.
+
+Every rank runs the step for its own heads, logs for them and updates them; nobody waits for rank 0.
+What loggers get travels one step after the Trainer logs, all else at the ends of epochs::
+
+    rank 0  a/loss  b/loss ──┐                            ┌──► all metrics, on every rank
+    rank 1  c/loss         ──┴── metrics, stopped heads ──┴──► rank 0's loggers: c/loss of rank 1
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from lightning_tspipe.heads import StudentFanout
+from lightning_tspipe.heads.training import STOPPED
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.faults.failures import waiting
+from lightning_tspipe.runtime.stages.heads import FeatureCache
+from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
+
+if TYPE_CHECKING:
+    from lightning_tspipe.strategy.strategy import PipelineHooks
+
+log = logging.getLogger("lightning_tspipe")
+
+Record = tuple[dict[str, float], int]
+"""What a rank logged, and in which step."""
+
+
+class HeadsHere:
+    """What the strategy does beside, where the student is a fan-out.
+
+    Args:
+        strategy: The strategy.
+
+    Attributes:
+        cache: Keeps features in the coming fit; None: the trunk makes all of them.
+    """
+
+    def __init__(self, strategy: PipelineHooks) -> None:
+        self._strategy = strategy
+        self.cache: FeatureCache | None = None
+        self._unsent: list[Record] = []
+        self._num_steps = self._every = 0
+        self._is_due = False
+        self._restore: Callable[[], None] | None = None
+
+    @property
+    def student(self) -> StudentFanout | None:
+        """The heads, once they are placed over several ranks; None without any."""
+        engine = self._strategy.engine
+        if engine is None or engine.heads is None or engine.transport.num_ranks == 1:
+            return None
+        return engine.heads.student
+
+    def placed(self, engine: Engine) -> None:
+        """Every rank has its heads: those it trains from now on."""
+        heads = engine.heads
+        if heads is None:
+            return
+        own = engine.pipeline.stages_of(engine.rank)
+        heads.student.here = tuple(heads.student.names[stage] for stage in own)
+        if engine.transport.num_ranks > 1:
+            self._keep_logs()
+            trainer: Any = self._strategy._trainer  # noqa: SLF001 - a part of the strategy
+            every = trainer.log_every_n_steps if trainer.training and trainer.loggers else 0
+            self._every = engine.transport.broadcast_object(every, LOSS_RANK)
+            self._num_steps, self._is_due = 0, False
+        if heads.cache is not None:
+            heads.cache.place(engine)
+
+    def begin_step(self, engine: Engine) -> None:
+        """Before a training step: what was logged goes to rank 0, which gets it a step later.
+
+        By then the others have sent it, since none is more than a step behind.
+        """
+        if engine.heads is None or not self._every:
+            return
+        if self._is_due:
+            self._log(self._received())
+        self._num_steps += 1
+        self._is_due = self._num_steps % self._every == 0
+        if self._is_due and not engine.is_loss_rank and engine.computes_loss:
+            unsent, self._unsent = self._unsent, []
+            engine.transport.send_object(unsent, LOSS_RANK, Channel.LOGS)
+
+    def _received(self) -> list[Record]:
+        """On rank 0: what the other ranks with heads sent in the step before."""
+        strategy = self._strategy
+        engine = strategy.engine
+        assert engine is not None
+        self._is_due = False
+        if not strategy.is_loss_rank:
+            return []
+        records: list[Record] = []
+        with waiting("what other ranks have logged"):
+            for rank in engine.pipeline.loss_ranks:
+                if rank != LOSS_RANK:
+                    records += engine.transport.receive_object(rank, Channel.LOGS)
+        return records
+
+    def _log(self, records: list[Record]) -> None:
+        """On rank 0: give loggers what other ranks have logged."""
+        connector: Any = self._strategy._trainer._logger_connector  # noqa: SLF001 - no public way
+        for values, step in sorted(records, key=lambda record: record[1]):
+            connector.log_metrics(values, step)
+
+    def ended(self, engine: Engine) -> None:
+        """The training is over; whoever asks now means all heads."""
+        if engine.heads is not None:
+            engine.heads.student.here = engine.heads.student.names
+
+    def release(self) -> None:
+        """Logging is Lightning's again, and nothing is kept."""
+        self.cache = None
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+    def _keep_logs(self) -> None:
+        """What this rank logs is for rank 0's loggers, which get it when the ranks next meet."""
+        strategy = self._strategy
+        if strategy.is_loss_rank or self._restore is not None:
+            return
+        trainer = strategy._trainer  # noqa: SLF001 - a part of the strategy
+        connector: Any = trainer._logger_connector  # noqa: SLF001 - no public way
+        original = connector.log_metrics
+
+        def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
+            if trainer.loggers and metrics:
+                steps = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
+                values = {k: float(v) for k, v in metrics.items() if "/" in k}
+                self._unsent.append((values, steps if step is None else step))
+            original(metrics, step)
+
+        connector.log_metrics = log_metrics
+
+        def restore() -> None:
+            vars(connector).pop("log_metrics", None)
+
+        self._restore = restore
+
+    def exchange(self) -> None:
+        """All ranks get to know metrics and stopped heads; rank 0 logs. Every rank calls it."""
+        student = self.student
+        if student is None:
+            return
+        strategy = self._strategy
+        trainer = strategy._trainer  # noqa: SLF001
+        transport = strategy.transport
+        if self._is_due:
+            self._log(self._received())
+        unsent, self._unsent = self._unsent, []
+        known = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
+        gathered = transport.gather_object((known, dict(student.stopped), unsent), LOSS_RANK)
+        told = None
+        if gathered is not None:
+            metrics = {k: v for each, _, _ in reversed(gathered) for k, v in each.items()}
+            for (own, _, _), rank in zip(gathered, range(len(gathered)), strict=True):
+                metrics |= {k: v for k, v in own.items() if self._is_of(k, rank)}
+            stopped = {k: v for _, each, _ in gathered for k, v in each.items()}
+            told = metrics, stopped
+            self._log([record for _, _, each in gathered for record in each])
+        metrics, stopped = transport.broadcast_object(told, LOSS_RANK)
+        trainer._logger_connector._callback_metrics.update(metrics)  # noqa: SLF001
+        for name, reason in stopped.items():
+            if name not in student.stopped and strategy.is_loss_rank:
+                log.warning("head %s has stopped: %s", name, reason)
+            student.stop(name, reason)
+        if set(student.stopped) >= set(student.names):
+            trainer.should_stop = True
+
+    def note_stopped(self, checkpoint: dict[str, Any]) -> None:
+        """Say in a checkpoint which heads have stopped, on any rank; every rank calls it."""
+        student = self.student
+        if student is None:
+            return
+        gathered = self._strategy.transport.gather_object(student.stopped, LOSS_RANK)
+        if gathered is not None:
+            checkpoint[STOPPED] = {name: why for each in gathered for name, why in each.items()}
+
+    def _is_of(self, metric: str, rank: int) -> bool:
+        """Whether a metric is one of a head on a rank."""
+        engine, student = self._strategy.engine, self.student
+        assert engine is not None
+        assert student is not None
+        head, _, rest = metric.partition("/")
+        if not rest or head not in student.names:
+            return False
+        return engine.pipeline.student.ranks[student.names.index(head)] == rank

@@ -1,0 +1,376 @@
+"""Optimization by hand: backward, clipping, steps and schedulers in the user's own order.
+
+The loss rank alone runs the user's ``training_step`` with real outputs (the replay). What it asks
+of optimizers happens there at once, and is told to the other ranks, which do the same with the
+parameters that they own::
+
+    loss rank                                   other ranks
+    p = self.student(x)
+    opt.zero_grad()
+    self.manual_backward(f(p))    loss ─► p
+    opt.step()                    1 ──────────► zero_grad, p ─► parameters      (all ranks)
+                                  2 ──────────► the step, on their parameters
+    the end of the step           3 ──────────► on to the next batch
+
+1 is sent when gradients of the networks are needed for the first time: by a step or by clipping,
+by clearing them after a backward, or by the end of the step. Before that, several backwards add up
+at the networks' outputs. A batch goes through the pipeline once, there and back, so that no network
+can be called after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributed import GroupMember
+
+from lightning_tspipe.capture import swap
+from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.transport.replicas import default_group
+from lightning_tspipe.strategy.training.batches import on_cpu
+from lightning_tspipe.strategy.training.commands import END, Command, Commands
+from lightning_tspipe.strategy.training.optimizers import (
+    hyperparameters,
+    parameters_of,
+    plain_optimizer,
+    set_hyperparameters,
+)
+
+if TYPE_CHECKING:
+    from lightning_tspipe.strategy.training.steps import TrainingHooks
+
+
+class _Mode(Enum):
+    """Who runs: nobody's step, one without effects on optimizers, the one with real outputs."""
+
+    OUTSIDE = auto()
+    SILENT = auto()
+    LIVE = auto()
+
+
+class ManualOptimization:
+    """One rank's part in optimization by hand.
+
+    Args:
+        strategy: The strategy that trains.
+
+    Attributes:
+        commands: What is done on every rank.
+    """
+
+    def __init__(self, strategy: TrainingHooks) -> None:
+        self._strategy = strategy
+        self.commands = Commands(strategy)
+        self._mode = _Mode.OUTSIDE
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget the batch before."""
+        self._told: list[Command] = []
+        self._num_backwards = 0
+        self._is_used = False
+        self._is_pending = False
+        self._used: list[Tensor] = []
+        self._toggled: int | None = None
+        self._called_under: set[int | None] = set()
+        self._backward_under: set[int | None] = set()
+        self._num_calls = 0
+        self._world: Any = GroupMember.WORLD
+
+    # The user's step, in its two ways
+
+    def silent(self, step: Step) -> Step:
+        """A step that leaves optimizers and schedulers alone: for the trace and the prologue."""
+
+        def run(batch: Any) -> Any:
+            optimizers = self.commands.optimizers
+            kept = [hyperparameters(optimizer) for optimizer in optimizers]
+            try:
+                with self._intercepted(_Mode.SILENT, self._silences()):
+                    return step(batch)
+            finally:
+                for optimizer, groups in zip(optimizers, kept, strict=True):
+                    set_hyperparameters(optimizer, groups)
+
+        return run
+
+    def live(self, step: Step) -> Step:
+        """The step on the loss rank, with the networks' outputs."""
+
+        def run(batch: Any) -> Any:
+            self._begin()
+            with self._intercepted(_Mode.LIVE, self._wrappers()):
+                return step(batch)
+
+        return run
+
+    @contextmanager
+    def _intercepted(
+        self, mode: _Mode, replacements: Iterable[tuple[Any, str, Any]]
+    ) -> Iterator[None]:
+        with swap.attributes_replaced(replacements):
+            self._mode = mode
+            try:
+                yield
+            finally:
+                self._mode = _Mode.OUTSIDE
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Out of the user's step for a while, so that what is called is what was meant."""
+        mode, self._mode = self._mode, _Mode.OUTSIDE
+        try:
+            with self.commands.engine.suspended(), default_group(self._world):
+                yield
+        finally:
+            self._mode = mode
+
+    def _silences(self) -> Iterator[tuple[Any, str, Any]]:
+        for optimizer in self.commands.optimizers:
+            for owner in (optimizer, plain_optimizer(optimizer)):
+                yield owner, "step", _check_closure
+                yield owner, "zero_grad", _nothing
+        for config in self._strategy.lr_scheduler_configs:
+            yield config.scheduler, "step", _nothing
+        for name in (
+            "zero_grad", "clip_gradients", "toggle_optimizer", "untoggle_optimizer",
+            "manual_backward",
+        ):  # fmt: skip
+            yield self.commands.module, name, _nothing
+        yield Tensor, "backward", _nothing
+
+    def _wrappers(self) -> Iterator[tuple[Any, str, Any]]:
+        for index, optimizer in enumerate(self.commands.optimizers):
+            for owner in (optimizer, plain_optimizer(optimizer)):
+                step, clear = self._step(index, raw=owner is not optimizer), self._zero_grad(index)
+                yield owner, "step", self._passing(owner.step, step)
+                yield owner, "zero_grad", self._passing(owner.zero_grad, clear)
+        for index, config in enumerate(self._strategy.lr_scheduler_configs):
+            scheduler = config.scheduler
+            yield scheduler, "step", self._passing(scheduler.step, self._schedule(index))
+        module = self.commands.module
+        for name, instead in (
+            ("zero_grad", self._zero_grad(None)), ("clip_gradients", self._clip),
+            ("toggle_optimizer", self._toggle), ("untoggle_optimizer", self._untoggle),
+        ):  # fmt: skip
+            yield module, name, self._passing(getattr(module, name), instead)
+        yield Tensor, "backward", self._passing(Tensor.backward, self._raw_backward)
+
+    def _passing(
+        self, original: Callable[..., Any], instead: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """``instead`` in the user's step, ``original`` where the strategy itself calls."""
+
+        @wraps(original)  # schedulers look at marks that they left there
+        def call(*args: Any, **kwargs: Any) -> Any:
+            live = self._mode is _Mode.LIVE
+            return instead(*args, **kwargs) if live else original(*args, **kwargs)
+
+        return call
+
+    # What the user's step may ask for, on the loss rank
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``manual_backward``: from the loss to the networks' outputs, and to what else is here.
+
+        Raises:
+            ConfigurationError: It comes too late, or from elsewhere than the step.
+        """
+        if self._mode is not _Mode.LIVE:
+            raise ConfigurationError(
+                "manual_backward outside of training_step: the graph of a batch is gone when its "
+                "step is over. Call it in training_step"
+            )
+        module, plugin = self.commands.module, self._strategy.precision_plugin
+        self._told.append(("before_backward",))
+        with self._outside():
+            self._strategy.pre_backward(loss)
+            loss = plugin.pre_backward(loss, module)
+        with self._noted(), self._outside(), self._strategy.replicas.as_world():
+            plugin.backward(loss, module, None, *args, **kwargs)
+        if self._is_used:
+            self._do("after_backward")
+        else:
+            self._num_backwards += 1
+        return loss.detach()
+
+    def _raw_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """``loss.backward()``: past Lightning, without its hooks and scaling."""
+        with self._noted(), self._outside(), self._strategy.replicas.as_world():
+            loss.backward(*args, **kwargs)
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """A backward runs inside: note what it reaches, and refuse what it must not reach."""
+        if self._is_used and self._strategy.num_replicas > 1:
+            raise ConfigurationError(
+                "a backward after an optimizer made use of gradients: several replicas average the "
+                "gradients of a batch once. Call manual_backward for all losses first, then the "
+                "optimizers, or update one network per batch"
+            )
+        self._note_calls()
+        before = self._versions()
+        yield
+        self._is_pending = True
+        if self._versions() != before:
+            self._backward_under.add(self._toggled)
+        self._refuse_late()
+
+    def _step(self, index: int, *, raw: bool) -> Callable[..., Any]:
+        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            _check_closure(closure)
+            optimizer = self.commands.optimizers[index]
+            self._use_gradients([optimizer])
+            return self._do("step", index, raw, kwargs, hyperparameters(optimizer), now=True)
+
+        return step
+
+    def _zero_grad(self, index: int | None) -> Callable[..., None]:
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            optimizers = self.commands.optimizers
+            averaged = self._is_pending and self._strategy.num_replicas > 1
+            if averaged or self._has_gradients():
+                self._use_gradients(optimizers if index is None else [optimizers[index]])
+            self._do("zero_grad", index, args, kwargs)
+
+        return zero_grad
+
+    def _clip(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        index = self._index_of(optimizer)
+        self._use_gradients([optimizer])
+        self._do("clip", index, args, kwargs, now=True)
+
+    def _schedule(self, index: int) -> Callable[..., None]:
+        def step(*args: Any, **kwargs: Any) -> None:
+            self._do("schedule", index, on_cpu(args), on_cpu(kwargs))
+
+        return step
+
+    def _toggle(self, optimizer: Any) -> None:
+        self._note_calls()
+        index = self._index_of(optimizer)
+        module = self.commands.module
+        with self._outside():
+            module.toggle_optimizer(optimizer)
+            # The networks have run already: which gradients they keep is decided afterwards.
+            wanted = module._param_requires_grad_state  # noqa: SLF001 - no public way
+            for parameter in self.commands.student:
+                if parameter in wanted:
+                    parameter.requires_grad_(wanted[parameter])
+        self._toggled = index
+
+    def _untoggle(self, optimizer: Any) -> None:
+        self._note_calls()
+        with self._outside():
+            self.commands.module.untoggle_optimizer(optimizer)
+        self._toggled = None
+
+    def _index_of(self, optimizer: Any) -> int:
+        for index, known in enumerate(self.commands.optimizers):
+            if plain_optimizer(known) is plain_optimizer(optimizer):
+                return index
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} is not one of the optimizers that configure_optimizers "
+            "returned. Return all of them there, in a list"
+        )
+
+    # From what the user asks to what all ranks do
+
+    def _versions(self) -> list[tuple[int, int] | None]:
+        """One for each output of the networks; another one when gradients were added there."""
+        gradients = [output.grad for output in self.commands.engine.outputs]
+        return [None if g is None else (id(g), g._version) for g in gradients]  # noqa: SLF001
+
+    def _has_gradients(self) -> bool:
+        return any(output.grad is not None for output in self.commands.engine.outputs)
+
+    def _note_calls(self) -> None:
+        """Networks may have been called under the optimizer that is toggled."""
+        number = len(self.commands.engine.outputs)
+        if number > self._num_calls:
+            self._called_under.add(self._toggled)
+        self._num_calls = number
+
+    def _use_gradients(self, optimizers: Iterable[Any]) -> None:
+        """These optimizers' gradients are needed now; if some are the networks', fetch them."""
+        student = set(map(id, self.commands.student))
+        together = self._strategy.num_replicas > 1  # all gradients of a rank are averaged at once
+        if together or any(id(p) in student for each in optimizers for p in parameters_of(each)):
+            self._finish_backward()
+
+    def _finish_backward(self) -> None:
+        """The backward through the pipeline, once per batch."""
+        if self._is_used:
+            return
+        replicas = self._strategy.replicas
+        reached = not replicas.all_say(not self._has_gradients())
+        toggled = self._toggled_for_networks() if reached else None
+        self._is_used, self._is_pending = True, False
+        self._used = self.commands.engine.outputs
+        reduce = self._strategy._reduces  # noqa: SLF001 - a part of the strategy
+        self._do("backward", reached, toggled, reduce, self._num_backwards, now=True)
+        for output in self._used:
+            output.grad = None
+
+    def _toggled_for_networks(self) -> int | None:
+        """The one optimizer whose parameters are to have gradients; None: all."""
+        self._note_calls()
+        called, backward = self._called_under, self._backward_under or {self._toggled}
+        either = (called | backward) - {None}
+        if len(called) > 1 or len(backward) > 1 or len(either) > 1:
+            raise ConfigurationError(
+                "several toggled optimizers in one training_step call the pipelined networks, but "
+                "the gradients of a batch are computed in one go. Toggle one optimizer per batch, "
+                "as in `opt = self.optimizers()[batch_idx % 2]`, or none"
+            )
+        return next(iter(either), None)
+
+    def _refuse_late(self) -> None:
+        if any(output.grad is not None for output in self._used):
+            raise ConfigurationError(
+                "a backward reaches the pipelined networks after an optimizer made use of their "
+                "gradients (step, clip_gradients or zero_grad). Call manual_backward for all "
+                "losses first, or for their sum, then the optimizers"
+            )
+
+    def finish(self) -> None:
+        """The user's step is over on the loss rank: what is left to do, on all ranks."""
+        if not self.commands.engine.is_loss_rank:
+            self.commands.follow()
+            return
+        self._finish_backward()
+        self._refuse_late()
+        self._told.append(END)
+        self._tell()
+        self._used = []
+
+    def _do(self, *command: Any, now: bool = False) -> Any:
+        """Carry out a command here, and have the others do so: now, or with the next one."""
+        self._told.append(command)
+        if now:
+            self._tell()
+        with self._outside():
+            return self.commands.carry_out(command)
+
+    def _tell(self) -> None:
+        self.commands.tell(self._told)
+        self._told = []
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """What takes the place of an optimizer's methods where nothing is to happen."""
+
+
+def _check_closure(closure: Any = None, **_kwargs: Any) -> None:
+    if closure is not None:
+        raise ConfigurationError(
+            "optimizer.step(closure) runs a part of the step at a time of the optimizer's choice. "
+            "Write its lines before the step: the loss, self.manual_backward(loss), then "
+            "optimizer.step()"
+        )
