@@ -10,6 +10,9 @@ from typing import Any
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 
+LOSS_RANK = 0
+"""The rank that computes the losses of a chain, logs and saves."""
+
 
 class Coupling(Enum):
     """What the stages of the student read, and whose losses they get; the value is its name.

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.heads import Kept
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan
 from lightning_tspipe.ir.lowering import Program, lower
-from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, lookahead
 from lightning_tspipe.simulation.cost import CostTable
 

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
@@ -42,7 +43,7 @@ from lightning_tspipe.runtime.transport.reduction import GradientReduction
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.averages import followed_tensors
 from lightning_tspipe.runtime.weights.materializing import Materializer
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK, Shards, forget_graphs
+from lightning_tspipe.runtime.weights.ownership import Shards, forget_graphs
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
 from lightning_tspipe.runtime.weights.versions import StageWeights, stage_weights
 from lightning_tspipe.simulation.cost import CostTable

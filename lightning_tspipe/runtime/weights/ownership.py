@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.reduction import REST
-
-LOSS_RANK = 0
 
 
 class Shards:

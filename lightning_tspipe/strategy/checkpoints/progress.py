@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import ValueRef
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.lookahead import Ahead
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.batches.loading import LookaheadLoader

@@ -19,9 +19,10 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK, Shards
+from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.strategy.checkpoints.files import (
     innermost,
     is_usual,

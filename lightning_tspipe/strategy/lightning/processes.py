@@ -17,6 +17,7 @@ from torch.distributed import GroupMember
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.faults.parents import watch_launcher
 from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet, stay_on_this_machine
 from lightning_tspipe.runtime.transport import shared_memory
@@ -32,7 +33,6 @@ from lightning_tspipe.runtime.transport.replicas import (
     make_groups,
     reduce_among,
 )
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.lightning.launching import script_launcher, worker_launcher
 from lightning_tspipe.strategy.lightning.namespaces import world_of
 

@@ -17,13 +17,13 @@ import torch
 from lightning.fabric.utilities import rank_zero_info
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
 from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, described
 from lightning_tspipe.planning.relay_modes import plan_mode, within
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes
 from lightning_tspipe.runtime.modes.relay.profiler import measure_block
 from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.setup.machine import link_of, memory_limit, nominal_rate
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.plan import Plan
@@ -22,7 +23,6 @@ from lightning_tspipe.runtime.execution.programs import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.setup.freezing import Freezing, of_plan, place_frozen
 from lightning_tspipe.strategy.setup.machine import link_of, memory_limit, nominal_rate
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.run_plan import RunPlan
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.programs import Captured
@@ -19,7 +20,6 @@ from lightning_tspipe.runtime.stages.frozen import refuse_teacher, with_frozen
 from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.setup.asynchronous import policy_for, use_optimizers
 from lightning_tspipe.strategy.setup.deciding import agree
 from lightning_tspipe.strategy.setup.declared import find_networks

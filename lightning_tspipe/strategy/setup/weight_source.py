@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK, named_tensors, put
+from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 
 
 @dataclass(frozen=True)

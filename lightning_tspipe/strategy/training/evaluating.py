@@ -11,12 +11,12 @@ import torch
 from typing_extensions import override
 
 from lightning_tspipe.errors import CaptureError, ConfigurationError, PartitionError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.evaluation import Evaluation
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.lightning.namespaces import world_of
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.forwards import set_up_forwards

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.heads.training import STOPPED
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 
 if TYPE_CHECKING:
     from lightning_tspipe.strategy.strategy import PipelineHooks

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.profiling import flops_per_sample
 from lightning_tspipe.runtime.batches.loading import isolated
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
 from lightning_tspipe.simulation.timeline import Pause, Timeline
 from lightning_tspipe.strategy.setup.declared import find_networks

@@ -13,6 +13,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.relay_modes import passes
 from lightning_tspipe.planning.run_plan import RunPlan, Source, plain
@@ -21,7 +22,6 @@ from lightning_tspipe.runtime.modes.relay.engine import NETWORKS, RelayEngine, R
 from lightning_tspipe.runtime.stages.randomness import draws
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.setup.block_costs import BlockCosts
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.batches.global_batches import share_batches
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import Front, num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.checkpoints import progress
 from lightning_tspipe.strategy.setup.deciding import planning_wishes
 from lightning_tspipe.strategy.setup.declared import find_networks

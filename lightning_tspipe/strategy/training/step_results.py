@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.batches.remote_loading import Remote
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.ownership import LOSS_RANK
 from lightning_tspipe.strategy.training.batches import to_device
 
 if TYPE_CHECKING:
