@@ -14,7 +14,7 @@ from lightning_tspipe.networks.flops import estimate_atoms
 from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.weights.averages import with_averages
 

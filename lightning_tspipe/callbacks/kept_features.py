@@ -29,12 +29,13 @@ from lightning_tspipe.callbacks.fixed import refuse_other
 from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
-from lightning_tspipe.runtime.stages.heads import Kept
+from lightning_tspipe.runtime.batches.metadata import Kept
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-    from lightning_tspipe.runtime.execution.engine import Engine
+    from lightning_tspipe.ir.pipeline import Pipeline
+    from lightning_tspipe.runtime.transport.base import Transport
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -101,26 +102,28 @@ class KeptFeatures:
         told: float = trainer.strategy.broadcast(rate, pipelined.data_rank)
         return told
 
-    def place(self, engine: Engine) -> None:
+    def place(self, transport: Transport, pipeline: Pipeline) -> None:
         """All ranks have their parts of the trunk, or begin an epoch; every rank calls it.
 
         What was kept by other weights is not read.
         """
-        transport, cache = engine.transport, self._shared.cache
+        cache = self._shared.cache
         own = fingerprint(*(t for t in self._tensors() if not t.is_meta))
         gathered = transport.gather_object((own, self.worth))
         told = None
         if gathered is not None:
             digest = hashlib.blake2b("".join(part for part, _ in gathered).encode(), digest_size=16)
-            told = digest.hexdigest(), gathered[engine.placement.data_rank][1]
+            told = digest.hexdigest(), gathered[pipeline.data_rank][1]
         whole, self.worth = transport.broadcast_object(told, 0)
         before, self._boundary = self._boundary, self._boundary_of(whole)
-        self._writes = engine.rank == min(engine.pipeline.loss_ranks)
+        self._writes = transport.rank == min(pipeline.loss_ranks)
         if cache is None:
             return
         if before.name and before != self._boundary:
             self._is_verified = False
-            if engine.is_data_rank:  # before it reads on; another rank might be too late
+            if (
+                transport.rank == pipeline.data_rank
+            ):  # before it reads on; another rank might be too late
                 cache.let_skip([])
         if self.is_on is None:
             self._decide()

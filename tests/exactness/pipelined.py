@@ -15,7 +15,7 @@ from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.gloo import GlooTransport
 from tests.device import DEVICE, on_device, on_host

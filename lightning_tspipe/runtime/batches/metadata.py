@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.faults.failures import waiting
-from lightning_tspipe.runtime.stages.heads import Kept
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
 from lightning_tspipe.runtime.transport.channels import Channel
 
@@ -31,6 +30,27 @@ class Samples:
     ids: Any
     known: int = 0
     is_checked: bool = False
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What is known of a batch's features.
+
+    Attributes:
+        ids: Of its samples.
+        rows: Those that go through the trunk.
+        compares: Whether what is known goes through it too, to see that it is the same.
+    """
+
+    ids: tuple[Hashable, ...]
+    rows: tuple[int, ...]
+    compares: bool = False
+
+    def select(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Of the inputs of a whole batch, those that go through the trunk."""
+        if len(self.rows) == len(self.ids):
+            return tuple(inputs)
+        return tuple(tensor[list(self.rows)] for tensor in inputs)
 
 
 @dataclass(frozen=True)

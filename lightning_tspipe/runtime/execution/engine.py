@@ -26,11 +26,10 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import lower
-from lightning_tspipe.runtime.batches.metadata import StepHeader, send_fields
+from lightning_tspipe.runtime.batches.metadata import Kept, StepHeader, send_fields
 from lightning_tspipe.runtime.execution import in_flight as flights
 from lightning_tspipe.runtime.execution.context import StepContext
 from lightning_tspipe.runtime.execution.resuming import Resumable
-from lightning_tspipe.runtime.stages.heads import Kept
 from lightning_tspipe.runtime.transport.base import Receipt
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.schedules.phases import teacher_only

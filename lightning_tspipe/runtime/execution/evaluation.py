@@ -24,7 +24,7 @@ from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.context import StepContext
 from lightning_tspipe.runtime.execution.executor import Executor
-from lightning_tspipe.runtime.execution.programs import layout
+from lightning_tspipe.runtime.stages.captured import layout
 from lightning_tspipe.runtime.stages.units import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 from lightning_tspipe.schedules.fanout import fanout

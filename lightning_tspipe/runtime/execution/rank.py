@@ -24,10 +24,12 @@ from lightning_tspipe.runtime.batches.announcements import Announcements
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.executor import Executor
 from lightning_tspipe.runtime.execution.lookahead import Lookahead
-from lightning_tspipe.runtime.execution.programs import Captured, Programs, layout
+from lightning_tspipe.runtime.execution.pace import Pace
+from lightning_tspipe.runtime.execution.programs import Programs
 from lightning_tspipe.runtime.faults.stopping import Stop
+from lightning_tspipe.runtime.stages.captured import Captured, layout
 from lightning_tspipe.runtime.stages.frozen import Front, FrozenPart
-from lightning_tspipe.runtime.stages.heads import Heads, Pace
+from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.stages.running import Execution, InPieces
 from lightning_tspipe.runtime.stages.units import StepUnits

@@ -21,7 +21,7 @@ from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.batches.metadata import Samples
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.stages.running import Ran
 

@@ -10,12 +10,11 @@ and every rank with heads reads the others by itself::
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,33 +22,8 @@ from torch import Tensor, nn
 from lightning_tspipe.capture import swap
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
-from lightning_tspipe.runtime.faults.failures import waiting
+from lightning_tspipe.runtime.batches.metadata import Kept
 from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.runtime.transport.channels import Channel
-
-if TYPE_CHECKING:
-    from lightning_tspipe.runtime.execution.engine import Engine
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is known of a batch's features.
-
-    Attributes:
-        ids: Of its samples.
-        rows: Those that go through the trunk.
-        compares: Whether what is known goes through it too, to see that it is the same.
-    """
-
-    ids: tuple[Hashable, ...]
-    rows: tuple[int, ...]
-    compares: bool = False
-
-    def select(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Of the inputs of a whole batch, those that go through the trunk."""
-        if len(self.rows) == len(self.ids):
-            return tuple(inputs)
-        return tuple(tensor[list(self.rows)] for tensor in inputs)
 
 
 class FeatureCache(Protocol):
@@ -63,8 +37,13 @@ class FeatureCache(Protocol):
             features: Stand-ins for those of a batch.
         """
 
-    def place(self, engine: Engine) -> None:
-        """All ranks have their parts of the trunk, or begin an epoch; every rank calls it."""
+    def place(self, transport: Transport, pipeline: Pipeline) -> None:
+        """All ranks have their parts of the trunk, or begin an epoch; every rank calls it.
+
+        Args:
+            transport: How to reach the other ranks.
+            pipeline: Which rank reads the data, and which have heads.
+        """
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
         """On the data rank: what is known of a batch; None: all of it goes through the trunk."""
@@ -144,37 +123,3 @@ class Heads:
 
 def _filled(tensor: Tensor, device: torch.device) -> Tensor:
     return swap.arbitrary_like(tensor, device) if tensor.is_meta else tensor
-
-
-class Pace:
-    """Keeps ranks from running ahead of those that read what they make: queues are bounded.
-
-    A rank begins a step when those have begun the one that is ``slack`` steps before it.
-
-    Args:
-        transport: How to reach the other ranks.
-        pipeline: Who holds what.
-        slack: Steps that a rank may be ahead, at least 1.
-    """
-
-    def __init__(self, transport: Transport, pipeline: Pipeline, slack: int) -> None:
-        assert pipeline.teacher is not None
-        stages = pipeline.teacher.ranks
-        edges = [*pairwise(stages)]
-        edges += [(stages[-1], rank) for rank in pipeline.loss_ranks]
-        own = transport.rank
-        self._transport = transport
-        self._before = sorted({a for a, b in edges if b == own != a})
-        self._behind = sorted({b for a, b in edges if a == own != b})
-        self._num_begun = 0
-        self._slack = slack
-
-    def begin_step(self) -> None:
-        """Wait until the step may begin; every rank calls it."""
-        for rank in self._before:
-            self._transport.send_object(None, rank, Channel.PACE)
-        self._num_begun += 1
-        if self._num_begun > self._slack:
-            with waiting("the ranks that read what this one makes"):
-                for rank in self._behind:
-                    self._transport.receive_object(rank, Channel.PACE)

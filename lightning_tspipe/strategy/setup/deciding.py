@@ -19,7 +19,7 @@ from lightning_tspipe.planning.recomputing import keep_or_recompute
 from lightning_tspipe.planning.run_plan import RunPlan, Source
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import is_paired, profile_step
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas

@@ -20,7 +20,7 @@ from lightning_tspipe.planning.pieces import WHOLE
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.run_plan import RunPlan
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.runtime.transport.replicas import Replicas

@@ -19,7 +19,7 @@ from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.setup.declared import find_networks

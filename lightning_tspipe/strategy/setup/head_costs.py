@@ -20,7 +20,7 @@ from lightning_tspipe.planning.heads import HeadCost, TrunkCost
 from lightning_tspipe.planning.pieces import WHOLE, Pieces, choose_pieces
 from lightning_tspipe.profiling import profile_forwards
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.strategy.setup.machine import link_of, nominal_rate
 from lightning_tspipe.strategy.setup.options import SetupOptions
 

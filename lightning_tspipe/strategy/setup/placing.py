@@ -15,7 +15,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.run_plan import RunPlan
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import refuse_teacher, with_frozen
 from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.transport.base import Transport

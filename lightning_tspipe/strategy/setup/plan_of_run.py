@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.run_plan import RunPlan, Source, plain
-from lightning_tspipe.runtime.execution.programs import Captured
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.setup.freezing import Freezing

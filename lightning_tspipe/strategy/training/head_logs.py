@@ -70,7 +70,7 @@ class HeadsHere:
             self._every = engine.transport.broadcast_object(every, LOSS_RANK)
             self._num_steps, self._is_due = 0, False
         if heads.cache is not None:
-            heads.cache.place(engine)
+            heads.cache.place(engine.transport, engine.pipeline)
 
     def begin_step(self, engine: Engine) -> None:
         """Before a training step: what was logged goes to rank 0, which gets it a step later.

@@ -130,7 +130,7 @@ class Pipelined:
         """Features of a trunk that has changed are not read; every rank calls it."""
         cache, engine = self._strategy.heads_here.cache, self._strategy.engine
         if cache is not None and engine is not None and engine.heads is not None:
-            cache.place(engine)
+            cache.place(engine.transport, engine.pipeline)
 
     def freeze(
         self,

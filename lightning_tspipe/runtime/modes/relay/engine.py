@@ -29,11 +29,11 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay_modes import Pass
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.programs import Captured
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes, through
 from lightning_tspipe.runtime.modes.relay.early import EarlyBackwards
 from lightning_tspipe.runtime.modes.relay.walk import BlockOutcome, Blocks, RelayedPass
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.channels import Channel, Edge
 
 NETWORKS = Networks(("student",), ("teacher",))
