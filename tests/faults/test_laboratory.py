@@ -146,6 +146,19 @@ def test_each_check_can_fail(check: str, changes: dict[str, object]) -> None:
     assert set(failures(seen_of(**changes))) == {check}
 
 
+@pytest.mark.parametrize(("place", "rank", "is_right"), [
+    ("script", 1, True), ("script", 0, False), ("script", None, False), ("step", 1, False),
+])  # fmt: skip
+def test_torchrun_may_tell_of_a_script_that_fails_by_itself(
+    place: str, rank: int | None, is_right: bool
+) -> None:
+    seen = seen_of("exception", "torchrun", checkpoint="", resumed=None, resumed_difference=None)
+    seen.draw = replace(seen.draw, fault=replace(seen.draw.fault, place=place))
+    told = f"Root Cause (first observed failure):\n[0]:\n  host : a\n  rank      : {rank} (local"
+    seen.ended.output = f"{TRACE}{striking.TEXT}\n{TRACE}a\n{told if rank is not None else ''}"
+    assert ("one cause" in failures(seen)) != is_right
+
+
 def test_one_traceback_is_the_cause_and_two_are_not() -> None:
     good = seen_of("exception", output=f"{TRACE}ValueError: {striking.TEXT}\n{LINE}")
     assert not failures(good)

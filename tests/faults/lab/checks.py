@@ -15,6 +15,7 @@ TOLERANCE = 1e-12
 """Between a run that was stopped and one that was not; float64."""
 _RESUMED = "the result from"
 _CAUSE = re.compile(r"The job ends, because rank (\d+) \(pid \d+ on [^)]+\) .+ in .+")
+_TORCHRUNS_CAUSE = re.compile(r"Root Cause \(first observed failure\):.*?rank\s+: (\d+)", re.DOTALL)
 _ALL_STOP = "all ranks stop after this batch"
 _NO_SPACE = "No space left on device"
 
@@ -197,20 +198,32 @@ def _missing(seen: Seen, output: str) -> str:
     has_others = draw.configuration.num_ranks > 1 and fault.moment != "teardown"
     if rank is None or not has_others or fault.kind in DAMAGES:
         return ""
-    is_ended = fault.kind in {"SIGKILL", "SIGTERM", "two jobs"}
+    if fault.place in BEFORE_THEY_MET:
+        return _wrong_before_they_met(seen, output, rank)
+    if fault.kind == "SIGTERM" and _ALL_STOP in output:
+        return ""
+    # Who fills a disk is not who fails.
+    return _wrong_cause(output, None if fault.kind == "full disk" else rank)
+
+
+def _wrong_before_they_met(seen: Seen, output: str, rank: int) -> str:
+    """What is wrong where the ranks don't know each other yet, and the launcher may tell."""
+    draw, fault = seen.draw, seen.draw.fault
+    is_told = bool(_CAUSE.search(output))
     is_alone = draw.launcher in {"slurm", "torchrun"} or (draw.launcher == "popen" and rank == 0)
-    if is_alone and fault.place in BEFORE_THEY_MET and is_ended and not _CAUSE.search(output):
+    if is_alone and not is_told and fault.kind in {"SIGKILL", "SIGTERM", "two jobs"}:
         return ""  # nobody else has met it: the launcher tells, or whoever ended the script
-    if fault.kind == "SIGSTOP" and fault.place in BEFORE_THEY_MET:
+    if draw.launcher == "torchrun" and not is_told and fault.kind == "exception":
+        # Torchrun ends the others a tenth of a second later: it tells whose traceback it is.
+        told = _TORCHRUNS_CAUSE.findall(output)
+        return "" if told == [str(rank)] else f"rank {rank} is the cause, and torchrun tells {told}"
+    if fault.kind == "SIGSTOP":
         absent = (
             rf"The job ends, because .*(rank {rank} did not come|no word of rank {rank}) within"
         )
         # Or whoever has started it, and knows that it was stopped, is the first.
-        is_told = re.search(absent, output) or not _wrong_cause(output, rank)
+        is_told = bool(re.search(absent, output)) or not _wrong_cause(output, rank)
         return "" if is_told else f"nobody says that rank {rank} did not come"
-    if fault.kind == "SIGTERM" and _ALL_STOP in output:
-        return ""
-    # Who fills a disk is not who fails.
     return _wrong_cause(output, None if fault.kind == "full disk" else rank)
 
 

@@ -24,14 +24,18 @@ BALLAST = "ballast"
 TEXT = "a mistake of the user's own"
 PACKAGE = "lightning_tspipe.strategy"
 PATCHED: dict[str, tuple[str, ...]] = {
-    "connect": ("processes:ProcessHooks.setup_environment",),
-    "capture": ("relaying:infer_shapes",),  # in other modes, the module's own step
-    "in step": ("relaying:Relaying.training_step",),
-    "planning": ("setup:agree", "setup:place_heads", "block_costs:BlockCosts.plan"),
-    "repack": ("processes:ProcessHooks.reconnect",),
+    "connect": ("lightning.processes:ProcessHooks.setup_environment",),
+    "capture": ("training.relaying:infer_shapes",),  # in other modes, the module's own step
+    "in step": ("training.relaying:Relaying.training_step",),
+    "planning": (
+        "setup.placing:agree",
+        "setup.placing:place_heads",
+        "setup.block_costs:BlockCosts.plan",
+    ),
+    "repack": ("lightning.processes:ProcessHooks.reconnect",),
 }
 """Functions that every rank calls at these moments, and no hook of Lightning's tells of."""
-START = "processes:_START"
+START = "lightning.processes:_START"
 """How long ranks may differ in their starts."""
 _wall_clock = time.time
 
