@@ -108,10 +108,17 @@ def test_the_job_ends(method: str, how: str, where: str, rank: int, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["popen", "fork", "spawn", "forkserver", "torchrun"])
-def test_sigterm_to_the_process_that_was_started(method: str, tmp_path: Path) -> None:
-    """With workers, that is none of the ranks; they stop together, and save, all the same."""
-    with started(tmp_path, SCRIPT, command_of(method, "nothing", "train", 0)) as (process,):
+@pytest.mark.parametrize(
+    ("method", "where"),
+    [*((method, "train") for method in ("popen", "fork", "spawn", "forkserver", "torchrun")),
+     ("torchrun", "worker")],
+)  # fmt: skip
+def test_sigterm_to_the_process_that_was_started(method: str, where: str, tmp_path: Path) -> None:
+    """With workers, that is none of the ranks; they stop together, and save, all the same.
+
+    So they do where torchrun sends the signal to the workers of loaders too.
+    """
+    with started(tmp_path, SCRIPT, command_of(method, "nothing", where, 0)) as (process,):
         wait_for([tmp_path / STRUCK], process)
         process.terminate()
         text = end_of(process, tmp_path)

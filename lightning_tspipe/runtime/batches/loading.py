@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.runtime.batches.random_states import RandomStates
-from lightning_tspipe.runtime.faults.loader_workers import refuse_killed_worker
+from lightning_tspipe.runtime.faults.loader_workers import iterate, refuse_killed_worker
 
 _END = object()
 _A_MOMENT = 1.0
@@ -81,7 +81,7 @@ def isolated(loader: Iterable[Any]) -> Iterator[Any]:
         outside = RandomStates.now()
         own.restore()
         try:
-            iterator = iter(loader) if iterator is None else iterator
+            iterator = iterate(loader) if iterator is None else iterator
             batch = next(iterator, _END)
         finally:
             own = RandomStates.now()
@@ -252,7 +252,7 @@ class LookaheadLoader:
 
     def _begin(self, start: RandomStates) -> Iterator[Any]:
         self._epoch = _Epoch(self._num_read, start, self._own())
-        return iter(self._loader) if self._trains else isolated(self._loader)
+        return iterate(self._loader) if self._trains else isolated(self._loader)
 
     def _read_from(self, iterator: Iterator[Any]) -> Any:
         if self._num_read - self._epoch.first >= self._num_batches:

@@ -2,12 +2,66 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 _SECONDS = 1.0
 """For a process that has died to be known as dead."""
+GRACE = 30.0
+"""Seconds that a worker outlives a SIGTERM; torchrun gives a rank as many to end."""
+
+
+def iterate(loader: Iterable[Any]) -> Iterator[Any]:
+    """Iterate over a loader whose workers outlive a SIGTERM to all processes of their rank.
+
+    torchrun, and others that end a job, send one to a rank and to its loaders' workers. The rank
+    stops at the end of a batch, with those of the other ranks, and may have to read until then.
+    """
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return iter(loader)
+    users = loader.worker_init_fn
+    loader.worker_init_fn = _Begin(users, os.getpid())
+    try:
+        return iter(loader)
+    finally:
+        loader.worker_init_fn = users
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """Begins a worker.
+
+    Attributes:
+        users: The ``worker_init_fn`` of the loader.
+        rank: The process that reads the batches.
+    """
+
+    users: Callable[[int], None] | None
+    rank: int
+
+    def __call__(self, worker: int) -> None:
+        if hasattr(signal, "sigwaitinfo"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_end_on_request, args=(self.rank,), daemon=True).start()
+        if self.users is not None:
+            self.users(worker)
+
+
+def _end_on_request(rank: int) -> None:
+    """End this worker at once if its rank wants that, and a while after anybody else did."""
+    told = signal.sigwaitinfo({signal.SIGTERM})
+    if told.si_pid != rank:
+        told = signal.sigtimedwait({signal.SIGTERM}, GRACE) or told
+    if told.si_pid == rank:
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def refuse_killed_worker(iterator: Any, error: Exception) -> None:

@@ -1,0 +1,114 @@
+"""Workers of loaders that end before their loader lets them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from lightning_tspipe.runtime.faults import loader_workers
+from lightning_tspipe.runtime.faults.loader_workers import (
+    hear_of_children,
+    iterate,
+    let_children_end,
+)
+
+
+@pytest.fixture
+def iterator() -> Iterator[Any]:
+    """Of a loader with a worker that waits."""
+    made: Any = iter(DataLoader(range(9), num_workers=1))  # type: ignore[arg-type]
+    next(made)
+    yield made
+    hear_of_children()
+    heard = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    assert heard != signal.SIG_DFL
+    made._shutdown_workers()
+    signal.signal(signal.SIGCHLD, heard)
+
+
+def kill(iterator: Any) -> None:
+    """As torchrun does, to all processes of a rank's group."""
+    (worker,) = iterator._workers
+    # By another process: its parent's signal is a worker's usual end.
+    subprocess.run(["kill", str(worker.pid)], check=True)  # noqa: S603, S607
+    end = time.monotonic() + 10
+    while worker.is_alive() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_the_end_of_a_worker_is_a_failure_until_this_process_ends_too(iterator: Any) -> None:
+    let_children_end()
+    let_children_end()  # twice: the first one counts
+    kill(iterator)
+
+
+def test_it_is_one_again_when_this_process_begins_anew(iterator: Any) -> None:
+    let_children_end()
+    hear_of_children()
+    with pytest.raises(RuntimeError, match="is killed by signal: Terminated"):
+        kill(iterator)
+
+
+def of_one_worker(**options: Any) -> DataLoader[Any]:
+    return DataLoader(range(9), num_workers=1, batch_size=None, **options)  # type: ignore[arg-type]
+
+
+def signal_from_elsewhere(pid: int) -> None:
+    subprocess.run(["kill", str(pid)], check=True)  # noqa: S603, S607
+
+
+def noting(_: int) -> None:
+    """Runs in the worker, where a signal is waited for by then."""
+    assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.parametrize(
+    ("context", "begin"),
+    [
+        ("fork", noting),
+        pytest.param("spawn", None, marks=pytest.mark.slow),
+        pytest.param("forkserver", None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_outlives_a_signal_that_is_not_its_ranks(context: str, begin: Any) -> None:
+    loader = of_one_worker(multiprocessing_context=context, worker_init_fn=begin)
+    batches: Any = iterate(loader)
+    assert loader.worker_init_fn is begin
+    assert next(batches) == 0
+    (worker,) = batches._workers
+    signal_from_elsewhere(worker.pid)
+    time.sleep(0.2)
+    assert list(batches) == list(range(1, 9))
+    worker.join(10)
+    assert worker.exitcode == 0
+
+
+@pytest.mark.parametrize(("grace", "signals", "code"), [(0.1, 1, -15), (30.0, 2, -15), (30, 0, 0)])
+def test_it_ends_after_a_while_or_when_told_again_or_by_its_rank(
+    grace: float, signals: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_workers, "GRACE", grace)
+    let_children_end()
+    batches: Any = iterate(of_one_worker(multiprocessing_context="fork", prefetch_factor=2))
+    next(batches)
+    let_children_end()  # the first loader of a process sets a handler
+    (worker,) = batches._workers
+    for _ in range(signals):
+        signal_from_elsewhere(worker.pid)
+        time.sleep(0.1)
+    if not signals:
+        worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == code
+    hear_of_children()
+
+
+def test_without_workers_it_is_a_plain_iterator() -> None:
+    assert list(iterate([1, 2])) == [1, 2]
+    assert list(iterate(DataLoader(range(3), batch_size=None))) == [0, 1, 2]  # type: ignore[arg-type]
