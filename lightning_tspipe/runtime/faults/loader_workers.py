@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 _SECONDS = 1.0
 """For a process that has died to be known as dead."""
+_CAN_WAIT = hasattr(signal, "sigwaitinfo")  # not on macOS
 GRACE = 30.0
 """Seconds that a worker outlives a SIGTERM; torchrun gives a rank as many to end."""
 
@@ -22,14 +25,23 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
 
     torchrun, and others that end a job, send one to a rank and to its loaders' workers. The rank
     stops at the end of a batch, with those of the other ranks, and may have to read until then.
+    Workers of a fork server, which other processes have in common, end as they did.
     """
-    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0 or not _CAN_WAIT:
         return iter(loader)
+    context = loader.multiprocessing_context or multiprocessing
+    if context.get_start_method() == "forkserver":
+        return iter(loader)
+    if context.get_start_method() == "spawn":
+        resource_tracker.ensure_running()  # its start lets the signal through
     users = loader.worker_init_fn
     loader.worker_init_fn = _Begin(users, os.getpid())
+    # Inherited by all threads of the workers, those of libraries too.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return iter(loader)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         loader.worker_init_fn = users
 
 
@@ -46,9 +58,7 @@ class _Begin:
     rank: int
 
     def __call__(self, worker: int) -> None:
-        if hasattr(signal, "sigwaitinfo"):
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-            threading.Thread(target=_end_on_request, args=(self.rank,), daemon=True).start()
+        threading.Thread(target=_end_on_request, args=(self.rank,), daemon=True).start()
         if self.users is not None:
             self.users(worker)
 

@@ -73,7 +73,6 @@ def noting(_: int) -> None:
     [
         ("fork", noting),
         pytest.param("spawn", None, marks=pytest.mark.slow),
-        pytest.param("forkserver", None, marks=pytest.mark.slow),
     ],
 )
 def test_a_worker_outlives_a_signal_that_is_not_its_ranks(context: str, begin: Any) -> None:
@@ -87,6 +86,7 @@ def test_a_worker_outlives_a_signal_that_is_not_its_ranks(context: str, begin: A
     assert list(batches) == list(range(1, 9))
     worker.join(10)
     assert worker.exitcode == 0
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 @pytest.mark.parametrize(("grace", "signals", "code"), [(0.1, 1, -15), (30.0, 2, -15), (30, 0, 0)])
