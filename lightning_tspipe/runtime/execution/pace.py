@@ -19,6 +19,9 @@ class Pace:
         transport: How to reach the other ranks.
         pipeline: Who holds what.
         slack: Steps that a rank may be ahead, at least 1.
+
+    Attributes:
+        slack: The same.
     """
 
     def __init__(self, transport: Transport, pipeline: Pipeline, slack: int) -> None:
@@ -31,14 +34,14 @@ class Pace:
         self._before = sorted({a for a, b in edges if b == own != a})
         self._behind = sorted({b for a, b in edges if a == own != b})
         self._num_begun = 0
-        self._slack = slack
+        self.slack = slack
 
     def begin_step(self) -> None:
         """Wait until the step may begin; every rank calls it."""
         for rank in self._before:
             self._transport.send_object(None, rank, Channel.PACE)
         self._num_begun += 1
-        if self._num_begun > self._slack:
+        if self._num_begun > self.slack:
             with waiting("the ranks that read what this one makes"):
                 for rank in self._behind:
                     self._transport.receive_object(rank, Channel.PACE)

@@ -154,6 +154,8 @@ class StepUnits:
 
     def runs(self, action: Action) -> bool:
         """Whether there is anything to do: atoms to run, or something known to be read."""
+        if NETWORK_OF[action.op] not in self.units:
+            return True  # of heads, which are no chain of atoms
         if self.of(action).shapes is None:
             return False
         first, last = self.span(action)
