@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan
+from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.action import Action, Op
@@ -23,7 +23,7 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.execution.lookahead import Ahead
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.captured import Captured, Division
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
@@ -40,7 +40,9 @@ class Engine(ABC):
         materializer: Where the values come from, of a module that has none; it stays spread.
 
     Attributes:
+        cuts: For each network the first atom of each stage, and the number of atoms.
         pipeline: The stages and their ranks.
+        whole: How the networks are divided as the module has them: a frozen part is of one.
         shards: Who owns which parameters.
         batch_size: Samples of the current step's largest call.
         teacher_ran_ahead: Whether the teacher of the current step ran in the step before.
@@ -68,14 +70,15 @@ class Engine(ABC):
         self.captured = captured
         self.placement = placement
         self.materializer = materializer
-        self.cuts, self.ranks = _stages(captured, placement)
-        self.pipeline: Pipeline = self.mode.layout(
-            captured, self.ranks, self.cuts, placement.num_microbatches, here.transport.num_ranks
-        )
-        self.whole_cuts, self.whole_ranks = self.mode.whole(self.cuts, self.ranks)
+        division = Division.of(captured, placement)
+        self.cuts = division.cuts
+        self.pipeline: Pipeline = self.mode.layout(captured, division)
+        self.whole = self.mode.whole(division)
         for name, network in captured.whole.networks.items():
-            network.check_cuts(self.whole_cuts[name])
-        self.shards = Shards(self.module, captured.held, self.cuts, self.ranks, placement.holders)
+            network.check_cuts(self.whole.cuts[name])
+        self.shards = Shards(
+            self.module, captured.held, division.cuts, division.ranks, placement.holders
+        )
         self.shards.follow(captured.followed)
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
@@ -213,15 +216,3 @@ class Engine(ABC):
     @abstractmethod
     def drain(self) -> None:
         """Forget what ran ahead: the next batches are not those told of. Every rank calls it."""
-
-
-Layouts = dict[NetworkName, tuple[int, ...]]
-
-
-def _stages(captured: Captured, placement: Placement) -> tuple[Layouts, Layouts]:
-    """The cuts of each network, and the ranks of its stages."""
-    cuts: Layouts = {"student": placement.student_cuts}
-    ranks: Layouts = {"student": placement.student_ranks}
-    if "teacher" in captured.networks:
-        cuts["teacher"], ranks["teacher"] = placement.teacher_cuts, placement.teacher_ranks
-    return cuts, ranks

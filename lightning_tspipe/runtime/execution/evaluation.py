@@ -28,6 +28,7 @@ from lightning_tspipe.runtime.execution.executor import Executor, Handler
 from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.execution.rank_stages import place_stages
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.stages.captured import Division
 from lightning_tspipe.runtime.stages.units import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 
@@ -53,13 +54,13 @@ class Evaluation:
         self._place = (-1, 0)
         captured = engine.here.capture(step, batch, training=False)
         plan, networks = captured.plan, captured.networks
-        trained, trained_cuts = engine.captured.whole.networks, engine.whole_cuts
+        trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {}
-        ranks = engine.whole_ranks
+        ranks = dict(engine.whole.ranks)
         for name, network in networks.items():
             # A teacher that the training doesn't call lies where the student does.
             like: NetworkName = name if name in trained else "student"
-            ranks = {**ranks, name: ranks[like]}
+            ranks[name] = ranks[like]
             own = None
             if like in trained:
                 own = network.cuts_like(trained[like], trained_cuts[like], engine.captured.followed)
@@ -72,7 +73,7 @@ class Evaluation:
             cuts[name] = own
         self._plan = plan
         here, mode = engine.here, engine.mode.in_evaluation
-        self._pipeline = mode.layout(captured, ranks, cuts, 1, engine.transport.num_ranks)
+        self._pipeline = mode.layout(captured, Division(cuts, ranks, 1, engine.transport.num_ranks))
         self._program = _forward_program(mode.forwards(self._pipeline))
         edges = program_edges(self._program)
         if plan.batch_fields:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -22,15 +22,20 @@ from lightning_tspipe.runtime.batches.metadata import Known, StepHeader
 from lightning_tspipe.runtime.execution.executor import Handler
 from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.execution.pace import Pace
-from lightning_tspipe.runtime.stages.captured import Captured, Held
+from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
 from lightning_tspipe.runtime.transport.base import Transport
-
-Layouts = Mapping[NetworkName, tuple[int, ...]]
-"""For each network the cuts, or the ranks, of its stages."""
 
 
 class TrainingMode(ABC):
-    """A way of training: networks, placement, handlers, losses, and what happens between steps."""
+    """A way of training: networks, placement, handlers, losses, and what happens between steps.
+
+    Attributes:
+        has_fixed_teacher: Whether the teacher never changes, so that it can't be late.
+        saves_lookahead: Whether checkpoints hold what has run ahead; otherwise it runs again.
+    """
+
+    has_fixed_teacher: ClassVar[bool]
+    saves_lookahead: ClassVar[bool]
 
     # What there is, and where it lies
 
@@ -40,27 +45,12 @@ class TrainingMode(ABC):
         """What is divided among the ranks, and does not go through the pipeline."""
 
     @abstractmethod
-    def layout(
-        self,
-        captured: Captured,
-        ranks: Layouts,
-        cuts: Layouts,
-        num_microbatches: int,
-        num_ranks: int,
-    ) -> Pipeline:
-        """The pipeline of a captured step; the last rank reads the data.
-
-        Args:
-            captured: The step.
-            ranks: The rank of each stage of each network.
-            cuts: Their cuts.
-            num_microbatches: Micro-batches per call.
-            num_ranks: Ranks of the pipeline.
-        """
+    def layout(self, captured: Captured, division: Division) -> Pipeline:
+        """The pipeline of a captured step; the last rank reads the data."""
 
     @abstractmethod
-    def whole(self, cuts: Layouts, ranks: Layouts) -> tuple[Layouts, Layouts]:
-        """Cuts and ranks of the networks as the module has them."""
+    def whole(self, division: Division) -> Division:
+        """The same for the networks as the module has them."""
 
     @property
     @abstractmethod
@@ -75,11 +65,6 @@ class TrainingMode(ABC):
     @abstractmethod
     def apart(self) -> StudentFanout | None:
         """What ranks train apart, each in steps of its own; None: all steps are the loss rank's."""
-
-    @property
-    @abstractmethod
-    def has_fixed_teacher(self) -> bool:
-        """Whether the teacher never changes, so that it can't be late."""
 
     # What runs
 
@@ -122,11 +107,6 @@ class TrainingMode(ABC):
     @abstractmethod
     def end(self) -> None:
         """The training is over; whoever asks now means the whole module."""
-
-    @property
-    @abstractmethod
-    def saves_lookahead(self) -> bool:
-        """Whether checkpoints hold what has run ahead; otherwise it runs again."""
 
     @abstractmethod
     def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:

@@ -11,9 +11,8 @@ from typing import final
 from typing_extensions import override
 
 from lightning_tspipe.ir.pipeline import Pipeline
-from lightning_tspipe.runtime.execution.mode import Layouts
 from lightning_tspipe.runtime.modes.chain import OneStep
-from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.captured import Captured, Division
 
 
 @final
@@ -28,12 +27,5 @@ class Blockwise(OneStep):
         self._pipeline = pipeline
 
     @override
-    def layout(
-        self,
-        captured: Captured,
-        ranks: Layouts,
-        cuts: Layouts,
-        num_microbatches: int,
-        num_ranks: int,
-    ) -> Pipeline:
+    def layout(self, captured: Captured, division: Division) -> Pipeline:
         return self._pipeline

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from dataclasses import replace
+from typing import Any, ClassVar, final
 
 from torch import Tensor
 from typing_extensions import override
@@ -18,9 +19,9 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
 from lightning_tspipe.runtime.execution.executor import Handler
 from lightning_tspipe.runtime.execution.losses import Losses
-from lightning_tspipe.runtime.execution.mode import Layouts, TrainingMode
+from lightning_tspipe.runtime.execution.mode import TrainingMode
 from lightning_tspipe.runtime.execution.pace import Pace
-from lightning_tspipe.runtime.stages.captured import Captured, Held
+from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.schedules.gpipe import gpipe
@@ -28,6 +29,9 @@ from lightning_tspipe.schedules.gpipe import gpipe
 
 class OneStep(TrainingMode):
     """What is the same wherever ranks don't run steps of their own, and nothing is known before."""
+
+    has_fixed_teacher: ClassVar[bool] = False
+    saves_lookahead: ClassVar[bool] = True
 
     @property
     @override
@@ -38,11 +42,6 @@ class OneStep(TrainingMode):
     @override
     def apart(self) -> StudentFanout | None:
         return None
-
-    @property
-    @override
-    def has_fixed_teacher(self) -> bool:
-        return False
 
     @property
     @override
@@ -86,8 +85,8 @@ class OneStep(TrainingMode):
         pass
 
     @override
-    def whole(self, cuts: Layouts, ranks: Layouts) -> tuple[Layouts, Layouts]:
-        return cuts, ranks
+    def whole(self, division: Division) -> Division:
+        return division
 
     @override
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
@@ -97,26 +96,14 @@ class OneStep(TrainingMode):
     def expect(self, headers: Mapping[int, StepHeader]) -> None:
         pass
 
-    @property
-    @override
-    def saves_lookahead(self) -> bool:
-        return True
-
 
 @final
 class Chain(OneStep):
     """A student, and perhaps a teacher beside it."""
 
     @override
-    def layout(
-        self,
-        captured: Captured,
-        ranks: Layouts,
-        cuts: Layouts,
-        num_microbatches: int,
-        num_ranks: int,
-    ) -> Pipeline:
-        return _pipeline(captured, ranks, cuts, num_microbatches, num_ranks, Coupling.CHAIN)
+    def layout(self, captured: Captured, division: Division) -> Pipeline:
+        return _pipeline(captured, division, Coupling.CHAIN)
 
 
 @final
@@ -127,30 +114,22 @@ class Prefix(OneStep):
         part: The frozen atoms.
     """
 
+    saves_lookahead: ClassVar[bool] = False  # whoever goes on gets the same from the same weights
+
     def __init__(self, part: FrozenPart) -> None:
         self._part = part
 
-    @property
     @override
-    def saves_lookahead(self) -> bool:
-        return False  # whoever goes on gets the same from the same weights
+    def layout(self, captured: Captured, division: Division) -> Pipeline:
+        return _pipeline(captured, division, Coupling.PREFIX)
 
     @override
-    def layout(
-        self,
-        captured: Captured,
-        ranks: Layouts,
-        cuts: Layouts,
-        num_microbatches: int,
-        num_ranks: int,
-    ) -> Pipeline:
-        return _pipeline(captured, ranks, cuts, num_microbatches, num_ranks, Coupling.PREFIX)
-
-    @override
-    def whole(self, cuts: Layouts, ranks: Layouts) -> tuple[Layouts, Layouts]:
-        return (
-            {"student": (*cuts["teacher"], *cuts["student"][1:])},
-            {"student": (*ranks["teacher"], *ranks["student"])},
+    def whole(self, division: Division) -> Division:
+        cuts, ranks = division.cuts, division.ranks
+        return replace(
+            division,
+            cuts={"student": (*cuts["teacher"], *cuts["student"][1:])},
+            ranks={"student": (*ranks["teacher"], *ranks["student"])},
         )
 
     @override
@@ -164,31 +143,9 @@ class Prefix(OneStep):
             self._part.front.expect({n: header.known.samples for n, header in headers.items()})
 
 
-def _pipeline(  # noqa: PLR0913, PLR0917 - as a mode's layout
-    captured: Captured,
-    ranks: Layouts,
-    cuts: Layouts,
-    num_microbatches: int,
-    num_ranks: int,
-    coupling: Coupling,
-) -> Pipeline:
-    layouts = layouts_of(captured, ranks, cuts, num_microbatches)
+def _pipeline(captured: Captured, division: Division, coupling: Coupling) -> Pipeline:
+    layouts, num_ranks = division.layouts(captured), division.num_ranks
     # An evaluation may call the teacher only.
-    no_student = NetworkLayout(ranks["student"], 0, num_microbatches, frozenset())
-    student, teacher = layouts.get("student", no_student), layouts.get("teacher")
+    nothing = NetworkLayout(division.ranks["student"], 0, division.num_microbatches, frozenset())
+    student, teacher = layouts.get("student", nothing), layouts.get("teacher")
     return Pipeline(num_ranks, student, teacher, num_ranks - 1, LOSS_RANK, coupling)
-
-
-def layouts_of(
-    captured: Captured, ranks: Layouts, cuts: Layouts, num_microbatches: int
-) -> dict[NetworkName, NetworkLayout]:
-    """The layout of each network whose calls go through a pipeline."""
-    return {
-        name: NetworkLayout(
-            ranks[name],
-            len(captured.plan.calls_of(network.called_as)),
-            num_microbatches,
-            network.output_stages(cuts[name]),
-        )
-        for name, network in captured.networks.items()
-    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -26,10 +26,9 @@ from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Kept, Known
 from lightning_tspipe.runtime.execution.context import StepContext
 from lightning_tspipe.runtime.execution.executor import Handler
 from lightning_tspipe.runtime.execution.losses import Losses
-from lightning_tspipe.runtime.execution.mode import Layouts, TrainingMode
+from lightning_tspipe.runtime.execution.mode import TrainingMode
 from lightning_tspipe.runtime.execution.pace import Pace
-from lightning_tspipe.runtime.modes.chain import layouts_of
-from lightning_tspipe.runtime.stages.captured import Captured, Held
+from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.schedules.fanout import fanout
@@ -43,6 +42,9 @@ class Fanout(TrainingMode):
         heads: The heads.
         trains: Whether they are trained: then features may be known, and heads may have stopped.
     """
+
+    has_fixed_teacher: ClassVar[bool] = True
+    saves_lookahead: ClassVar[bool] = False  # a trunk that never changes runs again
 
     def __init__(self, heads: Heads, *, trains: bool = True) -> None:
         self._heads = heads
@@ -60,27 +62,16 @@ class Fanout(TrainingMode):
     def apart(self) -> StudentFanout | None:
         return self._heads.student
 
-    @property
     @override
-    def has_fixed_teacher(self) -> bool:
-        return True
+    def layout(self, captured: Captured, division: Division) -> Pipeline:
+        trunk, number = division.layouts(captured)["teacher"], division.num_ranks
+        outputs = frozenset(range(len(self._heads.atoms)))
+        heads = NetworkLayout(division.ranks["student"], 1, 1, outputs)
+        return Pipeline(number, heads, trunk, number - 1, LOSS_RANK, Coupling.FANOUT)
 
     @override
-    def layout(
-        self,
-        captured: Captured,
-        ranks: Layouts,
-        cuts: Layouts,
-        num_microbatches: int,
-        num_ranks: int,
-    ) -> Pipeline:
-        trunk = layouts_of(captured, ranks, cuts, num_microbatches)["teacher"]
-        heads = NetworkLayout(ranks["student"], 1, 1, frozenset(range(len(self._heads.atoms))))
-        return Pipeline(num_ranks, heads, trunk, num_ranks - 1, LOSS_RANK, Coupling.FANOUT)
-
-    @override
-    def whole(self, cuts: Layouts, ranks: Layouts) -> tuple[Layouts, Layouts]:
-        return cuts, ranks
+    def whole(self, division: Division) -> Division:
+        return division
 
     @property
     @override
@@ -148,11 +139,6 @@ class Fanout(TrainingMode):
     @override
     def expect(self, headers: Mapping[int, StepHeader]) -> None:
         self._kept = {number: header.known.kept for number, header in headers.items()}
-
-    @property
-    @override
-    def saves_lookahead(self) -> bool:
-        return False  # a trunk that never changes runs again
 
     @override
     def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:

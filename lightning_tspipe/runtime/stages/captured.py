@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan, ValueRef
+from lightning_tspipe.ir.pipeline import NetworkLayout
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 
 
@@ -61,6 +63,44 @@ class Captured:
         """The same with a frozen part in the network where it comes from."""
         networks = {name: x for name, x in self.networks.items() if x.called_as == name}
         return replace(self, networks=networks)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Where networks are cut, and which ranks have their stages.
+
+    Attributes:
+        cuts: For each network the first atom of each stage, and the number of atoms.
+        ranks: The rank of each of its stages.
+        num_microbatches: Micro-batches per call.
+        num_ranks: Ranks of the pipeline.
+    """
+
+    cuts: Mapping[NetworkName, tuple[int, ...]]
+    ranks: Mapping[NetworkName, tuple[int, ...]]
+    num_microbatches: int
+    num_ranks: int
+
+    @classmethod
+    def of(cls, captured: Captured, placement: Placement) -> Division:
+        """As a placement has it."""
+        cuts: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_cuts}
+        ranks: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_ranks}
+        if "teacher" in captured.networks:
+            cuts["teacher"], ranks["teacher"] = placement.teacher_cuts, placement.teacher_ranks
+        return cls(cuts, ranks, placement.num_microbatches, placement.num_ranks)
+
+    def layouts(self, captured: Captured) -> dict[NetworkName, NetworkLayout]:
+        """The layout of each network whose calls go through a pipeline."""
+        return {
+            name: NetworkLayout(
+                self.ranks[name],
+                len(captured.plan.calls_of(network.called_as)),
+                self.num_microbatches,
+                network.output_stages(self.cuts[name]),
+            )
+            for name, network in captured.networks.items()
+        }
 
 
 def values_of_teacher(plan: StepPlan) -> list[tuple[int, ValueRef]]:

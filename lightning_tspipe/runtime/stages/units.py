@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -73,7 +73,7 @@ class StepUnits:
         self,
         plan: StepPlan,
         networks: dict[NetworkName, ChainNetwork],
-        cuts: dict[NetworkName, tuple[int, ...]],
+        cuts: Mapping[NetworkName, tuple[int, ...]],
         num_microbatches: int,
         inputs: Sequence[TensorSpec],
         context: Callable[[], AbstractContextManager[None]],
