@@ -11,7 +11,6 @@ an action of a validated schedule, which the executor runs.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,29 +19,24 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.announcements import Announcements
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader, send_fields
+from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution import in_flight as flights
 from lightning_tspipe.runtime.execution.context import StepContext
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.exchange import StageExchange
 from lightning_tspipe.runtime.execution.executor import Executor, Handler
+from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake
 from lightning_tspipe.runtime.execution.lookahead import Ahead, Lookahead
 from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.execution.programs import Programs
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.execution.rank_stages import place_stages
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.units import StepUnits
-from lightning_tspipe.runtime.transport.base import Receipt
 from lightning_tspipe.runtime.transport.channels import (
-    Channel,
     Edge,
     Lane,
     edges_from,
@@ -57,8 +51,6 @@ from lightning_tspipe.schedules.phases import teacher_only
 from lightning_tspipe.simulation.cost import CostTable
 
 _SECOND_HALF = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD, Op.OPTIMIZER})
-
-BatchAndStep = tuple[Any, Step]
 
 
 class PipelineEngine(Engine):
@@ -91,9 +83,6 @@ class PipelineEngine(Engine):
         pipeline = self.pipeline
         self._programs = Programs(pipeline, schedule, costs, placement.split, placement.depth)
         self.lookahead = self._programs.announced
-        self.announcements = Announcements(
-            self.transport, placement.data_rank, self.stop.hear, self._ask_early
-        )
         self.transport.open(self._edges())
         self._reduction: GradientReduction | None = None
         if here.replicas.number > 1:
@@ -108,6 +97,9 @@ class PipelineEngine(Engine):
             self.stages.use_versions(Op.FORWARD, self.weights)
         runner = self.runner(captured.plan, is_loss_rank=self.computes_loss)
         self._runner = runner
+        self.intake = Intake(
+            self.here, captured, self.cuts, placement, self._programs, runner, pipeline.loss_ranks
+        )
         self.losses = Losses(captured.plan, runner, self.stages.outputs, self.recorder)
         self.exchange = StageExchange(self.transport, self.stages, self.recorder)
         of_losses = self.mode.handlers(self.losses)
@@ -123,9 +115,6 @@ class PipelineEngine(Engine):
         self._lookahead = Lookahead(
             self.module, captured.plan, self.stages, self.exchange, is_loss_rank=self.is_loss_rank
         )
-        self._inputs: dict[int, tuple[Tensor, ...]] = {}
-        """On the data rank: what the networks get of the batches that were told of."""
-        self._known_units: dict[tuple[tuple[TensorSpec, ...], int], StepUnits] = {}
         self._resumed_flights: dict[str, Any] | None = None
         self._teacher_before: dict[str, Any] | None = None
         self._step: Step | None = None
@@ -190,7 +179,8 @@ class PipelineEngine(Engine):
             On a rank with a loss what the step returns, elsewhere None.
         """
         if self._pace is not None:
-            self._pace.begin_step()
+            self._pace.tell()
+            self._pace.wait()
         context, header = self._open_step(step, batch, ahead)
         self._step, self._header, self._context = step, header, context
         self.batch_size = header.batch_size
@@ -205,7 +195,7 @@ class PipelineEngine(Engine):
         late = next(i for i, action in enumerate(actions) if i == stop or _is_ahead(action))
         through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
         self._rest = actions[through:]
-        whole = self._exchange_fields(header, batch)
+        whole = self.intake.fields(header, batch, self._index)
         self.losses.prepare(replay or step, whole, self._seed + self._index)
         run(actions[:late])
         if self.captured.plan.has_late_effects:
@@ -235,132 +225,18 @@ class PipelineEngine(Engine):
         self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
     ) -> tuple[StepContext, StepHeader]:
         """Tell of the batches, or hear of them, and choose the program."""
-        number, known = self._index, self.announcements
-        inputs = self._announce(step, batch, ahead) if self.is_data_rank else ()
-        started = time.perf_counter()
-        last = known.await_batches(number, number + self._programs.lookahead[self.rank])
-        if not self.is_data_rank:
-            self.recorder.paused("receive", started)
-        known.hear(number + min(self._programs.lookahead))
-        headers = {n: known[n] for n in range(number, last + 1)}
-        units = {n - number: self._units(header) for n, header in headers.items()}
+        number, intake = self._index, self.intake
+        headers = intake.open(step, batch, ahead, number, self._seed)
+        units = {n - number: intake.units(header) for n, header in headers.items()}
         self.mode.expect(headers)
-        resumed = self._take_flights(known[number])
+        resumed = self._take_flights(headers[number])
         has_begun = self._lookahead.begin(number, units[0]) or resumed is not None
         self.teacher_ran_ahead = has_begun
-        context = StepContext(
-            number, self._programs.of(fresh=not has_begun, ahead=last - number), units
-        )
+        program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
+        context = StepContext(number, program, units, intake.inputs(headers, number))
         if resumed is not None and self.weights is not None:
             flights.read_back(resumed, self.stages, self.weights, context, self.module, self.device)
-        if self.is_data_rank:
-            context.inputs = {n - number: made for n, made in self._inputs.items() if n <= last}
-            context.inputs[0] = inputs
-        return context, known[number]
-
-    def _announce(
-        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
-    ) -> tuple[Tensor, ...]:
-        """On the data rank: find the call inputs, and tell of the batches that are new.
-
-        Returns:
-            The call inputs of this batch.
-
-        Raises:
-            CaptureError: Its calls have other shapes than when they ran ahead.
-        """
-        started, number = time.perf_counter(), self._index
-        told, known = self._inputs.get(number), NOTHING_KNOWN
-        own = told
-        if own is None or not self.mode.reuses_inputs(self.captured.plan):
-            own = self._runner.inputs(step, batch, self._seed + number, effects=True)
-            known = self._known_of(number, batch, own)
-            own = known.select(own)
-        if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
-            raise CaptureError(
-                "the calls of this batch have other shapes than when they ran ahead: the step must "
-                "compute the same inputs whenever it is given the same batch"
-            )
-        word, most = self.stop.next_word(), self._programs.announced
-        for n, (following, its_step) in enumerate([(batch, step), *ahead], number):
-            if n in self._inputs:
-                continue
-            if n == number:
-                self._inputs[n] = own
-            else:
-                known = self._make_inputs(n, its_step, following)
-            header = StepHeader.of(following, self._inputs[n], known=known)
-            self.announcements.tell(n, header, word if n == number + most else "")
-            if self._programs.tells_early:
-                fields = self.captured.plan.batch_fields
-                ranks = self.pipeline.loss_ranks
-                send_fields(following, fields, self.transport, Channel.EARLY_FIELDS, ranks)
-        if len(ahead) < most:
-            self.announcements.tell(number + len(ahead) + 1, None, word)
-        self.recorder.ran(number, Action(Op.DATA, self.rank), started)
-        return own
-
-    def _make_inputs(self, number: int, step: Step, batch: Any) -> Known:
-        """On the data rank: what networks get of a batch to come; what is known of it."""
-        made = self._runner.inputs(step, batch, self._seed + number, effects=False)
-        known = self._known_of(number, batch, made)
-        self._inputs[number] = known.select(made)
-        return known
-
-    def _known_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Known:
-        """On the data rank: what is known of a batch, decided once."""
-        if number in self.announcements:
-            return self.announcements[number].known
-        return self.mode.see(batch, inputs)
-
-    def _exchange_fields(self, header: StepHeader, batch: Any) -> Callable[[], Any]:
-        """Send the fields that the losses read (data rank), or ask for them (loss ranks).
-
-        Returns:
-            Gives the batch as this rank has it.
-        """
-        started = time.perf_counter()
-        fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
-        if self._programs.tells_early:
-            receipt = self.announcements.companion(self._index)
-        else:
-            receipt = header.exchange_fields(
-                fields, batch, self.transport, data_rank, Channel.EARLY_FIELDS,
-                self.pipeline.loss_ranks,
-            )  # fmt: skip
-        self.recorder.paused("send", started)
-
-        def whole() -> Any:
-            if self.is_data_rank:
-                return batch
-            started = time.perf_counter()
-            found = header.batch(fields, receipt)
-            self.recorder.paused("receive", started)
-            return found
-
-        return whole
-
-    def _ask_early(self, header: StepHeader) -> Receipt | None:
-        """On a rank with a loss: the fields of a batch, if they travel with its description."""
-        if not self.computes_loss or not self._programs.tells_early:
-            return None
-        fields, data_rank = self.captured.plan.batch_fields, self.placement.data_rank
-        return header.ask_for_fields(fields, self.transport, data_rank, Channel.EARLY_FIELDS)
-
-    def _units(self, header: StepHeader) -> StepUnits:
-        samples = header.known.samples
-        key = (header.inputs, 0 if samples is None else samples.known)
-        if key not in self._known_units:
-            self._known_units[key] = StepUnits(
-                self.captured.plan,
-                self.captured.networks,
-                self.cuts,
-                self.placement.num_microbatches,
-                header.inputs,
-                self.context,
-                key[1],
-            )
-        return self._known_units[key]
+        return context, headers[number]
 
     @override
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
@@ -379,9 +255,8 @@ class PipelineEngine(Engine):
         if reduce and self.weights is not None:
             self.weights.keep()
         self._lookahead.done(self._index, context.units)
-        self.announcements.forget(self._index)
+        self.intake.forget(self._index)
         self.losses.done()
-        self._inputs.pop(self._index, None)
         self._index += 1
         self._context = self._step = self._header = None
 
@@ -395,17 +270,14 @@ class PipelineEngine(Engine):
     @override
     def run_ahead(self, step: Step, batch: Any) -> None:
         number = self._index
-        if self.is_data_rank:
-            known = self._make_inputs(number, step, batch)
-            self.announcements.tell(number, StepHeader.of(batch, self._inputs[number], known=known))
-        self.announcements.await_batches(number, number)
-        header, program = self.announcements[number], lower(teacher_only(self.pipeline))
-        self.mode.expect({number: header})
-        units = self._units(header)
-        context = StepContext(number - 1, program, {1: units})
+        header = self.intake.open_one(step, batch, number, self._seed)
+        program, headers = lower(teacher_only(self.pipeline)), {number: header}
+        self.mode.expect(headers)
+        units = self.intake.units(header)
+        context = StepContext(
+            number - 1, program, {1: units}, self.intake.inputs(headers, number - 1)
+        )
         self.exchange.post_receives(context)
-        if self.is_data_rank:
-            context.inputs[1] = self._inputs[number]
         self._executor.run(context, program.schedule.ranks[self.rank])
         self._finish(context)
         self._lookahead.done(number - 1, {1: units})
@@ -477,11 +349,10 @@ class PipelineEngine(Engine):
     @override
     def drain(self) -> None:
         self._lookahead.drop()
-        self.announcements.drop()
+        self.intake.drop()
         self._resumed_flights = None
         if self.weights is not None:
             self.weights.drain()
-        self._inputs.clear()
 
 
 def _is_ahead(action: Action) -> bool:

@@ -88,27 +88,25 @@ class RankStages:
         return self.of(producer).passed_on.pop((step.index + action.batch, producer.unit or 0))
 
     def _backward(self, step: StepContext, action: Action) -> None:
-        stage = self.of(action)
-        stage.backward(step.index, action, step.units[0], *self._gradients(step, action, stage))
+        self.of(action).backward((step.index, action.unit or 0), self._gradients(step, action))
 
     def _input_backward(self, step: StepContext, action: Action) -> None:
-        stage = self.of(action)
-        gradients = self._gradients(step, action, stage)
-        stage.input_backward(step.index, action, step.units[0], *gradients)
+        place = step.index, action.unit or 0
+        self.of(action).input_backward(place, self._gradients(step, action))
 
     def _weight_backward(self, step: StepContext, action: Action) -> None:
-        self.of(action).weight_backward(step.index, action)
+        self.of(action).weight_backward((step.index, action.unit or 0))
 
-    def _gradients(
-        self, step: StepContext, action: Action, stage: Stage
-    ) -> tuple[list[Tensor | None] | None, list[Tensor | None]]:
+    def _gradients(self, step: StepContext, action: Action) -> list[Tensor | None]:
         """From the next stage, which may be on this rank, and from the loss."""
-        place = (step.index, action.unit or 0)
+        stage, place = self.of(action), (step.index, action.unit or 0)
         following = stage.gradients.pop(place, None)
         next_here = self._stages.get((False, action.stage + 1))
         if following is None and next_here is not None:
             following = next_here.passed_back.pop(place, None)
-        return following, self.outputs.gradients.pop((step.index, backward_of(action)), [])
+        if following is None:
+            following = stage.unused(action, step.units[0])
+        return following + self.outputs.gradients.pop((step.index, backward_of(action)), [])
 
     def begin(self, batch: int) -> None:
         """The step of a batch begins: what ran ahead for it counts."""

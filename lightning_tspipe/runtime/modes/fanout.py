@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import Any, ClassVar, final
 
 import torch
@@ -31,6 +32,7 @@ from lightning_tspipe.runtime.execution.pace import Pace
 from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.base import Transport
+from lightning_tspipe.runtime.transport.channels import Edge, Lane, edges_from
 from lightning_tspipe.schedules.fanout import fanout
 
 
@@ -144,8 +146,10 @@ class Fanout(TrainingMode):
     def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:
         if transport.is_tight:
             return None
-        slack = max(1, placement.depth + 1 - len(placement.teacher_ranks))
-        return Pace(transport, pipeline, slack)
+        trunk = placement.teacher_ranks
+        edges = {Edge(source, target, Lane.PROGRAM) for source, target in pairwise(trunk)}
+        edges |= edges_from(trunk[-1], pipeline.loss_ranks, Lane.PROGRAM)
+        return Pace(transport, edges, max(1, placement.depth + 1 - len(trunk)))
 
     @override
     def begin(self, rank: int, pipeline: Pipeline) -> None:

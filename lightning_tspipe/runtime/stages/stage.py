@@ -142,59 +142,46 @@ class Stage:
         results = (*values, *(found[ref] for ref in units.outputs_of(action)))
         self._keep((batch, action.unit or 0), inputs, results, [])
 
-    def backward(
-        self,
-        batch: int,
-        action: Action,
-        units: StepUnits,
-        following: list[Tensor | None] | None,
-        of_loss: list[Tensor | None],
-    ) -> None:
+    def backward(self, place: Place, gradients: list[Tensor | None]) -> None:
         """Run the whole backward of a unit.
 
         Args:
-            batch: Number of the batch.
-            action: The backward.
-            units: Of the batch.
-            following: Gradients of what was passed on, from the next stage; None without any.
-            of_loss: Gradients of what the loss read.
+            place: The batch and the unit.
+            gradients: Of what was passed on, and of what the loss read.
         """
-        place = (batch, action.unit or 0)
         saved = self.saved.pop(place, None)
         if saved is None:
             return
-        gradients = (following or self._unused(action, units)) + of_loss
         pairs = [(r, g) for r, g in zip(saved.results, gradients, strict=True) if g is not None]
         if pairs:
-            with nullcontext() if self.versions is None else self.versions.backward(batch):
+            with nullcontext() if self.versions is None else self.versions.backward(place[0]):
                 torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
         self._pass_back(place, saved, [tensor.grad for tensor in saved.inputs])
         self._release(saved)
 
-    def input_backward(
-        self,
-        batch: int,
-        action: Action,
-        units: StepUnits,
-        following: list[Tensor | None] | None,
-        of_loss: list[Tensor | None],
-    ) -> None:
+    def input_backward(self, place: Place, gradients: list[Tensor | None]) -> None:
         """Run the half of a backward that the stage before waits for; see :meth:`backward`."""
-        place = (batch, action.unit or 0)
         saved = self.saved.get(place)
         if saved is None:
             return
         saved.split = SplitBackward(saved.results, saved.inputs)
         saved.results = []
-        gradients = (following or self._unused(action, units)) + of_loss
         self._pass_back(place, saved, saved.split.input_half(gradients))
 
-    def weight_backward(self, batch: int, action: Action) -> None:
+    def weight_backward(self, place: Place) -> None:
         """Run the other half: the gradients of the weights."""
-        saved = self.saved.pop((batch, action.unit or 0), None)
+        saved = self.saved.pop(place, None)
         if saved is not None and saved.split is not None:
             saved.split.weight_half()
             self._release(saved)
+
+    @staticmethod
+    def unused(action: Action, units: StepUnits) -> list[Tensor | None]:
+        """In the place of gradients of what is passed on, where nobody gives any."""
+        unit, (_, last) = units.of(action), units.span(action)
+        assert unit.shapes is not None
+        passed = unit.shapes.boundaries[last] if last < unit.end else ()
+        return [None for spec in passed if spec.requires_grad]
 
     def forget(self, batch: int) -> None:
         """Keep nothing of a batch that is over, nor of those before it."""
@@ -235,14 +222,6 @@ class Stage:
     ) -> None:
         ends = [result for result in results if result.requires_grad]
         self.saved[place] = Saved(inputs, ends, recyclable)
-
-    @staticmethod
-    def _unused(action: Action, units: StepUnits) -> list[Tensor | None]:
-        """In the place of gradients of what is passed on, where nobody gives any."""
-        unit, (_, last) = units.of(action), units.span(action)
-        assert unit.shapes is not None
-        passed = unit.shapes.boundaries[last] if last < unit.end else ()
-        return [None for spec in passed if spec.requires_grad]
 
     def _pass_back(self, place: Place, saved: Saved, gradients: Sequence[Tensor | None]) -> None:
         if self.index > 0:

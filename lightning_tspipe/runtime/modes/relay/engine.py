@@ -29,14 +29,15 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay_modes import Pass
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pace import Pace
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.blockwise import Blockwise
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes, through
 from lightning_tspipe.runtime.modes.relay.early import EarlyBackwards
-from lightning_tspipe.runtime.modes.relay.walk import BlockOutcome, Blocks, RelayedPass, pipeline_of
+from lightning_tspipe.runtime.modes.relay.step import BlockOutcome
+from lightning_tspipe.runtime.modes.relay.walk import Blocks, RelayedPass, pipeline_of
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.runtime.weights.materializing import Materializer
 
 NETWORKS = Networks(("student",), ("teacher",))
@@ -131,11 +132,8 @@ class RelayEngine(Engine):
         self.options = options
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
         self.transport.open({edge for walk in self.passes for edge in walk.edges})
-        sources, targets = (
-            set().union(*sets)
-            for sets in zip(*(walk.neighbours for walk in self.passes), strict=True)
-        )
-        self._sources, self._owed = sorted(sources), dict.fromkeys(sorted(targets), 0)
+        relays = {edge for walk in self.passes for edge in walk.relays}
+        self._pace = Pace(self.transport, relays, options.run_ahead)
         self._adds_up = False  # whether gradients wait for more of them
         self.bytes_loaded = 0
         self._header: StepHeader | None = None
@@ -154,7 +152,9 @@ class RelayEngine(Engine):
             batch: The batch, on the data rank.
             make_inputs: Makes of it what the first block gets, in each round of the step.
         """
-        self._await_tokens(self.options.run_ahead)
+        started = time.perf_counter()
+        self._pace.wait()
+        self.recorder.paused("send", started)
         started = time.perf_counter()
         if self.is_data_rank:
             self._round_inputs = list(make_inputs(batch))
@@ -219,10 +219,7 @@ class RelayEngine(Engine):
     def finish(self) -> None:
         """The step is over on this rank."""
         started = time.perf_counter()
-        for source in self._sources:
-            self.transport.send_object(None, source, Channel.RELAY_TOKENS)
-        for target in self._owed:
-            self._owed[target] += 1
+        self._pace.tell()
         with waiting(f"the end of batch {self._index}"):
             self.transport.finish_step()
             if self.options.has_barrier:
@@ -232,20 +229,10 @@ class RelayEngine(Engine):
         self._index += 1
         self._round_inputs, self._batch, self._header = [], None, None
 
-    def _await_tokens(self, most: int) -> None:
-        """Wait for ranks that are more than so many steps behind this one."""
-        started = time.perf_counter()
-        for target, owed in self._owed.items():
-            for _ in range(owed - most):
-                with waiting(f"rank {target}, which is {owed} batches behind"):
-                    self.transport.receive_object(target, Channel.RELAY_TOKENS)
-                self._owed[target] -= 1
-        self.recorder.paused("send", started)
-
     @override
     def drain(self) -> None:
         """Wait until the ranks behind this one have caught up."""
-        self._await_tokens(0)
+        self._pace.wait(0)
         for walk in self.passes:
             walk.settle()
 

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.shares import overlap, share
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.relay_modes import Pass
-from lightning_tspipe.runtime.execution.context import StepContext
 from lightning_tspipe.runtime.execution.executor import Exchange, Executor, Handler
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
@@ -35,6 +34,7 @@ from lightning_tspipe.runtime.modes.relay.blocks import BlockLoss, BlockPair, Bl
 from lightning_tspipe.runtime.modes.relay.early import EarlyBackwards
 from lightning_tspipe.runtime.modes.relay.edges import Inbox, Outbox
 from lightning_tspipe.runtime.modes.relay.group import StageGroup
+from lightning_tspipe.runtime.modes.relay.step import BlockOutcome, RelayStep
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import (
@@ -46,22 +46,6 @@ from lightning_tspipe.runtime.transport.channels import (
     program_edges,
 )
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
-
-
-@dataclass(frozen=True)
-class BlockOutcome:
-    """What a block's loss is on this rank.
-
-    Attributes:
-        loss: With its graph, or what stands for it, weighed by the rank's share of the batch: the
-            ranks' losses and gradients add up to those of the whole batch.
-        value: The mean over this rank's samples, without a graph.
-        samples: How many these are.
-    """
-
-    loss: Tensor
-    value: Tensor
-    samples: int
 
 
 @dataclass
@@ -83,39 +67,6 @@ class Blocks:
     context: Callable[[], AbstractContextManager[None]]
     forwards: Counter[int]
     backwards: EarlyBackwards
-
-
-@dataclass
-class RelayStep(StepContext):
-    """One batch on its way through a pass.
-
-    Attributes:
-        own: This rank's share of its samples: the first, and one after the last.
-        samples: How many there are in all.
-        x: On the data rank, what the first block gets.
-        asked: The messages that will come, in the order of the samples.
-        fields: Gives the batch as the losses of a share see it.
-        received: What the teacher gets.
-        relayed: What it passes on.
-        taken: For each block that is trained, what it gets.
-        targets: What it is to give.
-        outcomes: Of its loss.
-    """
-
-    own: tuple[int, int] = (0, 0)
-    samples: int = 0
-    x: Tensor | None = None
-    asked: Sequence[Message] = ()
-    fields: Callable[[tuple[int, int]], Any] = lambda _: None
-    received: Tensor | None = None
-    relayed: Tensor | None = None
-    taken: dict[int, Tensor] = field(default_factory=dict)
-    targets: dict[int, Tensor] = field(default_factory=dict)
-    outcomes: dict[int, BlockOutcome] = field(default_factory=dict)
-
-    @override
-    def runs(self, action: Action) -> bool:
-        return True  # also for a share without samples: others wait for what it sends
 
 
 def pipeline_of(walk: Pass) -> Pipeline:
@@ -197,12 +148,11 @@ class RelayedPass(Exchange):
         return found
 
     @property
-    def neighbours(self) -> tuple[set[int], set[int]]:
-        """The ranks from which activations come, and those to which they go."""
-        messages = [m for m in self._program.messages if m.payload in {"input", "activation"}]
-        me = self._transport.rank
-        sources = {m.source for m in messages if m.target == me}
-        return sources, {m.target for m in messages if m.source == me}
+    def relays(self) -> set[Edge]:
+        """Who relays to whom."""
+        messages = self._program.messages
+        moved = [m for m in messages if m.payload in {"input", "activation"}]
+        return {Edge(m.source, m.target, Lane.PROGRAM) for m in moved}
 
     def run(self, step: int, x: Tensor | None, samples: int, batch: Any) -> dict[int, BlockOutcome]:
         """Relay one batch and compute the losses of this rank's blocks.
