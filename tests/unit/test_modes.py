@@ -36,3 +36,10 @@ def test_nobody_asks_which_mode_it_is() -> None:
     )
     found = {path: questions.findall(text) for path, text in _sources().items()}
     assert {path: asked for path, asked in found.items() if asked} == {}
+
+
+def test_the_files_of_a_step_exist() -> None:
+    text = (Path(__file__).parents[2] / "docs/how-it-works.md").read_text()
+    named = re.findall(r"`((?:runtime|strategy)/[\w/]+\.py)`", text)
+    assert len(named) >= 8
+    assert [name for name in named if not (PACKAGE / name).exists()] == []

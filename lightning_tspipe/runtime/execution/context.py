@@ -1,4 +1,4 @@
-"""What is known of one step while it runs, and how its actions are looked up."""
+"""State of one step while it runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the stages of a rank send and receive.
+"""Messages between the stages of different ranks.
 
 Messages are those of the lowered program. What another rank made is in the boxes of the stage that
 reads it, or among the outputs for the loss, because its receipt was waited for.

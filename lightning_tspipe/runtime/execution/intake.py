@@ -1,4 +1,4 @@
-"""How batches come into a pipeline: the data rank reads and tells of them, the others hear.
+"""Batches on their way into a pipeline: the data rank reads and tells of them, the others hear.
 
 Of a batch the data rank makes what the networks get (the prologue of the step), and describes it to
 the others; fields that losses read travel beside.

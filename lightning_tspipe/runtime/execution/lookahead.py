@@ -1,4 +1,4 @@
-"""What has run ahead of the next step: work on later batches, with the weights of before."""
+"""Lookahead: work on later batches that ran before their steps, with the weights of before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What differs between the ways of training: abstract here, and one final class each in ``modes``.
+"""The interface of training modes: abstract here, and one final class each in ``modes``.
 
 A mode is chosen once, where an engine is made. Whoever has one asks it, and not which one it is.
 """

@@ -1,4 +1,4 @@
-"""What goes between the networks and the losses: values there, gradients back."""
+"""Network outputs on their way to the losses, and the gradients that come back."""
 
 from __future__ import annotations
 

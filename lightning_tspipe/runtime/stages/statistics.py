@@ -1,8 +1,8 @@
-"""When the BatchNorm statistics of a stage's calls are committed.
+"""Commit the BatchNorm statistics of a stage's calls in the right order, and not too early.
 
-In the order in which the step makes its calls, whatever the order in which a schedule runs them;
-and those of a forward that runs ahead not before the step of its batch has begun: between two
-steps the weights are those of a run without a pipeline.
+They count in the order in which the step makes its calls, whatever the order in which a schedule
+runs them. Those of a forward that runs ahead do not count before the step of its batch has begun:
+between two steps the weights are those of a run without a pipeline.
 """
 
 from __future__ import annotations

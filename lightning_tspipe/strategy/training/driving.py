@@ -1,4 +1,4 @@
-"""How Lightning's training hooks drive an engine: abstract here, final for pipelines and relays."""
+"""Drivers: Lightning's training hooks call one, and it calls an engine of its kind."""
 
 from __future__ import annotations
 
