@@ -34,9 +34,9 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.blockwise import Blockwise
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes, through
-from lightning_tspipe.runtime.modes.relay.early import EarlyBackwards
+from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
+from lightning_tspipe.runtime.modes.relay.passes import Blocks, RelayedPass, pipeline_of
 from lightning_tspipe.runtime.modes.relay.step import BlockOutcome
-from lightning_tspipe.runtime.modes.relay.walk import Blocks, RelayedPass, pipeline_of
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.weights.materializing import Materializer
 

@@ -31,7 +31,7 @@ from lightning_tspipe.runtime.execution.executor import Exchange, Executor, Hand
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.modes.relay.blocks import BlockLoss, BlockPair, BlockShapes
-from lightning_tspipe.runtime.modes.relay.early import EarlyBackwards
+from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
 from lightning_tspipe.runtime.modes.relay.edges import Inbox, Outbox
 from lightning_tspipe.runtime.modes.relay.group import StageGroup
 from lightning_tspipe.runtime.modes.relay.step import BlockOutcome, RelayStep
@@ -311,7 +311,7 @@ class RelayedPass(Exchange):
         step.relayed, step.received = x, None
 
     def _train(self, step: RelayStep, action: Action) -> bool:
-        """The students' blocks, one after the other: forward, loss and backward (see ``early``)."""
+        """The students' blocks, one after the other: forward, loss and backward (see ``early_backwards``)."""
         (start, stop), samples = step.own, step.samples
         batch = step.fields(step.own)
         with ExitStack() as stack:
