@@ -311,7 +311,7 @@ class RelayedPass(Exchange):
         step.relayed, step.received = x, None
 
     def _train(self, step: RelayStep, action: Action) -> bool:
-        """The students' blocks, one after the other: forward, loss and backward (see ``early_backwards``)."""
+        """Forward, loss and backward of the students' blocks, one block after the other."""
         (start, stop), samples = step.own, step.samples
         batch = step.fields(step.own)
         with ExitStack() as stack:
