@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from lightning_tspipe.late import Late
 from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.relay.engine import RelayEngine
 from lightning_tspipe.runtime.weights.ownership import Shards
@@ -95,28 +97,29 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         Copies to the host, by operation, of all threads.
     """
     copies: Counter[str] = Counter()
-    place, forward, begin = Rank.place, Engine.forward, RelayEngine.begin
+    make, forward, begin = Engine.__init__, PipelineEngine.forward, RelayEngine.begin
 
-    def place_on_fakes(self: Rank, captured: Any, *args: Any, **kwargs: Any) -> Any:
-        self.device = CUDA
+    def make_on_fakes(self: Engine, here: Rank, captured: Any, *args: Any) -> None:
         for network in captured.networks.values():
-            network._device = CUDA
-        if self.heads is not None:
-            self.heads._device = CUDA
+            network.device = CUDA
+        for heads in captured.beside.values():
+            heads.device = CUDA
         # Of this thread, which ends with the test.
         FakeTensorMode(allow_non_fake_inputs=True).__enter__()
         Copies(copies).__enter__()  # type: ignore[no-untyped-call]
-        return place(self, captured, *args, **kwargs)
+        make(self, replace(here, device=CUDA), captured, *args)
 
-    def forward_on_fakes(self: Engine, step: Any, batch: Any, ahead: Any = (), **kw: Any) -> Any:
+    def forward_on_fakes(
+        self: PipelineEngine, step: Any, batch: Any, ahead: Any = (), **kw: Any
+    ) -> Any:
         ahead = [(_moved(each), its_step) for each, its_step in ahead]
         return forward(self, step, _moved(batch), ahead, **kw)
 
     def begin_on_fakes(self: RelayEngine, batch: Any, make_inputs: Any) -> Any:
         return begin(self, _moved(batch), make_inputs)
 
-    monkeypatch.setattr(Rank, "place", place_on_fakes)
-    monkeypatch.setattr(Engine, "forward", forward_on_fakes)
+    monkeypatch.setattr(Engine, "__init__", make_on_fakes)
+    monkeypatch.setattr(PipelineEngine, "forward", forward_on_fakes)
     monkeypatch.setattr(RelayEngine, "begin", begin_on_fakes)
     monkeypatch.setattr(Shards, "place", _place)
     monkeypatch.setattr(Shards, "state_dict", lambda *_: {})

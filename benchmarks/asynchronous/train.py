@@ -24,7 +24,9 @@ from benchmarks.accuracy.data import images, plain, sentences
 from benchmarks.asynchronous.tasks import NUM_STAGES, Classifier, Task, flipped
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport, Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 
@@ -198,7 +200,9 @@ class Run:
             meet()
         return curve
 
-    def _step(self, engine: Engine, module: Classifier, epoch: Sequence[Batch], place: int) -> None:
+    def _step(
+        self, engine: PipelineEngine, module: Classifier, epoch: Sequence[Batch], place: int
+    ) -> None:
         ahead = epoch[place + 1 : place + 1 + engine.lookahead]
         reads = engine.is_data_rank
         loss = engine.forward(
@@ -209,9 +213,10 @@ class Run:
         run = None if loss is None else partial(torch.Tensor.backward, loss / self._parts)
         engine.backward(run, reduce=(place + 1) % self._parts == 0)
 
-    def _placed(self, module: Classifier, transport: Transport) -> Engine:
-        engine = Engine(module, Networks(("student",), ()), transport, torch.device("cpu"))
-        captured = engine.capture(module.training_step, self._epochs[0][0])
+    def _placed(self, module: Classifier, transport: Transport) -> PipelineEngine:
+        cpu, networks = torch.device("cpu"), Networks(("student",), ())
+        here = Rank(module, networks, transport, cpu, Chain())
+        captured = here.capture(module.training_step, self._epochs[0][0])
         atoms = captured.networks["student"].atoms
         starts = [0] + [
             next(i for i, atom in enumerate(atoms) for n in atom.parameter_names
@@ -220,8 +225,8 @@ class Run:
         ]  # fmt: skip
         ranks = tuple(reversed(range(NUM_STAGES)))
         placement = Placement(NUM_STAGES, (*starts, len(atoms)), ranks, (), ())
-        engine.place(captured, placement, "1f1b", None, weights=policy_of(self._arm))
-        return engine
+        policy = policy_of(self._arm)
+        return PipelineEngine(here, captured, placement, "1f1b", policy=policy)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import Late, after_backward
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, pair_blocks
-from lightning_tspipe.runtime.modes.relay.walk import BlockOutcome
+from lightning_tspipe.runtime.modes.relay.step import BlockOutcome
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule

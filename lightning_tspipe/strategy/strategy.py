@@ -52,10 +52,10 @@ from lightning_tspipe.strategy.setup.refusals import (
 )
 from lightning_tspipe.strategy.shutdown.ends import EndHooks
 from lightning_tspipe.strategy.training.batches import CopyStream
+from lightning_tspipe.strategy.training.driving import Driver, PipelineDriver
 from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.relaying import Relaying
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import PeerMetrics, StepSync
 
@@ -194,7 +194,7 @@ class PipelineHooks(EndHooks):
         self._muted: list[Any] = []
         self.have_workers_failed = False
         self._manual = ManualOptimization(self)
-        self._relaying = Relaying(self)
+        self._driver: Driver = PipelineDriver(self)  # until it is known what is trained
         self.heads_here = HeadsHere(self)
         self.pipelined = Pipelined(self)
         self.repacking = Repacking(self)

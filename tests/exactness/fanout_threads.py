@@ -17,7 +17,9 @@ from typing_extensions import override
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.pieces import Pieces
 from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.fanout import Fanout
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.base import LocalTransport
 from lightning_tspipe.runtime.transport.channels import Channel
@@ -124,12 +126,13 @@ def _train_rank(
     student, rank = module.student, transport.rank
     heads = Heads(module, "student", DEVICE)
     networks = Networks((), ("teacher",), ("student",))
-    engine = Engine(module, networks, transport, DEVICE, heads=heads)
+    here = Rank(module, networks, transport, DEVICE, Fanout(heads))
     batches = on_device(make_batches(fan.sizes))
-    captured = engine.capture(partial(_step, module, 0), batches[0])
+    captured = here.capture(partial(_step, module, 0), batches[0])
     with _COLLECTING:  # a collection that another one interrupts does nothing
         gc.collect()
-    engine.place(captured, _placement(fan, len(captured.networks["teacher"].atoms)), "tspipe", None)
+    placement = _placement(fan, len(captured.networks["teacher"].atoms))
+    engine = PipelineEngine(here, captured, placement, "tspipe")
     student.here = tuple(student.names[stage] for stage in engine.pipeline.stages_of(rank))
     optimizers = [
         make_optimizer(name, list(student.heads[name].parameters())) for name in student.here
@@ -157,7 +160,7 @@ def _step(module: Silent, index: int, batch: Any) -> Any:
     return module.training_step(batch, index)
 
 
-def _forward(engine: Engine, module: Silent, batches: list[Batch], index: int) -> Any:
+def _forward(engine: PipelineEngine, module: Silent, batches: list[Batch], index: int) -> Any:
     batch, ahead = None, []
     if engine.is_data_rank:
         batch = batches[index]

@@ -14,7 +14,9 @@ from torch import nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.gloo import GlooTransport
@@ -53,10 +55,11 @@ def train_rank(setting: Setting, module: Trained, transport: Transport) -> Recor
     """One rank's part of a training; only what this rank holds is recorded."""
     networks = Networks(module.student_names, module.teacher_names)
     compiler = Compiler({"backend": setting.backend}) if setting.backend else None
-    engine = Engine(module, networks, transport, DEVICE, compiler=compiler)
+    here = Rank(module, networks, transport, DEVICE, Chain(), compiler=compiler)
     epochs = setting.epochs(module)
-    captured = engine.capture(partial(_step, module, 0), on_device(epochs[0][0]))
-    engine.place(captured, make_placement(setting, module, captured), setting.schedule, None)
+    captured = here.capture(partial(_step, module, 0), on_device(epochs[0][0]))
+    placement = make_placement(setting, module, captured)
+    engine = PipelineEngine(here, captured, placement, setting.schedule)
     if setting.predict:
         engine.predict_teacher()
     optimizer = setting.make_optimizer(module)
@@ -87,7 +90,7 @@ def _step(module: Trained, index: int, batch: Any) -> Any:
 
 
 def _forward(
-    engine: Engine, setting: Setting, module: Trained, batches: list[Any], index: int
+    engine: PipelineEngine, setting: Setting, module: Trained, batches: list[Any], index: int
 ) -> Any:
     """The loss on the loss rank; only the data rank gets to see the batches."""
     batch, ahead = None, []
@@ -99,7 +102,7 @@ def _forward(
     return None if result is None else loss_of(result)
 
 
-def _own_parameters(engine: Engine) -> dict[str, nn.Parameter]:
+def _own_parameters(engine: PipelineEngine) -> dict[str, nn.Parameter]:
     """What this rank holds; everything else that is pipelined must be off this rank."""
     own = {}
     for name, parameter in engine.module.named_parameters():

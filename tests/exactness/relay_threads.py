@@ -14,8 +14,15 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.relay_modes import Mode, passes
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
-from lightning_tspipe.runtime.modes.relay.engine import NETWORKS, RelayEngine, RelayOptions
+from lightning_tspipe.runtime.modes.relay.engine import (
+    NETWORKS,
+    RelayEngine,
+    RelayOptions,
+    capture_blocks,
+)
 from lightning_tspipe.runtime.transport.base import Transport
 from tests.device import DEVICE, on_device, on_host
 from tests.strict import StrictNetwork
@@ -161,13 +168,13 @@ def run_split(split: Split) -> Result:
 
 def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
     batches = on_device(split.batches())
-    engine = RelayEngine(module, NETWORKS, transport, DEVICE)
+    here = Rank(module, NETWORKS, transport, DEVICE, Chain())
     pairs = pair_blocks(module, module.boundaries)
     shapes = infer_shapes(pairs, module.block_loss, batches[0][0], batches[0])
-    captured = engine.capture_blocks(pairs, lambda batch: batch[0], batches[0])
+    captured = capture_blocks(here, pairs, lambda batch: batch[0], batches[0])
     walks = passes(split.mode, RelayPlan(split.cuts, split.widths))
     options = RelayOptions(split.run_ahead, split.barrier)
-    engine.place_blocks(captured, pairs, shapes, walks, options)
+    engine = RelayEngine(here, captured, pairs, shapes, walks, options)
     optimizer = sgd(module.parameters())
     for batch in batches:
         engine.begin(batch if engine.is_data_rank else None, lambda batch: [batch[0]])

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.in_flight import num_copies
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.execution.rank import Rank as RankOf
+from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read
@@ -211,10 +213,10 @@ def own_parameters(module: Module) -> dict[str, nn.Parameter]:
 def on_others(
     case: Case,
     module: Module,
-    engine: Engine,
+    engine: PipelineEngine,
     optimizer: torch.optim.Optimizer,
     epochs: list[list[Any]],
-) -> tuple[Module, Engine, torch.optim.Optimizer]:
+) -> tuple[Module, PipelineEngine, torch.optim.Optimizer]:
     """Between two steps: everything goes through a file, into other objects."""
     file = io.BytesIO()
     gradients = engine.shards.gradients(engine.rank)
@@ -240,10 +242,12 @@ def step(module: Module, index: int, batch: Any) -> Tensor:
     return module.training_step(batch, index)
 
 
-def place(case: Case, module: Module, epochs: list[list[Any]], transport: Transport) -> Engine:
+def place(
+    case: Case, module: Module, epochs: list[list[Any]], transport: Transport
+) -> PipelineEngine:
     networks = Networks(("student",), ("teacher",) if case.has_teacher else ())
-    engine = Engine(module, networks, transport, DEVICE)
-    captured = engine.capture(partial(step, module, 0), on_device(epochs[0][0]))
+    here = RankOf(module, networks, transport, DEVICE, Chain())
+    captured = here.capture(partial(step, module, 0), on_device(epochs[0][0]))
     atoms = captured.networks["student"].atoms
     starts = [
         next(i for i, atom in enumerate(atoms) for n in atom.parameter_names
@@ -257,8 +261,8 @@ def place(case: Case, module: Module, epochs: list[list[Any]], transport: Transp
     placement = Placement(
         case.num_stages, (*starts, len(atoms)), ranks, *(teacher or ((), ())), recomputed=again
     )
-    engine.place(captured, placement, "1f1b", None, weights=policy_of(case.policy))
-    return engine
+    policy = policy_of(case.policy)
+    return PipelineEngine(here, captured, placement, "1f1b", policy=policy)
 
 
 def assert_equal(case: Case) -> list[Rank]:

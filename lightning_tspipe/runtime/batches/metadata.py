@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -53,6 +53,25 @@ class Kept:
         return tuple(tensor[list(self.rows)] for tensor in inputs)
 
 
+class Known(NamedTuple):
+    """What the data rank knows of a batch before it runs.
+
+    Attributes:
+        samples: Which samples these are, and how far a frozen part knows them; None without one.
+        kept: Where features are kept, those that are known.
+    """
+
+    samples: Samples | None = None
+    kept: Kept | None = None
+
+    def select(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Of the networks' inputs, those that have to go through them."""
+        return tuple(inputs) if self.kept is None else self.kept.select(inputs)
+
+
+NOTHING_KNOWN = Known()
+
+
 @dataclass(frozen=True)
 class StepHeader:
     """One batch, in shapes.
@@ -61,27 +80,19 @@ class StepHeader:
         structure: Pytree structure of the batch.
         leaves: Its leaves; tensors as specs.
         inputs: Specs of the call inputs.
-        samples: Which samples these are, and how far a cache knows them; None without one.
         stop: In an evaluation, what all ranks do after this batch, see ``stopping``; empty: go on.
-        kept: Where features are kept, those that are known.
+        known: What is known of it before it runs.
     """
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
     inputs: tuple[TensorSpec, ...]
     stop: str = ""
-    samples: Samples | None = None
-    kept: Kept | None = None
+    known: Known = NOTHING_KNOWN
 
     @classmethod
     def of(
-        cls,
-        batch: Any,
-        inputs: Sequence[Tensor],
-        *,
-        stop: str = "",
-        samples: Samples | None = None,
-        kept: Kept | None = None,
+        cls, batch: Any, inputs: Sequence[Tensor], *, stop: str = "", known: Known = NOTHING_KNOWN
     ) -> StepHeader:
         """Describe a batch and the call inputs that were made of it."""
         leaves, structure = pytree.tree_flatten(batch)
@@ -90,15 +101,14 @@ class StepHeader:
             tuple(TensorSpec.of(x) if isinstance(x, Tensor) else x for x in leaves),
             tuple(map(TensorSpec.of, inputs)),
             stop,
-            samples,
-            kept,
+            known,
         )
 
     @property
     def batch_size(self) -> int:
         """Samples of the largest call."""
-        if self.kept is not None:
-            return len(self.kept.ids)
+        if self.known.kept is not None:
+            return len(self.known.kept.ids)
         return max(spec.shape[0] for spec in self.inputs)
 
     def send(self, transport: Transport) -> None:

@@ -9,30 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, TensorSpec
+from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.lowering import Program, lower
-from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.context import StepContext
-from lightning_tspipe.runtime.execution.executor import Executor
-from lightning_tspipe.runtime.stages.captured import layout
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.exchange import StageExchange
+from lightning_tspipe.runtime.execution.executor import Executor, Handler
+from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.execution.rank_stages import place_stages
+from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.stages.captured import Division
 from lightning_tspipe.runtime.stages.units import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
-from lightning_tspipe.schedules.fanout import fanout
-from lightning_tspipe.schedules.gpipe import gpipe
-
-if TYPE_CHECKING:
-    from lightning_tspipe.capture.trace import Step
-    from lightning_tspipe.runtime.execution.engine import Engine
 
 _FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
 
@@ -54,15 +52,15 @@ class Evaluation:
         self._engine = engine
         self._index = 0
         self._place = (-1, 0)
-        captured = engine.capture(step, batch, training=False)
+        captured = engine.here.capture(step, batch, training=False)
         plan, networks = captured.plan, captured.networks
-        trained, trained_cuts = engine.captured.whole.networks, engine.whole_cuts
+        trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {}
-        ranks = engine.whole_ranks
+        ranks = dict(engine.whole.ranks)
         for name, network in networks.items():
             # A teacher that the training doesn't call lies where the student does.
             like: NetworkName = name if name in trained else "student"
-            ranks = {**ranks, name: ranks[like]}
+            ranks[name] = ranks[like]
             own = None
             if like in trained:
                 own = network.cuts_like(trained[like], trained_cuts[like], engine.captured.followed)
@@ -74,27 +72,23 @@ class Evaluation:
                 )
             cuts[name] = own
         self._plan = plan
-        self._runner = engine.runner(plan)
-        statistics = {
-            name: DeferredStatistics([engine.module.get_submodule(b) for b in n.block_names])
-            for name, n in networks.items()
-        }
-        self._executor = Executor(
-            engine.transport, networks, statistics, engine.context, engine.device
-        )
-        self._pipeline = layout(captured, ranks, cuts, 1, engine.transport.num_ranks)
-        self._program = _forward_program(self._pipeline)
+        here, mode = engine.here, engine.mode.in_evaluation
+        self._pipeline = mode.layout(captured, Division(cuts, ranks, 1, engine.transport.num_ranks))
+        self._program = _forward_program(mode.forwards(self._pipeline))
         edges = program_edges(self._program)
         if plan.batch_fields:
             data_rank = engine.placement.data_rank
             edges |= edges_from(data_rank, self._pipeline.loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)
-        actions = self._program.schedule.ranks[engine.rank]
-        reads, executed = Op.LOSS, _FORWARD_OPS
-        if not self._pipeline.is_chain:
-            reads, executed = Op.FORWARD, frozenset({Op.TEACHER})
-        self._reader = next((action for action in actions if action.op is reads), None)
-        self._executed = [action for action in actions if action.op in executed]
+        # Of its own: nothing is recorded, and the training's stages keep what they hold.
+        recorder = Recorder()
+        self._stages = place_stages(here, captured, self._pipeline)
+        self._runner = engine.runner(plan, is_loss_rank=engine.computes_loss)
+        self._losses = Losses(plan, self._runner, self._stages.outputs, recorder)
+        self._exchange = StageExchange(engine.transport, self._stages, recorder)
+        data: dict[Op, Handler] = {Op.DATA: lambda *_: True}
+        handlers = data | self._stages.handlers | mode.handlers(self._losses)
+        self._executor = Executor(handlers, self._exchange, recorder)
 
         def units(inputs: tuple[TensorSpec, ...]) -> StepUnits:
             return StepUnits(plan, networks, cuts, 1, inputs, engine.context)
@@ -128,7 +122,7 @@ class Evaluation:
         return int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
 
     def _run(self, step: Step, batch: Any, stop: str) -> Any:
-        engine, executor, plan = self._engine, self._executor, self._plan
+        engine, plan = self._engine, self._plan
         seed = self._random_stream()
         inputs: dict[int, tuple[Tensor, ...]] = {}
         if engine.is_data_rank:
@@ -139,38 +133,32 @@ class Evaluation:
             header = StepHeader.receive(engine.transport, engine.placement.data_rank)
         engine.stop.hear(header.stop)
         context = StepContext(self._index, self._program, {0: self._units(header.inputs)}, inputs)
-        executor.post_receives(context)
-        if engine.is_data_rank:
-            executor.send_inputs(context, 0)
+        self._exchange.post_receives(context)
+        actions = self._program.schedule.ranks[engine.rank]
+        self._executor.run(context, [action for action in actions if action.op is Op.DATA])
         fields = header.exchange_fields(
             plan.batch_fields, batch, engine.transport, engine.placement.data_rank, Channel.FIELDS,
             self._pipeline.loss_ranks,
         )  # fmt: skip
-        executor.run(context, self._executed)
-        result = None
-        if self._reader is not None:
-            executor.await_outputs(context, self._reader)
-            whole = batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
 
-            def output(call: int, ref: ValueRef) -> Tensor:
-                return executor.output(context, call, ref)
+        def whole() -> Any:
+            return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
 
-            result = self._runner.replay(step, whole, seed, output)
-        executor.finish(context, in_training=False)
+        self._losses.prepare(step, whole, seed)
+        self._executor.run(context, [action for action in actions if action.op is not Op.DATA])
+        self._losses.done()
+        self._stages.forget(self._index)
+        self._exchange.finish(self._index, in_training=False)
         self._index += 1
-        return result
+        return context.result
 
 
-def _forward_program(pipeline: Pipeline) -> Program:
-    if pipeline.is_chain:
-        schedule = gpipe(pipeline)
-    else:
-        schedule = fanout(pipeline, before=0, following=0, depth=0)
+def _forward_program(schedule: Schedule) -> Program:
     ranks = tuple(
         tuple(action for action in actions if action.op in _FORWARD_OPS)
         for actions in schedule.ranks
     )
-    return lower(Schedule(pipeline, ranks))
+    return lower(Schedule(schedule.pipeline, ranks))
 
 
 def _no_grad() -> AbstractContextManager[Any]:

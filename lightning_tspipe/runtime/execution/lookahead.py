@@ -1,4 +1,4 @@
-"""What has run ahead of the next step: work on later batches, with the weights of before."""
+"""Lookahead: work on later batches that ran before their steps, with the weights of before."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.ir.action import Op
 from lightning_tspipe.networks.batchnorm import Part
-from lightning_tspipe.runtime.execution.executor import Executor
+from lightning_tspipe.runtime.execution.exchange import StageExchange
+from lightning_tspipe.runtime.execution.rank_stages import RankStages
+from lightning_tspipe.runtime.stages.captured import values_of_teacher
 from lightning_tspipe.runtime.stages.units import StepUnits
 
 
@@ -36,9 +39,9 @@ class Lookahead:
     Args:
         module: The LightningModule.
         plan: The captured step.
-        executor: Holds the values.
+        stages: Hold the values.
+        exchange: Gets those of other ranks.
         is_loss_rank: Whether the outputs are on this rank.
-        is_frozen: Whether it is a student's frozen part that runs ahead.
 
     Attributes:
         units: By their numbers, the units of the batches on which work has begun.
@@ -48,16 +51,16 @@ class Lookahead:
         self,
         module: nn.Module,
         plan: StepPlan,
-        executor: Executor,
+        stages: RankStages,
+        exchange: StageExchange,
         *,
         is_loss_rank: bool,
-        is_frozen: bool = False,
     ) -> None:
         self._module = module
         self._plan = plan
-        self._executor = executor
+        self._stages = stages
+        self._exchange = exchange
         self._is_loss_rank = is_loss_rank
-        self._is_frozen = is_frozen
         self._resumed: Ahead | None = None
         self.units: dict[int, StepUnits] = {}
 
@@ -66,15 +69,19 @@ class Lookahead:
         units = self.units.get(index)
         if units is None:
             return self._resumed
-        if self._is_frozen:
-            return None  # whoever goes on gets the same from the same weights
-        values = self.values if self._is_loss_rank else []
-        outputs = self._executor.outputs_ahead(index, units, values)
+        self._exchange.receive_ahead({index: units}, for_loss=True)
+        outputs = {}
+        if self._is_loss_rank:
+            whole = self._stages.outputs.whole
+            outputs = {
+                value: whole(index, units, *value) for value in values_of_teacher(self._plan)
+            }
         names = {layer: name for name, layer in self._module.named_modules()}
-        statistics = {
-            call: {names[layer]: parts for layer, parts in layers.items()}
-            for call, layers in self._executor.statistics.ahead().items()
-        }
+        statistics: dict[int, dict[str, list[Part]]] = {}
+        for stage in self._stages:
+            for (_, _, call), layers in stage.statistics.ahead():
+                found = {names[layer]: parts for layer, parts in layers.items()}
+                statistics.setdefault(call, {}).update(found)
         return Ahead(_batch_sizes(units.inputs), outputs, statistics)
 
     def resume(self, ahead: Ahead | None) -> None:
@@ -83,7 +90,7 @@ class Lookahead:
         Raises:
             CaptureError: The step uses other values of the teacher than that run's.
         """
-        if ahead is not None and ahead.outputs.keys() != set(self.values):
+        if ahead is not None and ahead.outputs.keys() != set(values_of_teacher(self._plan)):
             raise CaptureError(
                 "the checkpoint was made within an epoch by a step that used its teacher in "
                 "another way. Resume with that step, or from a checkpoint of the end of an epoch"
@@ -116,30 +123,19 @@ class Lookahead:
         """The next batch is not one that work has begun on."""
         self._resumed = None
         if self.units:
-            self._executor.drop_lookahead()
+            self._exchange.drop()
+            self._stages.clear()
             self.units = {}
 
     def _put(self, index: int, units: StepUnits, ahead: Ahead) -> None:
         if self._is_loss_rank:
-            self._executor.put_ahead(index, units, ahead.outputs)
+            self._stages.outputs.put_whole(index, units, ahead.outputs)
         layers = dict(self._module.named_modules())
-        self._executor.statistics.put_ahead(
-            {
-                call: {layers[name]: parts for name, parts in statistics.items() if name in layers}
-                for call, statistics in ahead.statistics.items()
-            }
-        )
-
-    @property
-    def values(self) -> list[tuple[int, ValueRef]]:
-        """The values of the teacher's calls that the step uses."""
-        reached = {(i.call, i.position) for i in self._plan.interceptions}
-        return [
-            (call, ref)
-            for call in self._plan.calls_of("teacher")
-            for ref in self._plan.used["teacher"]
-            if (call, ref.position) in reached
-        ]
+        teacher = next((stage for stage in self._stages if stage.op is Op.TEACHER), None)
+        for call, statistics in ahead.statistics.items():
+            parts = {layers[name]: found for name, found in statistics.items() if name in layers}
+            if teacher is not None:  # of its network, the layers that are here
+                teacher.statistics.put_ahead((-1, 0, call), parts)
 
 
 def _batch_sizes(inputs: Sequence[TensorSpec]) -> tuple[int, ...]:

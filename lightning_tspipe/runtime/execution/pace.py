@@ -1,44 +1,49 @@
-"""Bounds how far ranks run ahead of those that read what they make."""
+"""Bounds how far ranks run ahead of those that read what they make: queues are bounded."""
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterable
 
-from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.runtime.transport.channels import Channel, Edge
 
 
 class Pace:
-    """Keeps ranks from running ahead of those that read what they make: queues are bounded.
-
-    A rank begins a step when those have begun the one that is ``slack`` steps before it.
+    """One rank's part: it tells of its steps, and waits for ranks that are too far behind.
 
     Args:
         transport: How to reach the other ranks.
-        pipeline: Who holds what.
-        slack: Steps that a rank may be ahead, at least 1.
+        edges: Who makes something for whom.
+        slack: Steps that a rank may be ahead.
+
+    Attributes:
+        slack: The same.
     """
 
-    def __init__(self, transport: Transport, pipeline: Pipeline, slack: int) -> None:
-        assert pipeline.teacher is not None
-        stages = pipeline.teacher.ranks
-        edges = [*pairwise(stages)]
-        edges += [(stages[-1], rank) for rank in pipeline.loss_ranks]
-        own = transport.rank
+    def __init__(self, transport: Transport, edges: Iterable[Edge], slack: int) -> None:
+        own, pairs = transport.rank, {(edge.source, edge.target) for edge in edges}
         self._transport = transport
-        self._before = sorted({a for a, b in edges if b == own != a})
-        self._behind = sorted({b for a, b in edges if a == own != b})
-        self._num_begun = 0
-        self._slack = slack
+        self._before = sorted({a for a, b in pairs if b == own != a})
+        self._owed = dict.fromkeys(sorted({b for a, b in pairs if a == own != b}), 0)
+        self.slack = slack
 
-    def begin_step(self) -> None:
-        """Wait until the step may begin; every rank calls it."""
+    def tell(self) -> None:
+        """This rank is at its next step: those that it reads of hear of it."""
         for rank in self._before:
             self._transport.send_object(None, rank, Channel.PACE)
-        self._num_begun += 1
-        if self._num_begun > self._slack:
-            with waiting("the ranks that read what this one makes"):
-                for rank in self._behind:
+        for rank in self._owed:
+            self._owed[rank] += 1
+
+    def wait(self, slack: int | None = None) -> None:
+        """Wait for ranks that are more than so many steps behind this one.
+
+        Args:
+            slack: The number, if not the usual one.
+        """
+        most = self.slack if slack is None else slack
+        for rank, owed in self._owed.items():
+            for _ in range(owed - most):
+                with waiting(f"rank {rank}, which is {owed} batches behind"):
                     self._transport.receive_object(rank, Channel.PACE)
+                self._owed[rank] -= 1

@@ -1,1 +1,1 @@
-"""Ways of training that differ from a chain of stages."""
+"""The ways of training, each a final class: what they are asked is in ``execution.mode``."""

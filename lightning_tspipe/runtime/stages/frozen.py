@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -87,9 +86,10 @@ class FrozenPart(ChainNetwork):
     """
 
     def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
-        vars(self).update(vars(student))  # the same atoms, the same shapes
-        self.name = "teacher"
-        self.called_as = "student"
+        super().__init__(
+            "teacher", "student", student.module, student.device, student.links, student.chain,
+            student.ends, student.refs,
+        )  # fmt: skip
         self.num_frozen = num_atoms
         self.front: Front | None = None
         self._now: tuple[int, slice] | None = None
@@ -116,11 +116,6 @@ class FrozenPart(ChainNetwork):
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
         return super().run(received, start, stop, grad=False)[0]
-
-    @property
-    def device(self) -> torch.device:
-        """Where it runs."""
-        return self._device
 
     @property
     def is_tapped(self) -> bool:
@@ -158,7 +153,7 @@ def refuse_teacher(captured: Captured) -> None:
 
 def with_frozen(
     captured: Captured, frozen: Collection[str], front: Front | None = None
-) -> tuple[Captured, int]:
+) -> tuple[Captured, FrozenPart | None]:
     """Make the frozen beginning of the student a network of its own.
 
     Args:
@@ -167,16 +162,16 @@ def with_frozen(
         front: Knows what the frozen part returned before.
 
     Returns:
-        The captured step, and the number of frozen atoms; 0 if the first atom is trained.
+        The captured step, and the frozen part; None if the first atom is trained.
     """
     student = captured.networks.get("student")
     number = 0 if student is None else num_frozen_atoms(parameter_names(student), frozen)
     if student is None or number == 0:
-        return captured, 0
+        return captured, None
     part = FrozenPart(student, number)
     part.front = None if part.is_tapped else front
     networks: dict[NetworkName, ChainNetwork] = {"student": student, "teacher": part}
-    return replace(captured, networks=networks), number
+    return replace(captured, networks=networks), part
 
 
 def parameter_names(network: ChainNetwork) -> tuple[tuple[str, ...], ...]:

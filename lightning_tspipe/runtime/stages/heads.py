@@ -80,6 +80,8 @@ class Heads:
         student: The heads.
         atoms: One for each head, in their order.
         block_names: The submodule that holds them.
+        cache: See above.
+        device: Where heads run.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Heads:
         assert isinstance(student, StudentFanout)
         self.student = student
         self.cache = cache
-        self._device = device
+        self.device = device
         self.block_names = (block,)
         self.atoms = tuple(
             HeadAtom(
@@ -107,7 +109,7 @@ class Heads:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """While inside, a step is for all heads, those of other ranks too; values mean nothing."""
-        make = partial(_filled, device=self._device)
+        make = partial(_filled, device=self.device)
         with (
             swap.TensorSwap(list(self.student.modules()), make)(),
             self.student.trains(self.student.names, rehearses=True),

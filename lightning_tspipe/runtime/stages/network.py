@@ -16,6 +16,7 @@ from lightning_tspipe.capture.plan import (
     Block,
     Glue,
     Interception,
+    Link,
     NetworkName,
     StepPlan,
     TensorSpec,
@@ -54,30 +55,50 @@ class ChainNetwork:
 
     Args:
         name: ``student`` or ``teacher``.
-        module: The LightningModule.
-        plan: The captured step.
-        device: Where it runs.
-
-    Attributes:
         called_as: The network whose calls go through it: another one for a frozen part.
-        atoms: Its atoms; parameter names are those of the LightningModule.
-        ends: For each link of the chain, one after its last atom.
-        chain: Runs them.
+        module: The LightningModule.
+        device: Where it runs.
+        links: What the step calls one after the other.
+        chain: Its atoms, which run; parameter names are those of the LightningModule.
+        ends: For each link, one after its last atom.
+        refs: The values that the step uses, and where atoms give them.
     """
 
-    def __init__(
-        self, name: NetworkName, module: nn.Module, plan: StepPlan, device: torch.device
+    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a network
+        self,
+        name: NetworkName,
+        called_as: NetworkName,
+        module: nn.Module,
+        device: torch.device,
+        links: Sequence[Link],
+        chain: AtomChain,
+        ends: tuple[int, ...],
+        refs: Mapping[ValueRef, OutputRef],
     ) -> None:
         self.name = name
-        self.called_as: NetworkName = name
-        self._device = device
-        self._links = plan.chains[name]
+        self.called_as = called_as
+        self.module = module
+        self.device = device
+        self.links = tuple(links)
+        self.chain = chain
+        self.ends = ends
+        self.refs = refs
+        self._values = {(o.atom, o.slot): ref for ref, o in refs.items()}
+        self._modules = [m for b in self.block_names for m in module.get_submodule(b).modules()]
+        self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
+
+    @classmethod
+    def of(
+        cls, name: NetworkName, module: nn.Module, plan: StepPlan, device: torch.device
+    ) -> ChainNetwork:
+        """The network that a captured step calls by a name."""
+        links = plan.chains[name]
         first_seen: dict[int, Interception] = {}
         for interception in plan.interceptions:
             if plan.calls[interception.call].network == name:
                 first_seen.setdefault(interception.position, interception)
         pieces = []
-        for link in self._links:
+        for link in links:
             if isinstance(link, Block):
                 pieces.append(atomize(module.get_submodule(link.name), link.name, link.arguments))
             else:
@@ -85,39 +106,34 @@ class ChainNetwork:
         raw: list[Atom] = []
         owners: list[str] = []
         starts = []
-        for link, piece in zip(self._links, pieces, strict=True):
+        for link, piece in zip(links, pieces, strict=True):
             starts.append(len(raw))
             raw += piece.atoms
             owners += [link.name if isinstance(link, Block) else ""] * len(piece.atoms)
-        self.atoms, places = join_atoms(
-            [_qualified(a, o) for a, o in zip(raw, owners, strict=True)]
-        )
-        self.ends = tuple(
+        atoms, places = join_atoms([_qualified(a, o) for a, o in zip(raw, owners, strict=True)])
+        ends = tuple(
             places[start + len(piece.atoms) - 1].atom + 1
             for start, piece in zip(starts, pieces, strict=True)
         )
-        self._refs: dict[ValueRef, OutputRef] = {}
+        refs: dict[ValueRef, OutputRef] = {}
         for ref in plan.used[name]:
             leaves = first_seen[ref.position].leaves
             index = sum(leaf is not None for leaf in leaves[: ref.slot])
             output = pieces[ref.position].outputs[index]
             place = places[starts[ref.position] + output.atom]
-            self._refs[ref] = OutputRef(place.atom, place.slot + output.slot)
-        self._values = {(o.atom, o.slot): ref for ref, o in self._refs.items()}
-        self.chain = AtomChain(self.atoms, wanted=frozenset(self._refs.values()))
-        self._modules = [
-            m
-            for link in self._links
-            if isinstance(link, Block)
-            for m in module.get_submodule(link.name).modules()
-        ]
-        self._module = module
-        self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
+            refs[ref] = OutputRef(place.atom, place.slot + output.slot)
+        chain = AtomChain(atoms, wanted=frozenset(refs.values()))
+        return cls(name, name, module, device, links, chain, ends, refs)
+
+    @property
+    def atoms(self) -> tuple[Atom, ...]:
+        """Its atoms."""
+        return self.chain.atoms
 
     @property
     def block_names(self) -> tuple[str, ...]:
         """The declared submodules of the chain."""
-        return tuple(link.name for link in self._links if isinstance(link, Block))
+        return tuple(link.name for link in self.links if isinstance(link, Block))
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -127,19 +143,19 @@ class ChainNetwork:
     @property
     def wanted(self) -> frozenset[OutputRef]:
         """The outputs of atoms that the step uses."""
-        return frozenset(self._refs.values())
+        return frozenset(self.refs.values())
 
     def parameter_shapes(self, atom: int) -> list[tuple[int, ...]]:
         """Shapes of the parameters of an atom."""
         names = self.atoms[atom].parameter_names
-        return [tuple(self._module.get_parameter(name).shape) for name in names]
+        return [tuple(self.module.get_parameter(name).shape) for name in names]
 
     def num_bytes(self, atom: int, names: Collection[str]) -> int:
         """Bytes of an atom's parameters and buffers, of those that are named."""
         found = self.atoms[atom]
         tensors = [
-            *(self._module.get_parameter(n) for n in found.parameter_names if n in names),
-            *(self._module.get_buffer(n) for n in found.buffer_names if n in names),
+            *(self.module.get_parameter(n) for n in found.parameter_names if n in names),
+            *(self.module.get_buffer(n) for n in found.buffer_names if n in names),
         ]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -157,7 +173,7 @@ class ChainNetwork:
             The same for this chain, whose last stages may be empty; None where it uses something
             that ``other`` does not, uses it in another order, or does not begin in the first stage.
         """
-        mine, others = [str(link) for link in self._links], [str(link) for link in other._links]
+        mine, others = [str(link) for link in self.links], [str(link) for link in other.links]
         if mine == others[: len(mine)]:
             return tuple(min(cut, len(self.atoms)) for cut in cuts)
         stage_of = {
@@ -187,12 +203,12 @@ class ChainNetwork:
         Args:
             cuts: First atom of each stage, and the number of atoms.
         """
-        stages = {_stage_of(output.atom, cuts) for output in self._refs.values()}
+        stages = {_stage_of(output.atom, cuts) for output in self.refs.values()}
         return frozenset(stages | {len(cuts) - 2})
 
     def outputs_between(self, start: int, stop: int) -> tuple[ValueRef, ...]:
         """The used values that atoms from ``start`` up to ``stop`` emit."""
-        return tuple(ref for ref, out in self._refs.items() if start <= out.atom < stop)
+        return tuple(ref for ref, out in self.refs.items() if start <= out.atom < stop)
 
     def about_to_run(self, batch: int, rows: slice) -> None:
         """Which samples of which batch run next; a frozen part asks what it knows of them."""
@@ -229,7 +245,7 @@ class ChainNetwork:
         """The atoms from ``start`` to ``stop`` in pieces of one gradient mode."""
         stretches: list[tuple[int, int, bool]] = []
         begin = 0
-        for link, end in zip(self._links, self.ends, strict=True):
+        for link, end in zip(self.links, self.ends, strict=True):
             first, last = max(begin, start), min(end, stop)
             begin = end
             if first >= last:
@@ -266,7 +282,7 @@ class ChainNetwork:
 
         def make(tensor: Tensor) -> Tensor:
             with fake:
-                made = TensorSpec.of(tensor).empty(self._device)
+                made = TensorSpec.of(tensor).empty(self.device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(made, requires_grad=tensor.requires_grad)
             return made
@@ -275,7 +291,7 @@ class ChainNetwork:
         outputs: dict[ValueRef, TensorSpec] = {}
         with swap.TensorSwap(self._modules, make)(), swap.random_stream(None):
             with fake:
-                values: Tensors = (spec.empty(self._device),)
+                values: Tensors = (spec.empty(self.device),)
             with fake, context():
                 boundaries[0] = (spec,)
                 for atom in range(end):
@@ -305,11 +321,11 @@ class ChainNetwork:
         reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
 
         def make(tensor: Tensor) -> Tensor:
-            if id(tensor) not in reads or tensor.device == self._device:
+            if id(tensor) not in reads or tensor.device == self.device:
                 return tensor
             if tensor.is_meta:
-                return swap.arbitrary_like(tensor, self._device)
-            return swap.moved(tensor, self._device)
+                return swap.arbitrary_like(tensor, self.device)
+            return swap.moved(tensor, self.device)
 
         with swap.TensorSwap(self._modules, make)():
             yield
@@ -318,7 +334,7 @@ class ChainNetwork:
     def is_elsewhere(self) -> bool:
         """Whether a part of it is not on the device: without values, or in host memory still."""
         tensors = (t for m in self._modules for t in (*m.parameters(), *m.buffers()))
-        return any(tensor.device != self._device for tensor in tensors)
+        return any(tensor.device != self.device for tensor in tensors)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.
@@ -330,7 +346,7 @@ class ChainNetwork:
         for index, atom in enumerate(self.atoms):
             stage = _stage_of(index, cuts)
             for name in atom.parameter_names:
-                key = id(self._module.get_parameter(name))
+                key = id(self.module.get_parameter(name))
                 other, where = seen.setdefault(key, (name, stage))
                 if where != stage:
                     raise PartitionError(

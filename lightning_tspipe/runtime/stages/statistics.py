@@ -1,8 +1,8 @@
-"""When the BatchNorm statistics of a step's calls are committed.
+"""Commit the BatchNorm statistics of a stage's calls in the right order, and not too early.
 
-In the order in which the step makes its calls, whatever the order in which a schedule runs them;
-and those of a teacher that runs ahead not before the step of their batch has begun: between two
-steps the weights are those of a run without a pipeline.
+They count in the order in which the step makes its calls, whatever the order in which a schedule
+runs them. Those of a forward that runs ahead do not count before the step of its batch has begun:
+between two steps the weights are those of a run without a pipeline.
 """
 
 from __future__ import annotations
@@ -12,24 +12,27 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from lightning_tspipe.capture.plan import NetworkName
-from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.action import Action
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.runtime.stages.call_order import CallOrder
-from lightning_tspipe.runtime.stages.units import NETWORK_OF, StepUnits
+from lightning_tspipe.runtime.stages.units import StepUnits
+
+Layers = dict[nn.Module, list[Part]]
 
 
-class CallStatistics:
-    """The statistics of all calls, as they collect and are committed.
+class StageStatistics:
+    """The statistics of a stage's calls, as they collect and are committed.
 
     Args:
-        deferred: Those of each network.
+        deferred: Those of the stage's network.
+        stage: The stage.
     """
 
-    def __init__(self, deferred: Mapping[NetworkName, DeferredStatistics]) -> None:
+    def __init__(self, deferred: DeferredStatistics, stage: int) -> None:
         self._deferred = deferred
-        self._orders: dict[tuple[int, Op, int], CallOrder] = {}
-        self._ahead: list[tuple[NetworkName, tuple[int, int, int]]] = []
+        self._stage = stage
+        self._orders: dict[int, CallOrder] = {}
+        self._ahead: list[tuple[int, int, int]] = []
 
     def collecting(
         self, batch: int, action: Action, units: StepUnits
@@ -45,72 +48,50 @@ class CallStatistics:
         is_next = self._order(batch, action, units).is_next(unit.call)
         if unit.is_only and is_next and not action.batch:
             return nullcontext()
-        return self._deferred[_network(action)].accumulate((batch, action.stage, unit.call))
+        return self._deferred.accumulate((batch, self._stage, unit.call))
 
-    def ignored(self, action: Action) -> AbstractContextManager[None]:
+    def ignored(self) -> AbstractContextManager[None]:
         """Around a forward that has been counted before."""
-        return self._deferred[_network(action)].ignored()
+        return self._deferred.ignored()
 
     def ran(self, batch: int, action: Action, units: StepUnits) -> None:
         """After a forward: commit the calls that are complete now, and all before them."""
-        name = _network(action)
         for call in self._order(batch, action, units).ran(units.of(action).call):
-            key = (batch, action.stage, call)
+            key = (batch, self._stage, call)
             if action.batch:
-                self._ahead.append((name, key))
+                self._ahead.append(key)
             else:
-                self._deferred[name].commit(key)
+                self._deferred.commit(key)
 
     def _order(self, batch: int, action: Action, units: StepUnits) -> CallOrder:
-        key = (batch, action.op, action.stage)
-        if key not in self._orders:
-            self._orders[key] = CallOrder(units.microbatches_at(action))
-        return self._orders[key]
+        if batch not in self._orders:
+            self._orders[batch] = CallOrder(units.microbatches_at(action))
+        return self._orders[batch]
 
     def finish(self, batch: int) -> None:
         """The step of a batch is over."""
-        for done in [key for key in self._orders if key[0] <= batch]:
+        for done in [number for number in self._orders if number <= batch]:
             del self._orders[done]
 
     def commit_ahead(self, batch: int) -> None:
         """The step of a batch has begun, which may have run ahead."""
-        for name, key in self._ahead:
+        for key in self._ahead:
             if key[0] <= batch:
-                self._deferred[name].commit(key)
-        self._ahead = [(name, key) for name, key in self._ahead if key[0] > batch]
+                self._deferred.commit(key)
+        self._ahead = [key for key in self._ahead if key[0] > batch]
 
     def drop_ahead(self) -> None:
-        """The batch that ran ahead will not be trained."""
+        """The batches that ran ahead will not be trained."""
         self._orders.clear()
-        for name, key in self._ahead:
-            self._deferred[name].discard(key)
+        for key in self._ahead:
+            self._deferred.discard(key)
         self._ahead.clear()
 
-    def ahead(self) -> dict[int, dict[nn.Module, list[Part]]]:
-        """What ran ahead has collected, by call and layer."""
-        found: dict[int, dict[nn.Module, list[Part]]] = {}
-        for name, key in self._ahead:
-            found.setdefault(key[-1], {}).update(self._deferred[name].collected(key))
-        return found
+    def ahead(self) -> list[tuple[tuple[int, int, int], Layers]]:
+        """Batch, stage and call of what ran ahead, and what its layers have collected."""
+        return [(key, self._deferred.collected(key)) for key in self._ahead]
 
-    def uncommitted(self) -> list[tuple[NetworkName, int, int, int, dict[nn.Module, list[Part]]]]:
-        """Network, batch, stage and call of what ran ahead, and what its layers have collected."""
-        return [(name, *key, self._deferred[name].collected(key)) for name, key in self._ahead]
-
-    def put_uncommitted(
-        self, name: NetworkName, key: tuple[int, int, int], parts: Mapping[nn.Module, list[Part]]
-    ) -> None:
-        """As if this had been collected here."""
-        self._deferred[name].put(key, parts)
-        self._ahead.append((name, key))
-
-    def put_ahead(self, statistics: Mapping[int, Mapping[nn.Module, list[Part]]]) -> None:
-        """As if calls of the teacher had run ahead and collected this."""
-        for call, parts in statistics.items():
-            key = (-1, 0, call)
-            self._deferred["teacher"].put(key, parts)
-            self._ahead.append(("teacher", key))
-
-
-def _network(action: Action) -> NetworkName:
-    return NETWORK_OF[action.op]  # type: ignore[return-value]
+    def put_ahead(self, key: tuple[int, int, int], parts: Mapping[nn.Module, list[Part]]) -> None:
+        """As if this had been collected here, for a batch, a stage and a call."""
+        self._deferred.put(key, parts)
+        self._ahead.append(key)

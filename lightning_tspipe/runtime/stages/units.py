@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -73,7 +73,7 @@ class StepUnits:
         self,
         plan: StepPlan,
         networks: dict[NetworkName, ChainNetwork],
-        cuts: dict[NetworkName, tuple[int, ...]],
+        cuts: Mapping[NetworkName, tuple[int, ...]],
         num_microbatches: int,
         inputs: Sequence[TensorSpec],
         context: Callable[[], AbstractContextManager[None]],
@@ -154,6 +154,8 @@ class StepUnits:
 
     def runs(self, action: Action) -> bool:
         """Whether there is anything to do: atoms to run, or something known to be read."""
+        if NETWORK_OF[action.op] not in self.units:
+            return True  # of heads, which are no chain of atoms
         if self.of(action).shapes is None:
             return False
         first, last = self.span(action)

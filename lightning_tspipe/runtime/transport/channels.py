@@ -44,7 +44,7 @@ class Channel(IntEnum):
     MORE = 11
     """Objects: whether there is another batch, of a loader without a length."""
 
-    # Between ranks that train heads
+    # Between ranks that train parts with losses of their own
     PACE = 12
     """Objects: how far they are."""
     LOGS = 13
@@ -53,15 +53,13 @@ class Channel(IntEnum):
     # Of a relay
     RELAY_INPUT = 14
     RELAY_ACTIVATION = 15
-    RELAY_TOKENS = 16
-    """Objects: how far the ranks behind are."""
-    SHARED_GRADIENTS = 17
-    SHARED_STATISTICS = 18
+    SHARED_GRADIENTS = 16
+    SHARED_STATISTICS = 17
     """Between the ranks of one stage."""
 
-    SUMS = 19
+    SUMS = 18
     """Between two steps: numbers that all ranks add up."""
-    PROBES = 20
+    PROBES = 19
     """Before all else: messages whose time is measured."""
 
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.runtime.stages.heads import Heads
-from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.captured import Held
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.reduction import REST
 
@@ -41,7 +40,7 @@ class Shards:
     def __init__(
         self,
         module: nn.Module,
-        networks: Mapping[NetworkName, ChainNetwork | Heads],
+        networks: Mapping[NetworkName, Held],
         cuts: Mapping[NetworkName, tuple[int, ...]],
         ranks: Mapping[NetworkName, tuple[int, ...]],
         holders: Mapping[NetworkName, Sequence[Sequence[int]]] | None = None,

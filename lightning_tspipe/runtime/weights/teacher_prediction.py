@@ -13,7 +13,7 @@ checkpoint tells of ξ(n-1).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,15 @@ class TeacherPrediction:
             values[key].to(table[name])
             for key, (table, name) in zip(self._names, self._slots, strict=True)
         ]
+
+    def forward(self, batch: int, offset: int) -> AbstractContextManager[None]:
+        """Around a forward of a batch that is so many steps before its own."""
+        return self.reading(batch - offset) if offset else nullcontext()
+
+    def backward(self, batch: int) -> AbstractContextManager[None]:
+        """Around a backward: a teacher has none."""
+        del batch
+        return nullcontext()
 
     @contextmanager
     def reading(self, step: int) -> Iterator[None]:

@@ -50,7 +50,7 @@ def collect(  # noqa: PLR0913 - what is saved differs
     ahead = None if own["flights"] else engine.ahead()
     if ahead is not None:
         own["statistics"] = ahead.statistics
-    predicted = engine.executor.teacher if place is not None else None
+    predicted = engine.prediction if place is not None else None
     if predicted is not None:
         own["prediction"] = predicted.state()
     if loader is not None:

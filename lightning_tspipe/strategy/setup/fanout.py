@@ -19,7 +19,7 @@ from lightning_tspipe.planning.heads import HeadCost, TrunkCost, spread
 from lightning_tspipe.planning.pieces import WHOLE
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.run_plan import RunPlan
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.stages.randomness import network_draws
@@ -113,7 +113,8 @@ def heads_of(
 
 
 def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    engine: Engine,
+    here: Rank,
+    heads: Heads,
     captured: Captured,
     options: SetupOptions,
     step: Step,
@@ -125,8 +126,9 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
     """Measure trunk and heads on one rank, and agree on who gets what.
 
     Args:
-        engine: The engine, not placed yet.
-        captured: What it found.
+        here: This rank.
+        heads: The heads.
+        captured: The step.
         options: The user's.
         step: The step.
         batch: Its batch, on all ranks.
@@ -137,17 +139,17 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
     Raises:
         PartitionError: Nothing fits the memory.
     """
-    transport = engine.transport
+    transport = here.transport
     planner = transport.num_ranks - 1
     wanted = made_for(options, transport.num_ranks, 1, captured, 0)
-    wanted["heads"] = list(captured.heads.student.names) if captured.heads is not None else []
+    wanted["heads"] = list(heads.student.names)
     found = None if run is None else run.reuse(wanted)
-    if found is not None and engine.heads is not None and engine.heads.cache is None:
+    if found is not None and heads.cache is None:
         return found
     decided: Placement | PartitionError | None = None
     if transport.rank == planner:
         try:
-            decided = _decide(engine, captured, options, step, batch, optimizers, reading)
+            decided = _decide(here, heads, captured, options, step, batch, optimizers, reading)
         except PartitionError as error:
             decided = error
     decided = transport.broadcast_object(decided, planner)
@@ -158,7 +160,8 @@ def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does wh
 
 
 def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    engine: Engine,
+    here: Rank,
+    heads: Heads,
     captured: Captured,
     options: SetupOptions,
     step: Step,
@@ -166,27 +169,26 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     optimizers: Sequence[torch.optim.Optimizer] | None,
     reading: float,
 ) -> Placement:
-    num_ranks = engine.transport.num_ranks
-    assert captured.heads is not None
-    costs = [HeadCost(name, 1.0) for name in captured.heads.student.names]
-    cache, pieces = captured.heads.cache, WHOLE
+    num_ranks = here.transport.num_ranks
+    costs = [HeadCost(name, 1.0) for name in heads.student.names]
+    cache, pieces = heads.cache, WHOLE
     ends: list[int] = []
     if num_ranks > 1 or cache is not None:
-        ends = ends_of_pieces(engine, captured, options)
-        trunk, pieces = trunk_cost(engine, captured, options, ends)
+        ends = ends_of_pieces(here, captured, options)
+        trunk, pieces = trunk_cost(here, captured, options, ends)
         if optimizers is None:
             costs = [HeadCost(cost.name, sum(trunk.seconds) / 10) for cost in costs]
         else:
-            rate = nominal_rate(engine.device) if options.plans_by_flops else None
-            costs = head_costs(engine, captured.plan, step, batch, optimizers, rate)
+            rate = nominal_rate(here.device) if options.plans_by_flops else None
+            costs = head_costs(here, heads, captured.plan, step, batch, optimizers, rate)
     else:
         atoms = len(captured.networks["teacher"].atoms)
         trunk = TrunkCost((0.0,) * atoms, (0,) * atoms, (0.0,) * atoms, ("",) * atoms)
     number = 1 if options.num_microbatches == "auto" else options.num_microbatches
-    limit = _memory_limit(options, engine.device, trains=optimizers is not None)
+    limit = _memory_limit(options, here.device, trains=optimizers is not None)
     beside = [0.0] * num_ranks
     if num_ranks > 1 and not options.plans_by_flops:
-        beside[-1] = reading + prologue_seconds(engine, captured.plan, step, batch)
+        beside[-1] = reading + prologue_seconds(here, captured.plan, step, batch)
     cuts = _given_cuts(options, trunk, num_ranks)
     found = spread(trunk, costs, num_ranks, limit, cuts, beside)
     pieces = pieces.within(found.cuts[1], ends)
@@ -196,7 +198,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
             number, pieces.number, pieces.num_atoms, found.describe(costs),
         )  # fmt: skip
     if cache is not None:
-        features = list(stand_ins(captured.plan, engine.device).values())
+        features = list(stand_ins(captured.plan, here.device).values())
         cache.consider(sum(trunk.seconds) / len(found.ranks), features)
     depth = options.queue_depth
     if depth == "auto":

@@ -18,7 +18,12 @@ from lightning_tspipe.planning.partition import partition
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.profiling import profile_forwards
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.mode import TrainingMode
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.faults.stopping import Stop
+from lightning_tspipe.runtime.modes.chain import Chain
+from lightning_tspipe.runtime.modes.fanout import Fanout
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
@@ -41,7 +46,8 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     batch: Any,
     replicas: Replicas,
     origin: Origin,
-) -> Engine:
+    stop: Stop,
+) -> PipelineEngine:
     """Make this rank ready to evaluate; all ranks of its pipeline have the same first batch.
 
     Raises:
@@ -51,14 +57,14 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     """
     networks = find_networks(module, options)
     heads = heads_of(module, networks, device, replicas)
-    engine = Engine(module, networks, transport, device, 0, context, heads=heads)
+    mode: TrainingMode = Chain() if heads is None else Fanout(heads)
+    here = Rank(module, networks, transport, device, mode, context=context, stop=stop)
     materializer = share_weights(module, networks, transport, replicas, origin)
-    captured = engine.capture(step, batch, training=False)
+    captured = here.capture(step, batch, training=False)
     if heads is not None:
-        placement = place_heads(engine, captured, options, step, batch, None).placement
+        placement = place_heads(here, heads, captured, options, step, batch, None).placement
         assert placement is not None
-        engine.place(captured, placement, "gpipe", None, materializer)
-        return engine
+        return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
     planner = transport.num_ranks - 1
     decided: Placement | PartitionError | None = None
     if transport.rank == planner:
@@ -67,8 +73,8 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     decided = transport.broadcast_object(decided, planner)
     if isinstance(decided, PartitionError):
         raise decided
-    engine.place(captured, decided, "gpipe", None, materializer)
-    return engine
+    assert decided is not None
+    return PipelineEngine(here, captured, decided, "gpipe", None, materializer)
 
 
 def _decide(

@@ -225,6 +225,7 @@ def _plan(
 
 
 def ask_front(
+    part: FrozenPart | None,
     captured: Captured,
     freezing: Freezing,
     context: Callable[[], AbstractContextManager[None]],
@@ -233,13 +234,13 @@ def ask_front(
     """Have the front say whether it is going to know anything; every rank calls it.
 
     Args:
+        part: The frozen part, if there is one.
         captured: The step; all values of its networks are here.
         freezing: What is known.
         context: The precision plugin's forward context.
         device: Where this rank computes.
     """
-    part = captured.networks.get("teacher")
-    if not isinstance(part, FrozenPart) or part.front is None:
+    if part is None or part.front is None:
         return
     network, number, profile = part, part.num_frozen, freezing.profile
 

@@ -19,8 +19,9 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.planning.heads import HeadCost, TrunkCost
 from lightning_tspipe.planning.pieces import WHOLE, Pieces, choose_pieces
 from lightning_tspipe.profiling import profile_forwards
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.strategy.setup.machine import link_of, nominal_rate
 from lightning_tspipe.strategy.setup.options import SetupOptions
 
@@ -30,21 +31,21 @@ _PIECES = (1, 2, 4, 8)
 
 
 def trunk_cost(
-    engine: Engine, captured: Captured, options: SetupOptions, ends: Sequence[int]
+    here: Rank, captured: Captured, options: SetupOptions, ends: Sequence[int]
 ) -> tuple[TrunkCost, Pieces]:
     """What the trunk costs, and what of it goes through in pieces of a batch."""
     calls = [captured.plan.calls[i].input for i in captured.plan.calls_of("teacher")]
     given = 1 if options.num_microbatches == "auto" else options.num_microbatches
     batch_size = max(spec.shape[0] for spec in calls)
     counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
-    rate = nominal_rate(engine.device) if options.plans_by_flops else None
-    profile = profile_forwards(captured, engine.device, counts, rate)["teacher"]
+    rate = nominal_rate(here.device) if options.plans_by_flops else None
+    profile = profile_forwards(captured, here.device, counts, rate)["teacher"]
     size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
     if ends:
         whole = next(spec for spec in calls if spec.shape[0] == batch_size)
         pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
     factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
-    latency, bandwidth = link_of(engine.transport, by_flops=options.plans_by_flops)
+    latency, bandwidth = link_of(here.transport, by_flops=options.plans_by_flops)
     costs = TrunkCost(
         tuple(factor * seconds for seconds in pieces.seconds(profile, size)),
         tuple(atom.parameter_bytes for atom in profile.atoms),
@@ -58,12 +59,12 @@ def trunk_cost(
     return costs, pieces
 
 
-def ends_of_pieces(engine: Engine, captured: Captured, options: SetupOptions) -> list[int]:
+def ends_of_pieces(here: Rank, captured: Captured, options: SetupOptions) -> list[int]:
     """How many of the trunk's atoms may run in pieces: what they pass on has a row per sample.
 
     None if the samples of a batch may matter to each other, or the user said how many go together.
     """
-    trunk = engine.module.get_submodule("teacher")
+    trunk = here.module.get_submodule("teacher")
     if options.num_microbatches != "auto" or any(part.training for part in trunk.modules()):
         return []
     network, plan = captured.networks["teacher"], captured.plan
@@ -72,7 +73,7 @@ def ends_of_pieces(engine: Engine, captured: Captured, options: SetupOptions) ->
     known = []
     for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
         spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
-        shapes = network.shapes(spec, calls[0].num_links, engine.context, grad=False)
+        shapes = network.shapes(spec, calls[0].num_links, here.context, grad=False)
         known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
     return [
         end
@@ -82,7 +83,8 @@ def ends_of_pieces(engine: Engine, captured: Captured, options: SetupOptions) ->
 
 
 def head_costs(  # noqa: PLR0913, PLR0917 - what a head's step needs
-    engine: Engine,
+    here: Rank,
+    heads: Heads,
     plan: StepPlan,
     step: Step,
     batch: Any,
@@ -93,12 +95,10 @@ def head_costs(  # noqa: PLR0913, PLR0917 - what a head's step needs
 
     With a rate, in operations per second, its operations are counted instead.
     """
-    module, heads = engine.module, engine.heads
-    assert heads is not None
-    student = heads.student
-    student.to(engine.device)
-    features = stand_ins(plan, engine.device)
-    runner = StepRunner(module, engine.names, plan, is_loss_rank=True)
+    module, student = here.module, heads.student
+    student.to(here.device)
+    features = stand_ins(plan, here.device)
+    runner = StepRunner(module, here.networks, plan, is_loss_rank=True)
     costs = []
     with swap.attributes_restored(list(module.modules()), tensors=False), silenced(module):
         for name in student.names:
@@ -106,11 +106,11 @@ def head_costs(  # noqa: PLR0913, PLR0917 - what a head's step needs
             with swap.attributes_restored(list(head.modules()), tensors=True):
 
                 def run(name: str = name) -> None:
-                    with student.trains((name,), rehearses=True), engine.context():
+                    with student.trains((name,), rehearses=True), here.context():
                         loss = runner.replay(step, batch, 0, lambda c, r: features[c, r])
                     loss.backward()
 
-                seconds = _timed(run, engine.device) if rate is None else _counted(run) / rate
+                seconds = _timed(run, here.device) if rate is None else _counted(run) / rate
             for parameter in head.parameters():
                 parameter.grad = None
             size = sum(p.nbytes for p in head.parameters())
@@ -139,11 +139,10 @@ def _counted(run: Callable[[], None]) -> int:
     return int(counter.get_total_flops())
 
 
-def prologue_seconds(engine: Engine, plan: StepPlan, step: Step, batch: Any) -> float:
+def prologue_seconds(here: Rank, plan: StepPlan, step: Step, batch: Any) -> float:
     """What the data rank takes to make the trunk's input of a batch; nothing of it is left."""
-    assert engine.heads is not None
     runner = StepRunner(
-        engine.module, engine.names, plan, is_loss_rank=True, beginning=engine.heads.beginning
+        here.module, here.networks, plan, is_loss_rank=True, beginning=here.mode.prologue
     )
     seconds = []
     for _ in range(1 + _NUM_TIMED):

@@ -14,7 +14,13 @@ from torch import nn
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.run_plan import RunPlan
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.mode import TrainingMode
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.faults.stopping import Stop
+from lightning_tspipe.runtime.modes.chain import Chain, Prefix
+from lightning_tspipe.runtime.modes.fanout import Fanout
+from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import refuse_teacher, with_frozen
 from lightning_tspipe.runtime.stages.heads import FeatureCache
@@ -43,9 +49,11 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     origin: Origin,
     freezing: Freezing,
     run: PlanOfRun,
-    features: FeatureCache | None = None,
-    reading: float = 0.0,
-) -> Engine:
+    features: FeatureCache | None,
+    reading: float,
+    stop: Stop,
+    recorder: Recorder,
+) -> PipelineEngine:
     """Make this rank ready to train; all ranks of its pipeline have the same first batch.
 
     What is not said elsewhere: ``reading`` is how many seconds the data rank takes to read a batch,
@@ -57,22 +65,26 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     """
     networks = find_networks(module, options)
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
-    engine = Engine(
-        module, networks, transport, device, seed, context, replicas, options.compiler,
-        heads_of(module, networks, device, replicas, features),
+    heads = heads_of(module, networks, device, replicas, features)
+    mode: TrainingMode = Chain() if heads is None else Fanout(heads)
+    here = Rank(
+        module, networks, transport, device, mode, seed, context, replicas, options.compiler, stop,
+        recorder,
     )  # fmt: skip
     materializer = share_weights(module, networks, transport, replicas, origin)
-    captured = engine.capture(step, batch)
+    captured = here.capture(step, batch)
     if freezing.is_on:
         refuse_teacher(captured)
-    captured, num_frozen = with_frozen(captured, freezing.names, freezing.front)
-    ask_front(captured, freezing, engine.context, device)
-    if engine.heads is not None:
-        plan = place_heads(engine, captured, options, step, batch, optimizers, reading, run)
+    captured, part = with_frozen(captured, freezing.names, freezing.front)
+    if part is not None:
+        here = replace(here, mode=Prefix(part))
+    ask_front(part, captured, freezing, context, device)
+    if heads is not None:
+        plan = place_heads(here, heads, captured, options, step, batch, optimizers, reading, run)
     else:
         plan = agree(
             captured, options, transport, device, optimizers, replicas, origin, freezing,
-            num_frozen, run,
+            0 if part is None else part.num_frozen, run,
         )  # fmt: skip
         plan = _executed_as_wished(plan, captured, options)
     placement = plan.placement
@@ -80,8 +92,8 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     tell = partial(changes, plan=plan, captured=captured, repacks=freezing.is_on)
     is_first = transport.rank == LOSS_RANK and replicas.is_first
     run.place(plan, tell if is_first else None)
-    engine.place(
-        captured, placement, options.schedule, plan.costs, materializer, policy_for(options)
+    engine = PipelineEngine(
+        here, captured, placement, options.schedule, plan.costs, materializer, policy_for(options)
     )
     if engine.weights is not None:
         use_optimizers(engine.weights, optimizers)

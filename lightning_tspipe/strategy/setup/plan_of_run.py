@@ -56,7 +56,7 @@ def made_for(
     return {
         "devices": num_ranks * num_replicas,
         "devices per pipeline": num_ranks,
-        "atoms": atoms | ({"teacher": num_frozen} if captured.is_frozen else {}),
+        "atoms": atoms | ({"teacher": num_frozen} if num_frozen else {}),
         "calls": {name: len(captured.plan.calls_of(name)) for name in ("student", "teacher")},
         FROZEN: num_frozen,
         **{name: plain(getattr(options, name)) for name in _OPTIONS},

@@ -176,8 +176,8 @@ class EvaluationHooks(TrainingHooks):
                     first,
                     self.replicas,
                     self._origin(),
+                    self._stop,
                 )
-                self._engine.stop = self._stop
                 self._is_forward_only = True
                 self.heads_here.placed(self._engine)
             assert self._placed is not None
@@ -193,7 +193,7 @@ class EvaluationHooks(TrainingHooks):
         self._is_whole = False
         if self._engine is None or not self._is_forward_only:
             return
-        self.heads_here.ended(self._engine)
+        self._engine.mode.end()
         with torch.inference_mode(mode=False), torch.no_grad():
             if self._engine.materializer is not None:
                 self._engine.materializer.drop()

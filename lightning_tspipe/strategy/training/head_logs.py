@@ -52,32 +52,27 @@ class HeadsHere:
     def student(self) -> StudentFanout | None:
         """The heads, once they are placed over several ranks; None without any."""
         engine = self._strategy.engine
-        if engine is None or engine.heads is None or engine.transport.num_ranks == 1:
+        if engine is None or engine.transport.num_ranks == 1:
             return None
-        return engine.heads.student
+        return engine.mode.apart
 
     def placed(self, engine: Engine) -> None:
-        """Every rank has its heads: those it trains from now on."""
-        heads = engine.heads
-        if heads is None:
-            return
-        own = engine.pipeline.stages_of(engine.rank)
-        heads.student.here = tuple(heads.student.names[stage] for stage in own)
-        if engine.transport.num_ranks > 1:
+        """Every rank has its stages."""
+        engine.mode.begin(engine.rank, engine.pipeline)
+        if engine.mode.apart is not None and engine.transport.num_ranks > 1:
             self._keep_logs()
             trainer: Any = self._strategy._trainer  # noqa: SLF001 - a part of the strategy
             every = trainer.log_every_n_steps if trainer.training and trainer.loggers else 0
             self._every = engine.transport.broadcast_object(every, LOSS_RANK)
             self._num_steps, self._is_due = 0, False
-        if heads.cache is not None:
-            heads.cache.place(engine.transport, engine.pipeline)
+        engine.mode.begin_epoch(engine.transport, engine.pipeline)
 
     def begin_step(self, engine: Engine) -> None:
         """Before a training step: what was logged goes to rank 0, which gets it a step later.
 
         By then the others have sent it, since none is more than a step behind.
         """
-        if engine.heads is None or not self._every:
+        if not self._every:
             return
         if self._is_due:
             self._log(self._received())
@@ -108,14 +103,10 @@ class HeadsHere:
         for values, step in sorted(records, key=lambda record: record[1]):
             connector.log_metrics(values, step)
 
-    def ended(self, engine: Engine) -> None:
-        """The training is over; whoever asks now means all heads."""
-        if engine.heads is not None:
-            engine.heads.student.here = engine.heads.student.names
-
     def release(self) -> None:
         """Logging is Lightning's again, and nothing is kept."""
         self.cache = None
+        self._every = 0
         if self._restore is not None:
             self._restore()
             self._restore = None

@@ -128,9 +128,9 @@ class Pipelined:
 
     def look_at_trunk(self) -> None:
         """Features of a trunk that has changed are not read; every rank calls it."""
-        cache, engine = self._strategy.heads_here.cache, self._strategy.engine
-        if cache is not None and engine is not None and engine.heads is not None:
-            cache.place(engine.transport, engine.pipeline)
+        engine = self._strategy.engine
+        if engine is not None:
+            engine.mode.begin_epoch(engine.transport, engine.pipeline)
 
     def freeze(
         self,
@@ -175,7 +175,7 @@ class Pipelined:
     def teacher_prediction(self) -> TeacherPrediction | None:
         """What predicts this rank's part of the teacher; None before the first batch."""
         engine = self._strategy.engine
-        return None if engine is None else engine.executor.teacher
+        return None if engine is None else engine.prediction
 
     def flops_per_sample(self) -> float:
         """Floating-point operations of one sample in a training step: products and convolutions.
@@ -206,7 +206,6 @@ class Pipelined:
             for start, stop in pairwise(cuts)
         )
         self._pipeline = engine.pipeline
-        engine.executor.recorder = self.recorder
         if self.predicts_teacher:
             engine.predict_teacher()
 
@@ -214,8 +213,8 @@ class Pipelined:
     def delay(self) -> int:
         """How many updates the teacher is late in the steady state."""
         engine = self._strategy.engine
-        if engine is not None and engine.heads is not None:
-            return 0  # a trunk never changes
+        if engine is not None and engine.mode.has_fixed_teacher:
+            return 0
         return int(self._strategy.options.schedule == "tspipe")
 
     def evaluate(

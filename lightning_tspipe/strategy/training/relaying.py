@@ -6,19 +6,31 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
 from torch import Tensor, nn
+from typing_extensions import override
 
+from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.relay_modes import passes
 from lightning_tspipe.planning.run_plan import RunPlan, Source, plain
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.faults.stopping import Stop
+from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes, infer_shapes
-from lightning_tspipe.runtime.modes.relay.engine import NETWORKS, RelayEngine, RelayOptions
+from lightning_tspipe.runtime.modes.relay.engine import (
+    NETWORKS,
+    RelayEngine,
+    RelayOptions,
+    capture_blocks,
+)
+from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.randomness import draws
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
@@ -27,7 +39,10 @@ from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.setup.refusals import refuse_compiled
 from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.training.driving import Driver, PipelineDriver
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
+
+# ruff: noqa: SLF001 - a part of the strategy
 
 if TYPE_CHECKING:
     from lightning_tspipe.strategy.training.steps import TrainingHooks
@@ -39,29 +54,36 @@ def relay_of(trainer: Any) -> Any:
     return next((c for c in callbacks if type(c).__name__ == "BlockwiseRelay"), None)
 
 
-class Relaying:
-    """What the strategy does instead, where blocks are relayed.
+def driver_of(strategy: TrainingHooks) -> Driver:
+    """What drives a fit: blocks are relayed if the user asked for it."""
+    callback = relay_of(strategy._trainer)
+    return PipelineDriver(strategy) if callback is None else RelayDriver(strategy, callback)
+
+
+@final
+class RelayDriver(Driver):
+    """Drives a relay of blocks.
 
     Args:
         strategy: The strategy.
+        callback: ``BlockwiseRelay``, with its options.
     """
 
-    def __init__(self, strategy: TrainingHooks) -> None:
+    def __init__(self, strategy: TrainingHooks, callback: Any) -> None:
         self._strategy = strategy
+        self._callback = callback
 
     @property
-    def is_on(self) -> bool:
-        """Whether the user asked for it."""
-        return relay_of(self._strategy._trainer) is not None  # noqa: SLF001 - a part of the strategy
+    @override
+    def trains_apart(self) -> bool:
+        return True
 
     @property
     def _engine(self) -> RelayEngine:
-        engine = self._strategy.engine  # type: ignore[attr-defined]
-        assert isinstance(engine, RelayEngine)
-        return engine
+        return cast("RelayEngine", self._strategy._engine)  # which this driver has made
 
-    def set_up(self, batch: Any) -> RelayEngine:
-        """Measure, plan, and give every rank its blocks; all ranks have the same first batch."""
+    @override
+    def set_up(self, batch: Any, step: Step) -> Engine:
         strategy = self._strategy
         if strategy.num_replicas > 1:
             raise ConfigurationError(
@@ -74,34 +96,38 @@ class Relaying:
                 "its own. Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)"
             )
         return set_up_relay(
-            strategy._module,  # noqa: SLF001
-            relay_of(strategy._trainer),  # noqa: SLF001
+            strategy._module,
+            self._callback,
             strategy.transport,
             strategy.root_device,
             strategy.precision_plugin.forward_context,
             batch,
             [plain_optimizer(optimizer) for optimizer in strategy.optimizers],
-            strategy._origin(),  # noqa: SLF001
+            strategy._origin(),
             strategy.options,
             strategy.plan_of_run,
+            strategy._stop,
+            strategy.pipelined.recorder,
         )
 
-    def training_step(self, step: Callable[[Any], Any], batch: Any, batch_idx: int) -> Any:
-        """One step of this rank.
+    @override
+    def begin(self) -> None:
+        pass  # each rank runs its optimizers itself
 
-        Args:
-            step: The module's, a function of the batch.
-            batch: The batch, on the data rank.
-            batch_idx: Its number.
-        """
-        module: Any = self._strategy._module  # noqa: SLF001
-        engine, module.rounds = self._engine, self
+    @override
+    def training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
+        strategy, engine = self._strategy, self._engine
+        module: Any = strategy._module
+        module.rounds = self
         engine.backwards.factor = self._factor
         names = ["weights"] if module.automatic_optimization else module.block_rounds(batch_idx)
         engine.begin(batch, lambda batch: [module.block_input(batch, name) for name in names])
-        result = step(engine.batch)
+        result = strategy._step("training_step", rest, batch_idx)(engine.batch)
         if not module.automatic_optimization:
             engine.finish()
+        strategy.pipelined.stepped(engine)
+        if not module.automatic_optimization:
+            strategy.pipelined.step_done()
         return result
 
     def _factor(self) -> float | Tensor:
@@ -111,9 +137,9 @@ class Relaying:
         # A scale stays on the device: the host would wait for it.
         one = torch.ones((), device=strategy.root_device)
         scale = 1.0 if scaler is None else scaler.scale(one)
-        if not strategy._module.automatic_optimization:  # noqa: SLF001
+        if not strategy._module.automatic_optimization:
             return scale
-        return scale / strategy._trainer.accumulate_grad_batches  # noqa: SLF001
+        return scale / strategy._trainer.accumulate_grad_batches
 
     def run_round(self, number: int) -> Any:
         """The losses of the blocks that this rank trains; the module asks."""
@@ -126,26 +152,27 @@ class Relaying:
         found: list[Any] = transport.broadcast_object(gathered, LOSS_RANK)
         return found
 
-    def backward(
-        self, loss: Tensor, optimizer: Any, reduce: bool, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """The backward of this rank's losses."""
+    @override
+    def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         strategy, engine = self._strategy, self._engine
-        plugin, module = strategy.precision_plugin, strategy._module  # noqa: SLF001
+        plugin, module = strategy.precision_plugin, strategy._module
         strategy.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
         engine.backward(
-            lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), reduce=reduce
+            lambda: plugin.backward(loss, module, optimizer, *args, **kwargs),
+            reduce=strategy.reduces,
         )
         loss = plugin.post_backward(loss, module)
         strategy.post_backward(loss)
         if module.automatic_optimization:
             engine.finish()
+        strategy.note_gradients()
         return loss
 
+    @override
     def end(self) -> None:
         """The training is over: the module runs its blocks by itself again."""
-        module: Any = self._strategy._module  # noqa: SLF001
+        module: Any = self._strategy._module
         if getattr(module, "rounds", None) is self:
             module.rounds = None
 
@@ -215,8 +242,10 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     origin: Origin,
-    chosen: SetupOptions | None = None,
-    run: PlanOfRun | None = None,
+    chosen: SetupOptions,
+    run: PlanOfRun,
+    stop: Stop,
+    recorder: Recorder,
 ) -> RelayEngine:
     """Make this rank ready to train blocks.
 
@@ -228,13 +257,14 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     """
     refuse_compiled(module, ("student", "teacher"))
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
-    engine = RelayEngine(module, NETWORKS, transport, device, seed, context)
+    here = Rank(
+        module, NETWORKS, transport, device, Chain(), seed, context, stop=stop, recorder=recorder
+    )
     materializer = share_weights(module, NETWORKS, transport, Replicas(), origin)
     pairs = module.block_pairs
     x = module.block_input(batch, "weights")
     shapes = infer_shapes(pairs, module.block_loss, x, batch, context)
-    captured = engine.capture_blocks(pairs, module.block_input, batch)
-    chosen, run = chosen or SetupOptions(), run or PlanOfRun()
+    captured = capture_blocks(here, pairs, module.block_input, batch)
     memory = chosen.memory_limit if options.memory_limit is None else options.memory_limit
     costs = BlockCosts(
         module, options, transport, device, context, memory,
@@ -259,7 +289,8 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     shared = [pairs[i] for w in walks for s in w.stages if len(s.ranks) > 1 for i in s.trained]
     wished = options.sync_batchnorm
     syncs = any(p.has_batchnorm for p in shared) if wished == "auto" else bool(wished)
-    engine.place_blocks(
+    engine = RelayEngine(
+        here,
         captured,
         pairs,
         shapes,

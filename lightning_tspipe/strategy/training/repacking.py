@@ -28,11 +28,11 @@ from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.checkpoints import progress
 from lightning_tspipe.strategy.setup.deciding import planning_wishes
 from lightning_tspipe.strategy.setup.declared import find_networks
-from lightning_tspipe.strategy.setup.fanout import fanout_of
 from lightning_tspipe.strategy.setup.freezing import Choices, Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.setup.machine import link_of
 from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
+from lightning_tspipe.strategy.training.relaying import driver_of
 
 # ruff: noqa: SLF001 - a part of the strategy, which also makes Lightning's loops begin anew
 
@@ -74,7 +74,7 @@ class Repacking:
             ConfigurationError: A way of training in which the mesh can't change.
         """
         strategy = self._strategy
-        if fanout_of(strategy._module) is not None or strategy._relaying.is_on:
+        if driver_of(strategy).trains_apart:
             raise ConfigurationError(
                 "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
                 "here heads or blocks are trained apart, each behind what is frozen. Leave it out"

@@ -210,7 +210,7 @@ class StepSync:
         results = _results_of(stage, trainer)
         collected = self._collected[stage]
         engine = strategy.engine
-        if engine is not None and engine.heads is not None:
+        if engine is not None and engine.mode.apart is not None:
             self._exchange(collected, results)
             return
         mine = (collected.take(), _pack("results", results)) if strategy.is_loss_rank else None

@@ -21,25 +21,23 @@ from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.transport.sums import sum_over_ranks
 from lightning_tspipe.strategy.checkpoints.progress import late_teacher, restore
 from lightning_tspipe.strategy.lightning.namespaces import world_of
-from lightning_tspipe.strategy.setup.asynchronous import begin_step, check_epochs
-from lightning_tspipe.strategy.setup.placing import set_up
+from lightning_tspipe.strategy.setup.asynchronous import check_epochs
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.setup.refusals import (
     TeacherWatch,
     refuse_hyperparameters,
-    refuse_result,
     refuse_stop,
 )
 from lightning_tspipe.strategy.setup.weight_source import Origin
 from lightning_tspipe.strategy.training.data import DataHooks
+from lightning_tspipe.strategy.training.driving import Driver
 from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.optimizers import (
     hyperparameters,
     parameters_of,
-    plain_optimizer,
 )
-from lightning_tspipe.strategy.training.relaying import Relaying
+from lightning_tspipe.strategy.training.relaying import driver_of
 from lightning_tspipe.strategy.training.repacking import Repacking
 
 if TYPE_CHECKING:
@@ -58,7 +56,7 @@ class TrainingHooks(DataHooks):
     _reduces: bool
     _stop: Stop
     _manual: ManualOptimization
-    _relaying: Relaying
+    _driver: Driver
     heads_here: HeadsHere
     repacking: Repacking
     plan_of_run: PlanOfRun
@@ -74,46 +72,18 @@ class TrainingHooks(DataHooks):
                 # After the first update; the hooks of all others do the same.
                 self._watch.check()
                 self._watch = None
-            step = self._training_step(rest, batch_idx)
-            engine = self._engine or self._begin(batch, step, batch_idx)
-            self._position = self._position or engine.position
-            if self._relaying.is_on:
-                step = self._step("training_step", rest, batch_idx)
-                result = self._relaying.training_step(step, batch, batch_idx)
-                self.pipelined.stepped(engine)
-                if not self._module.automatic_optimization:
-                    self.pipelined.step_done()
-                return result
-            self._drain_at_an_end(engine)
-            self.heads_here.begin_step(engine)
-            following = self._next_batches(batch_idx, engine.lookahead) if self.is_data_rank else []
-            ahead = [
-                (later, self._training_step(rest, self._place_of(batch_idx + offset)))
-                for offset, later in enumerate(following, 1)
-            ]
-            if engine.weights is not None:
-                begin_step(engine.weights, self._trainer.accumulate_grad_batches, batch_idx)
-            automatic = self._module.automatic_optimization
-            replay = None if automatic else self._step("training_step", rest, batch_idx)
-            result = engine.forward(
-                step, batch, ahead, replay=None if replay is None else self._manual.live(replay)
-            )
-            self.pipelined.stepped(engine)
-            if not automatic:
-                self._manual.finish()
-                self.pipelined.step_done()
-        if engine.computes_loss:
-            if automatic:
-                refuse_result(result)
-            return result
-        return torch.zeros((), device=self.root_device, requires_grad=True)
+            if self._engine is None:
+                self._begin(batch, self._training_step(rest, batch_idx), batch_idx)
+            assert self._engine is not None
+            self._position = self._position or self._engine.position
+            return self._driver.training_step(batch, rest, batch_idx)
 
-    def _place_of(self, batch_idx: int) -> int:
+    def place_of(self, batch_idx: int) -> int:
         """Of a batch that follows, its place in its epoch, which may be the next one."""
         length = self._trainer.fit_loop.max_batches
         return batch_idx if batch_idx < length else int(batch_idx - length)
 
-    def _drain_at_an_end(self, engine: Engine) -> None:
+    def drain_at_an_end(self, engine: Engine) -> None:
         """Behind the end of an epoch, early or not, nothing is left of what ran ahead."""
         if self._trainer.current_epoch != self._epoch:
             if self.options.drain_epochs or not self._epoch_is_through:
@@ -153,28 +123,10 @@ class TrainingHooks(DataHooks):
         """Trace the first step, plan, and give every rank its stages."""
         random = RandomStates.now()
         first = self.share(batch)
-        if self._relaying.is_on:
-            self._engine = self._relaying.set_up(first)
-        else:
-            self._engine = set_up(
-                self._module,
-                self.options,
-                self.transport,
-                self.root_device,
-                self.precision_plugin.forward_context,
-                step,
-                first,
-                [plain_optimizer(optimizer) for optimizer in self.optimizers],
-                self.replicas,
-                self._origin(),
-                self.repacking.freezing,
-                self.plan_of_run,
-                self.heads_here.cache,
-                self.pipelined.shortest_reading,
-            )
+        self._driver = driver_of(self)
+        self._engine = self._driver.set_up(first, step)
         if not self.options.drain_epochs:
             check_epochs(self._trainer, self.num_ranks)
-        self._engine.stop = self._stop
         world_of(self).optimizers_to_device(self.optimizers, self.root_device)
         random.restore()  # measuring must not change what the networks draw
         if self.root_device.type == "cpu":
@@ -183,8 +135,7 @@ class TrainingHooks(DataHooks):
         self._evaluations = {}
         self._watch = self._watch_teacher()
         self._watched_from = self._trainer.global_step
-        if not self._relaying.is_on:
-            self._manual.commands.attach()
+        self._driver.begin()
         self.pipelined.placed(self._engine)
         self.heads_here.placed(self._engine)
         self.repacking.begun()
@@ -210,10 +161,8 @@ class TrainingHooks(DataHooks):
         engine = self._engine
         assert engine is not None
         networks = engine.captured.networks
-        teacher = networks.get("teacher")
-        if engine.heads is not None:
-            return None
-        if self.num_ranks == 1 or teacher is None or is_paired(networks["student"], teacher):
+        student, teacher = networks.get("student"), networks.get("teacher")
+        if self.num_ranks == 1 or student is None or teacher is None or is_paired(student, teacher):
             return None
         blocks = [self._module.get_submodule(name) for name in teacher.block_names]
         return TeacherWatch(p for block in blocks for p in block.parameters())
@@ -222,37 +171,16 @@ class TrainingHooks(DataHooks):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if self._relaying.is_on:
-            loss = self._relaying.backward(closure_loss, optimizer, self._reduces, *args, **kwargs)
-            self._gradients_ready = time.perf_counter()
-            return loss
-        if not self._module.automatic_optimization:
-            return self._manual.backward(closure_loss, *args, **kwargs)
-        engine = self._engine
-        assert engine is not None
-        plugin, module = self.precision_plugin, self._module
-        self.pre_backward(closure_loss)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        run = None
-        if engine.computes_loss:
-            run = self._backward_of_loss(closure_loss, optimizer, *args, **kwargs)
-        with plugin.forward_context():
-            engine.backward(run, reduce=self._reduces)
-        closure_loss = plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
+        return self._driver.backward(closure_loss, optimizer, *args, **kwargs)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether an update follows the backward that is about to run."""
+        return self._reduces
+
+    def note_gradients(self) -> None:
+        """The gradients of this step are there: what follows is the optimizer's time."""
         self._gradients_ready = time.perf_counter()
-        return closure_loss
-
-    def _backward_of_loss(self, loss: Tensor, *args: Any, **kwargs: Any) -> Callable[[], None]:
-        weight = self.repacking.weight(self._engine.batch_size if self._engine is not None else 1)
-        if weight != 1:  # replicas whose samples can't be divided evenly
-            loss = loss * weight
-
-        def run() -> None:
-            with self.replicas.as_world():  # a loss that gathered also spreads gradients
-                self.precision_plugin.backward(loss, self._module, *args, **kwargs)
-
-        return run
 
     @override
     @contextmanager
@@ -320,10 +248,10 @@ class TrainingHooks(DataHooks):
     @override
     def on_train_end(self) -> None:
         self.heads_here.exchange()
-        self._relaying.end()
+        self._driver.end()
         if self._engine is not None:
             self._engine.drain()
             self._engine.shards.restore(self.pipeline_rank, self.transport)
-            self.heads_here.ended(self._engine)
+            self._engine.mode.end()
             self._engine = None
             self._evaluations = {}

@@ -65,7 +65,7 @@ def evaluate_before_a_token_is_taken(kind: str, num_batches: int) -> list[str]:
     transport = connect(kind, 5)
     peer, done = 1 - transport.rank, []
     if transport.rank == 0:
-        transport.send_object("token", peer, Channel.RELAY_TOKENS)
+        transport.send_object("token", peer, Channel.PACE)
     transport.finish_step()
     for batch in range(num_batches):
         if transport.rank == 0:
@@ -74,7 +74,7 @@ def evaluate_before_a_token_is_taken(kind: str, num_batches: int) -> list[str]:
             done.append(transport.receive_object(peer))
         transport.finish_step(in_training=False)
     if transport.rank == 1:
-        done.append(transport.receive_object(peer, Channel.RELAY_TOKENS))
+        done.append(transport.receive_object(peer, Channel.PACE))
     for _ in range(2):
         transport.finish_step()
     dist.barrier()

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.profiling import profile_step
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
 from lightning_tspipe.runtime.weights.averages import followed_tensors
 from lightning_tspipe.runtime.weights.ownership import Shards
@@ -43,8 +44,8 @@ def test_tensors_follow_those_of_their_name_and_shape() -> None:
 
 def test_an_average_lies_with_the_student_and_is_not_trained() -> None:
     module, transport = Module(), LocalTransport(LocalNetwork(1, timeout=10), 0)
-    engine = Engine(module, Networks(("student",), ("average",)), transport, CPU)
-    captured = engine.capture(module.training_step, torch.randn(4, 3))
+    here = Rank(module, Networks(("student",), ("average",)), transport, CPU, Chain())
+    captured = here.capture(module.training_step, torch.randn(4, 3))
     shards = Shards(module, captured.held, {"student": (0, 1, 3)}, {"student": (1, 0)})
     shards.follow(captured.followed)
     owners = {"average.0.weight": 1, "average.1.running_mean": 0, "average.2.bias": 0}
@@ -67,8 +68,8 @@ def test_the_planner_counts_the_bytes_of_an_average() -> None:
     held = []
     for teacher in ((), ("average",)):
         module, transport = Module(), LocalTransport(LocalNetwork(1, timeout=10), 0)
-        engine = Engine(module, Networks(("student",), teacher), transport, CPU)
-        captured = engine.capture(module.training_step, torch.randn(4, 3))
+        here = Rank(module, Networks(("student",), teacher), transport, CPU, Chain())
+        captured = here.capture(module.training_step, torch.randn(4, 3))
         profile = profile_step(captured, CPU, [], (1,)).student
         held.append([atom.parameter_bytes for atom in profile.atoms])
         assert [atom.trainable_bytes for atom in profile.atoms] == [64, 32, 40]

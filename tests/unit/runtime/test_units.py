@@ -50,7 +50,7 @@ def make_units(
     module = module or Tapped()
     tracer = Tracer(module, Networks(("body", "head")), CPU)
     plan = tracer.trace(module.training_step, torch.randn(size, 3), seed=0)
-    network = ChainNetwork("student", module, plan, CPU)
+    network = ChainNetwork.of("student", module, plan, CPU)
     assert len(network.atoms) == 3
     inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
     units = StepUnits(

@@ -36,7 +36,7 @@ def make(rank: int) -> tuple[Module, Shards]:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork("student", module, plan, CPU)
+    network = ChainNetwork.of("student", module, plan, CPU)
     shards = Shards(module, {"student": network}, CUTS, RANKS)  # type: ignore[arg-type]
     shards.place(rank, CPU)
     return module, shards
@@ -74,7 +74,7 @@ def test_an_optimizer_made_before_keeps_its_parameters() -> None:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork("student", module, plan, CPU)
+    network = ChainNetwork.of("student", module, plan, CPU)
     Shards(module, {"student": network}, CUTS, RANKS).place(0, CPU)  # type: ignore[arg-type]
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
 
@@ -87,7 +87,7 @@ def test_a_weight_that_was_computed_from_parameters_does_not_hold_them() -> None
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork("student", module, plan, CPU)
+    network = ChainNetwork.of("student", module, plan, CPU)
     Shards(module, {"student": network}, CUTS, RANKS).place(1, CPU)  # type: ignore[arg-type]
     assert module.student[2].weight_v.is_meta
 
@@ -170,7 +170,7 @@ def test_a_tied_parameter_stays_in_one_stage() -> None:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork("student", module, plan, CPU)
+    network = ChainNetwork.of("student", module, plan, CPU)
     network.check_cuts((0, 3, 4))
     with pytest.raises(PartitionError, match=r"student\.0\.weight.*stages 0 and 1.*partition="):
         network.check_cuts((0, 2, 4))
@@ -181,9 +181,9 @@ def test_an_atom_is_measured_on_a_device_where_the_network_is_not() -> None:
     module, batch = Module(), torch.randn(4, 3)
     plan = Tracer(module, Networks(("student",)), CPU).trace(module.training_step, batch, 0)
     device = torch.device("meta")
-    network = ChainNetwork("student", module, plan, device)
+    network = ChainNetwork.of("student", module, plan, device)
     assert network.is_elsewhere
-    assert not ChainNetwork("student", module, plan, CPU).is_elsewhere
+    assert not ChainNetwork.of("student", module, plan, CPU).is_elsewhere
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     norm = network.atoms[1]
     with network.with_values(norm):

@@ -19,7 +19,7 @@ from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.modules import blocks_of
-from lightning_tspipe.runtime.modes.relay.named import blocks_between
+from lightning_tspipe.runtime.modes.relay.boundaries import blocks_between
 
 BlockLoss = Callable[[Tensor, Tensor, int, Any], Tensor]
 

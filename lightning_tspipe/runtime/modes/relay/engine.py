@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,19 +22,23 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan
-from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay_modes import Pass
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pace import Pace
+from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
+from lightning_tspipe.runtime.modes.blockwise import Blockwise
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes, through
-from lightning_tspipe.runtime.modes.relay.early import EarlyBackwards
-from lightning_tspipe.runtime.modes.relay.walk import BlockOutcome, Blocks, RelayedPass
+from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
+from lightning_tspipe.runtime.modes.relay.passes import Blocks, RelayedPass, pipeline_of
+from lightning_tspipe.runtime.modes.relay.step import BlockOutcome
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.transport.channels import Channel, Edge
+from lightning_tspipe.runtime.weights.materializing import Materializer
 
 NETWORKS = Networks(("student",), ("teacher",))
 
@@ -54,54 +58,65 @@ class RelayOptions:
     shares_batchnorm: bool = True
 
 
-class RelayEngine(Engine):
-    """One rank of blockwise distillation."""
+def capture_blocks(
+    here: Rank, pairs: Sequence[BlockPair], block_input: Callable[[Any], Tensor], batch: Any
+) -> Captured:
+    """Trace both networks from end to end, as an evaluation walks them.
 
-    def capture_blocks(
-        self, pairs: Sequence[BlockPair], block_input: Callable[[Any], Tensor], batch: Any
-    ) -> Captured:
-        """Trace both networks from end to end, as an evaluation walks them.
+    Args:
+        here: This rank.
+        pairs: The blocks.
+        block_input: What the first block gets of a batch.
+        batch: A batch, the same on all ranks.
+    """
+    module: Any = here.module
+    networks: list[tuple[Any, list[nn.Module]]] = [
+        (module.student, [pair.student for pair in pairs]),
+        (module.teacher, [pair.teacher for pair in pairs]),
+    ]
 
-        Args:
-            pairs: The blocks.
-            block_input: What the first block gets of a batch.
-            batch: A batch, the same on all ranks.
-        """
-        networks: list[tuple[Any, list[nn.Module]]] = [
-            (self.module.student, [pair.student for pair in pairs]),
-            (self.module.teacher, [pair.teacher for pair in pairs]),
+    def step(batch: Any) -> list[Tensor]:
+        x = block_input(batch)
+        return [
+            through(blocks, x) if isinstance(network, nn.ModuleList) else network(x)
+            for network, blocks in networks
         ]
 
-        def step(batch: Any) -> list[Tensor]:
-            x = block_input(batch)
-            return [
-                through(blocks, x) if isinstance(network, nn.ModuleList) else network(x)
-                for network, blocks in networks
-            ]
+    return here.capture(step, batch, training=False)
 
-        return self.capture(step, batch, training=False)
 
-    def place_blocks(  # noqa: PLR0913, PLR0917 - everything that a rank needs to begin
+class RelayEngine(Engine):
+    """One rank of blockwise distillation.
+
+    Args:
+        here: This rank.
+        captured: What :func:`capture_blocks` found.
+        pairs: The blocks.
+        shapes: What flows between them.
+        passes: Who does what with each batch.
+        options: How ranks keep together.
+        materializer: Where the values come from, of a module that has none.
+
+    Attributes:
+        backwards: Runs the blocks' backwards.
+        blocks: What all passes run.
+        passes: This rank's part of each.
+        bytes_loaded: Of batches, as if devices that read the same one each had a loader.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - everything that a rank needs to begin
         self,
+        here: Rank,
         captured: Captured,
         pairs: Sequence[BlockPair],
         shapes: BlockShapes,
         passes: Sequence[Pass],
         options: RelayOptions,
-        materializer: Any = None,
+        materializer: Materializer | None = None,
     ) -> None:
-        """Keep the blocks that this rank runs.
-
-        Args:
-            captured: What :meth:`capture_blocks` found.
-            pairs: The blocks.
-            shapes: What flows between them.
-            passes: Who does what with each batch.
-            options: How ranks keep together.
-            materializer: Where the values come from, of a module that has none.
-        """
-        placement = _placement(captured, pairs, passes, self.transport.num_ranks)
-        self.place(captured, placement, "gpipe", None, materializer)
+        here = replace(here, mode=Blockwise(pipeline_of(passes[0])))
+        placement = _placement(captured, pairs, passes, here.transport.num_ranks)
+        super().__init__(here, captured, placement, materializer)
         module: Any = self.module
         self.backwards = EarlyBackwards(module.parameters())
         self.blocks = Blocks(
@@ -109,28 +124,21 @@ class RelayEngine(Engine):
         )
         self.passes = [
             RelayedPass(
-                self.blocks, walk, self.transport, shares_batchnorm=options.shares_batchnorm
+                self.blocks, walk, self.transport, self.recorder,
+                shares_batchnorm=options.shares_batchnorm,
             )
             for walk in passes
-        ]
+        ]  # fmt: skip
         self.options = options
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
-        self.pipeline = self.passes[0].pipeline
         self.transport.open({edge for walk in self.passes for edge in walk.edges})
-        sources, targets = (
-            set().union(*sets)
-            for sets in zip(*(walk.neighbours for walk in self.passes), strict=True)
-        )
-        self._sources, self._owed = sorted(sources), dict.fromkeys(sorted(targets), 0)
+        relays = {edge for walk in self.passes for edge in walk.relays}
+        self._pace = Pace(self.transport, relays, options.run_ahead)
         self._adds_up = False  # whether gradients wait for more of them
-        self.bytes_loaded = 0  # counted as if devices that read the same batch each had a loader
+        self.bytes_loaded = 0
         self._header: StepHeader | None = None
         self._round_inputs: list[Tensor] = []
         self._batch: Any = None
-
-    @override
-    def _edges(self, plan: StepPlan) -> set[Edge]:
-        return set()  # those of its passes, which are made of what is placed
 
     @property
     @override
@@ -144,7 +152,9 @@ class RelayEngine(Engine):
             batch: The batch, on the data rank.
             make_inputs: Makes of it what the first block gets, in each round of the step.
         """
-        self._await_tokens(self.options.run_ahead)
+        started = time.perf_counter()
+        self._pace.wait()
+        self.recorder.paused("send", started)
         started = time.perf_counter()
         if self.is_data_rank:
             self._round_inputs = list(make_inputs(batch))
@@ -155,11 +165,11 @@ class RelayEngine(Engine):
                 leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)
             )
             self.bytes_loaded += loaded * sum(walk.num_readers for walk in self.passes)
-            self._recorded(Action(Op.DATA, self.rank), started)
+            self.recorder.ran(self._index, Action(Op.DATA, self.rank), started)
         else:
             self._header = StepHeader.receive(self.transport, self.placement.data_rank)
             self._batch = self._header.batch()
-            self.executor.recorder.paused("receive", started)
+            self.recorder.paused("receive", started)
         self.stop.hear(self._header.stop)
         self.batch_size = self._header.inputs[0].shape[0]
 
@@ -179,7 +189,6 @@ class RelayEngine(Engine):
         x = self._round_inputs[number] if self.is_data_rank else None
         found: dict[int, BlockOutcome] = {}
         for walk in self.passes:
-            walk.recorder = self.executor.recorder
             found |= walk.run(self._index, x, samples, self._batch)
         return found
 
@@ -202,7 +211,7 @@ class RelayEngine(Engine):
     @override
     def settle(self, *, keeps_flights: bool = False) -> None:
         """Between two steps: of a shared stage, the first rank gets what all have added up."""
-        super().settle(keeps_flights=keeps_flights)
+        del keeps_flights  # nothing runs ahead
         if self._adds_up:
             for walk in self.passes:
                 walk.gather_gradients()
@@ -210,45 +219,35 @@ class RelayEngine(Engine):
     def finish(self) -> None:
         """The step is over on this rank."""
         started = time.perf_counter()
-        for source in self._sources:
-            self.transport.send_object(None, source, Channel.RELAY_TOKENS)
-        for target in self._owed:
-            self._owed[target] += 1
+        self._pace.tell()
         with waiting(f"the end of batch {self._index}"):
             self.transport.finish_step()
             if self.options.has_barrier:
                 self.transport.gather_object(None)
                 self.transport.broadcast_object(None, 0)
-        self.executor.recorder.paused("send", started)
+        self.recorder.paused("send", started)
         self._index += 1
         self._round_inputs, self._batch, self._header = [], None, None
-
-    def _await_tokens(self, most: int) -> None:
-        """Wait for ranks that are more than so many steps behind this one."""
-        started = time.perf_counter()
-        for target, owed in self._owed.items():
-            for _ in range(owed - most):
-                with waiting(f"rank {target}, which is {owed} batches behind"):
-                    self.transport.receive_object(target, Channel.RELAY_TOKENS)
-                self._owed[target] -= 1
-        self.executor.recorder.paused("send", started)
 
     @override
     def drain(self) -> None:
         """Wait until the ranks behind this one have caught up."""
-        self._await_tokens(0)
+        self._pace.wait(0)
         for walk in self.passes:
             walk.settle()
-        super().drain()
+
+    @override
+    def predict_teacher(self) -> None:
+        pass  # nothing runs ahead of its step
+
+    @override
+    def run_ahead(self, step: Step, batch: Any) -> None:
+        pass  # as above
 
     @override
     def note_optimizer(self, started: float) -> None:
-        action = Action(Op.OPTIMIZER, self.rank)
-        step = self._index - (self._header is None)  # in between, the next has not begun
-        self.executor.recorder.ran(step, action, started)
-
-    def _recorded(self, action: Action, started: float) -> None:
-        self.executor.recorder.ran(self._index, action, started)
+        # In between, the next step has not begun.
+        self._note_optimizer(started, self._index - (self._header is None))
 
 
 def _placement(

@@ -18,19 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message, lower
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.shares import overlap, share
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.relay_modes import Pass
+from lightning_tspipe.runtime.execution.executor import Exchange, Executor, Handler
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.modes.relay.blocks import BlockLoss, BlockPair, BlockShapes
-from lightning_tspipe.runtime.modes.relay.early import EarlyBackwards
+from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
 from lightning_tspipe.runtime.modes.relay.edges import Inbox, Outbox
 from lightning_tspipe.runtime.modes.relay.group import StageGroup
+from lightning_tspipe.runtime.modes.relay.step import BlockOutcome, RelayStep
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import (
@@ -42,22 +46,6 @@ from lightning_tspipe.runtime.transport.channels import (
     program_edges,
 )
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
-
-
-@dataclass(frozen=True)
-class BlockOutcome:
-    """What a block's loss is on this rank.
-
-    Attributes:
-        loss: With its graph, or what stands for it, weighed by the rank's share of the batch: the
-            ranks' losses and gradients add up to those of the whole batch.
-        value: The mean over this rank's samples, without a graph.
-        samples: How many these are.
-    """
-
-    loss: Tensor
-    value: Tensor
-    samples: int
 
 
 @dataclass
@@ -81,41 +69,55 @@ class Blocks:
     backwards: EarlyBackwards
 
 
-class RelayedPass:
+def pipeline_of(walk: Pass) -> Pipeline:
+    """Which ranks share which stage."""
+    return relay_pipeline([work.ranks for work in walk.stages], is_relayed=walk.is_relayed)
+
+
+class RelayedPass(Exchange):
     """One rank's part of a pass, again and again.
 
     Args:
         blocks: What runs.
         walk: Who does what.
         transport: How to reach the others.
+        recorder: Notes what this rank does when.
         shares_batchnorm: Whether ranks that share a stage normalise by the samples of all.
     """
 
     def __init__(
-        self, blocks: Blocks, walk: Pass, transport: Transport, *, shares_batchnorm: bool
+        self,
+        blocks: Blocks,
+        walk: Pass,
+        transport: Transport,
+        recorder: Recorder,
+        *,
+        shares_batchnorm: bool,
     ) -> None:
         self._blocks = blocks
         self._walk = walk
         self._transport = transport
         self._shares_batchnorm = shares_batchnorm
-        self._pipeline = relay_pipeline(
-            [work.ranks for work in walk.stages], is_relayed=walk.is_relayed
-        )
+        self._pipeline = pipeline_of(walk)
         self._program = lower(relay(self._pipeline))
         validate(self._program)
         me = transport.rank
         self._stage = next(i for i, work in enumerate(walk.stages) if me in work.ranks)
         self._work = walk.stages[self._stage]
         self.group = StageGroup(transport, self._work.ranks)
-        self._teacher = Action(Op.TEACHER, self._stage, self.group.unit)
-        self.recorder = Recorder()
+        self._recorder = recorder
+        handlers: dict[Op, Handler] = {
+            Op.DATA: self._data, Op.TEACHER: self._teach, Op.FORWARD: self._train
+        }  # fmt: skip
+        self._executor = Executor(handlers, self, recorder)
         self._received: list[Tensor] = []
+        teacher = self._action(Op.TEACHER)
         # In passes of which a step has several, messages of one come between those of another.
         early = walk.is_relayed and transport.receives_early
         self._inboxes = {
             message: Inbox(transport, message.source, _channel(message), early=early)
             for message in self._program.receives.get(me, ())
-            if message.consumer == self._teacher
+            if message.consumer == teacher
         }
         self._outboxes = {
             message: Outbox(transport, message.target, _channel(message), early=early)
@@ -123,11 +125,6 @@ class RelayedPass:
             for message in messages
             if message.source == me and message.payload in {"input", "activation"}
         }
-
-    @property
-    def pipeline(self) -> Any:
-        """Who holds which stage."""
-        return self._pipeline
 
     @property
     def num_readers(self) -> int:
@@ -151,12 +148,11 @@ class RelayedPass:
         return found
 
     @property
-    def neighbours(self) -> tuple[set[int], set[int]]:
-        """The ranks from which activations come, and those to which they go."""
-        messages = [m for m in self._program.messages if m.payload in {"input", "activation"}]
-        me = self._transport.rank
-        sources = {m.source for m in messages if m.target == me}
-        return sources, {m.target for m in messages if m.source == me}
+    def relays(self) -> set[Edge]:
+        """Who relays to whom."""
+        messages = self._program.messages
+        moved = [m for m in messages if m.payload in {"input", "activation"}]
+        return {Edge(m.source, m.target, Lane.PROGRAM) for m in moved}
 
     def run(self, step: int, x: Tensor | None, samples: int, batch: Any) -> dict[int, BlockOutcome]:
         """Relay one batch and compute the losses of this rank's blocks.
@@ -168,14 +164,11 @@ class RelayedPass:
             batch: The batch for the losses, with values on the data rank.
         """
         own = share(self.group.unit, self.group.width, samples)
-        asked = self._ask(samples)
-        fields = self._exchange_fields(batch, samples)
-        if x is not None:
-            self._send_inputs(x, samples)
-        inputs, targets = self._run_teacher(step, self._take(asked, x, own), own, samples)
-        found = self._train(step, inputs, targets, (own, samples), fields(own))
-        self._recycle(targets)
-        return found
+        asked, fields = self._ask(samples), self._exchange_fields(batch, samples)
+        context = RelayStep(step, self._program, {}, {}, None, own, samples, x, asked, fields)
+        self._executor.run(context, self._program.schedule.ranks[self._transport.rank])
+        self._recycle(context.targets)
+        return context.outcomes
 
     def _recycle(self, targets: Mapping[int, Tensor]) -> None:
         """What was received is not needed any more, unless a block has passed it on."""
@@ -208,19 +201,32 @@ class RelayedPass:
                 asked.append((start, message))
         return [message for _, message in sorted(asked, key=lambda part: part[0])]
 
-    def _take(self, asked: Sequence[Message], x: Tensor | None, own: tuple[int, int]) -> Tensor:
-        """What this rank's teacher gets, whole."""
-        if not asked:
-            if x is not None:
-                return x[own[0] : own[1]].detach()
+    @override
+    def take(self, step: RelayStep, action: Action) -> None:
+        if action.op is not Op.TEACHER:
+            return
+        if not step.asked:
             spec = self._blocks.shapes.input_spec(self._work.first, 0)
-            return spec.empty(self._device)
+            nothing = spec.empty(self._device)
+            x = step.x
+            step.received = nothing if x is None else x[step.own[0] : step.own[1]].detach()
+            return
         started = time.perf_counter()
         with waiting(f"what stage {self._stage} is relayed"):
-            parts = [self._inboxes[message].take() for message in asked]
-        self.recorder.paused("receive", started)
+            parts = [self._inboxes[message].take() for message in step.asked]
+        self._recorder.paused("receive", started)
         self._received = parts
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        step.received = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @override
+    def send(self, step: RelayStep, action: Action) -> None:
+        started, first = time.perf_counter(), 0 if action.op is Op.DATA else step.own[0]
+        value = step.x if action.op is Op.DATA else step.relayed
+        assert value is not None
+        for message in self._program.sends.get(action, ()):
+            if message.payload in {"input", "activation"} and message.consumer.op is Op.TEACHER:
+                self._send(message, value, first, step.samples)
+        self._recorder.paused("send", started)
 
     def settle(self) -> None:
         """Between two steps, on all ranks: nothing is under way any more."""
@@ -242,14 +248,6 @@ class RelayedPass:
             block = self._walk.stages[message.consumer.stage].first
             spec = self._blocks.shapes.input_spec(block, stop - start)
             self._outboxes[message].send(tensor[start - first : stop - first], spec)
-
-    def _send_inputs(self, x: Tensor, samples: int) -> None:
-        started = time.perf_counter()
-        data = Action(Op.DATA, self._pipeline.data_rank)
-        for message in self._program.sends.get(data, ()):
-            if message.payload == "input" and message.consumer.op is Op.TEACHER:
-                self._send(message, x, 0, samples)
-        self.recorder.paused("send", started)
 
     def _exchange_fields(self, batch: Any, samples: int) -> Callable[[tuple[int, int]], Any]:
         """Send the fields of the batch that other ranks' losses read, or ask for them.
@@ -293,37 +291,29 @@ class RelayedPass:
 
     # Work
 
-    def _run_teacher(
-        self, step: int, x: Tensor, own: tuple[int, int], samples: int
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """The teacher's blocks, and what is relayed of them; inputs and targets of the students."""
-        started = time.perf_counter()
-        inputs, targets = {}, {}
+    def _data(self, step: RelayStep, action: Action) -> bool:
+        """Hand the batch to the first stages; it was read, and noted, when the step began."""
+        self.send(step, action)
+        return False
+
+    def _teach(self, step: RelayStep, action: Action) -> None:
+        """The teacher's blocks: inputs and targets of the students, and what is relayed."""
+        del action
+        x = step.received
+        assert x is not None
         with torch.no_grad(), self._blocks.context():
             for index in self._work.forwards:
                 y = self._blocks.pairs[index].teacher(x)
                 self._blocks.forwards[index] += len(x)
                 if index in self._work.trained:
-                    inputs[index], targets[index] = x, y
+                    step.taken[index], step.targets[index] = x, y
                 x = y
-        self.recorder.ran(step, self._teacher, started)
-        started = time.perf_counter()
-        for message in self._program.sends.get(self._teacher, ()):
-            if message.payload == "activation":
-                self._send(message, x, own[0], samples)
-        self.recorder.paused("send", started)
-        return inputs, targets
+        step.relayed, step.received = x, None
 
-    def _train(
-        self,
-        step: int,
-        inputs: dict[int, Tensor],
-        targets: dict[int, Tensor],
-        where: tuple[tuple[int, int], int],
-        batch: Any,
-    ) -> dict[int, BlockOutcome]:
-        (start, stop), samples = where
-        found = {}
+    def _train(self, step: RelayStep, action: Action) -> bool:
+        """Forward, loss and backward of the students' blocks, one block after the other."""
+        (start, stop), samples = step.own, step.samples
+        batch = step.fields(step.own)
         with ExitStack() as stack:
             if self.shares_batchnorm:
                 students = [pair.student for pair in self.trained]
@@ -331,19 +321,20 @@ class RelayedPass:
             for pair in self.trained:
                 started = time.perf_counter()
                 with self._blocks.context():
-                    output = pair.student(inputs.pop(pair.index))
+                    output = pair.student(step.taken.pop(pair.index))
                     if start < stop:
-                        loss = self._blocks.loss(output, targets[pair.index], pair.index, batch)
+                        target = step.targets[pair.index]
+                        loss = self._blocks.loss(output, target, pair.index, batch)
                     else:
                         loss = 0.0 * output.sum()
                 weighed = loss if stop - start == samples else loss * ((stop - start) / samples)
-                self.recorder.ran(step, self._action(Op.FORWARD), started)
+                self._recorder.ran(step.index, action, started)
                 started = time.perf_counter()
                 stand_in = self._blocks.backwards.run(weighed)
-                found[pair.index] = BlockOutcome(stand_in, loss.detach(), stop - start)
+                step.outcomes[pair.index] = BlockOutcome(stand_in, loss.detach(), stop - start)
                 del output, loss, weighed  # and what they hold on to
-                self.recorder.ran(step, self._action(Op.BACKWARD), started)
-        return found
+                self._recorder.ran(step.index, self._action(Op.BACKWARD), started)
+        return False
 
     def _action(self, op: Op) -> Action:
         return Action(op, self._stage, self.group.unit)
@@ -358,7 +349,7 @@ class RelayedPass:
         if self.group.width > 1:
             started = time.perf_counter()
             self.group.sum_gradients(self._parameters)
-            self.recorder.paused("reduce", started)
+            self._recorder.paused("reduce", started)
 
     def gather_gradients(self) -> None:
         """What the ranks of a shared stage have added up so far, on the first of them."""

@@ -1,0 +1,360 @@
+"""The engine of a pipeline, step after step.
+
+One step, whose second half the caller begins with the backward of the loss::
+
+    forward(step, batch, ahead):  effects, data | student forwards, teacher forwards | loss
+    backward(run_backward):       backward of the loss | backwards, teacher forwards ahead
+
+Where student forwards run ahead too (``1f1b``), they are in the first half. All that is computed is
+an action of a validated schedule, which the executor runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.lowering import lower
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.batches.metadata import StepHeader
+from lightning_tspipe.runtime.execution import in_flight as flights
+from lightning_tspipe.runtime.execution.context import StepContext
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.exchange import StageExchange
+from lightning_tspipe.runtime.execution.executor import Executor, Handler
+from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake
+from lightning_tspipe.runtime.execution.lookahead import Ahead, Lookahead
+from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.execution.programs import Programs
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.rank_stages import place_stages
+from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.transport.channels import (
+    Edge,
+    Lane,
+    edges_from,
+    program_edges,
+)
+from lightning_tspipe.runtime.transport.reduction import GradientReduction
+from lightning_tspipe.runtime.weights.materializing import Materializer
+from lightning_tspipe.runtime.weights.policies import WeightPolicy
+from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
+from lightning_tspipe.runtime.weights.versions import stage_weights
+from lightning_tspipe.schedules.phases import teacher_only
+from lightning_tspipe.simulation.cost import CostTable
+
+_SECOND_HALF = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD, Op.OPTIMIZER})
+
+
+class PipelineEngine(Engine):
+    """One rank of a pipeline.
+
+    Args:
+        here: This rank.
+        captured: What :meth:`Rank.capture` found.
+        placement: Who gets what.
+        schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``.
+        costs: Costs of the stages, for the order of actions; None for equal ones.
+        materializer: Where the values come from, of a module that has none; it stays spread.
+        policy: Which version of the weights is read, with ``1f1b``.
+
+    Raises:
+        PartitionError: The cuts separate a tied parameter.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - everything that decides who does what
+        self,
+        here: Rank,
+        captured: Captured,
+        placement: Placement,
+        schedule: str,
+        costs: CostTable | None = None,
+        materializer: Materializer | None = None,
+        policy: WeightPolicy | None = None,
+    ) -> None:
+        super().__init__(here, captured, placement, materializer)
+        pipeline = self.pipeline
+        self._programs = Programs(pipeline, schedule, costs, placement.split, placement.depth)
+        self.lookahead = self._programs.announced
+        self.transport.open(self._edges())
+        self._reduction: GradientReduction | None = None
+        if here.replicas.number > 1:
+            trained = self.shards.by_stage(self.rank)
+            self._reduction = GradientReduction(trained, here.replicas.peers)
+        self.stages = place_stages(self.here, captured, pipeline, placement)
+        if policy is not None:
+            names = self._trained_names()
+            self.weights = stage_weights(
+                policy, self.rank, self.transport.num_ranks, self.module, names
+            )
+            self.stages.use_versions(Op.FORWARD, self.weights)
+        runner = self.runner(captured.plan, is_loss_rank=self.computes_loss)
+        self._runner = runner
+        self.intake = Intake(
+            self.here, captured, self.cuts, placement, self._programs, runner, pipeline.loss_ranks
+        )
+        self.losses = Losses(captured.plan, runner, self.stages.outputs, self.recorder)
+        self.exchange = StageExchange(self.transport, self.stages, self.recorder)
+        of_losses = self.mode.handlers(self.losses)
+        own: dict[Op, Handler] = {Op.EFFECTS: self._effects, Op.DATA: self._data}
+        handlers = own | self.stages.handlers | of_losses
+        self._executor = Executor(handlers, self.exchange, self.recorder, self._read)
+        self._ends = _SECOND_HALF | of_losses.keys()
+        self._pace = self.mode.pace(self.transport, pipeline, placement)
+        # Between two steps, as in a checkpoint, no rank may wait for what another one asks for in
+        # a later step.
+        slack = 0 if self._pace is None else self._pace.slack + 1
+        self.transport.steps_under_way = max(1, self._programs.steps_early, slack)
+        self._lookahead = Lookahead(
+            self.module, captured.plan, self.stages, self.exchange, is_loss_rank=self.is_loss_rank
+        )
+        self._resumed_flights: dict[str, Any] | None = None
+        self._teacher_before: dict[str, Any] | None = None
+        self._step: Step | None = None
+        self._header: StepHeader | None = None
+        self._context: StepContext | None = None
+        self._rest: Sequence[Action] = ()
+
+    def _edges(self) -> set[Edge]:
+        """The edges that this pipeline's steps use."""
+        found = program_edges(self._programs.fullest)
+        if self.captured.plan.batch_fields:
+            data_rank = self.placement.data_rank
+            found |= edges_from(data_rank, self.pipeline.loss_ranks, Lane.EARLY_FIELDS)
+        return found
+
+    def _trained_names(self) -> list[str]:
+        """Of this rank's stages of the student, the parameters that are trained."""
+        atoms, cuts = self.captured.networks["student"].atoms, self.cuts["student"]
+        own = [atom for stage in self.pipeline.stages_of(self.rank)
+               for atom in atoms[cuts[stage] : cuts[stage + 1]]]  # fmt: skip
+        names = dict.fromkeys(name for atom in own for name in atom.parameter_names)
+        return [name for name in names if self.module.get_parameter(name).requires_grad]
+
+    def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
+        """The version of the weights that an action has read, and the updates predicted on it."""
+        read = None if self.weights is None else self.weights.last
+        if read is None or action.op not in {Op.FORWARD, Op.BACKWARD}:
+            return ()
+        return read.version, read.predicted
+
+    @property
+    @override
+    def outputs(self) -> list[Tensor]:
+        return self.losses.leaves
+
+    @override
+    def suspended(self) -> AbstractContextManager[None]:
+        return self.losses.suspended()
+
+    # A step
+
+    def forward(
+        self,
+        step: Step,
+        batch: Any,
+        ahead: Sequence[BatchAndStep] = (),
+        *,
+        replay: Step | None = None,
+    ) -> Any:
+        """The part of a step up to the loss.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch, on the data rank.
+            ahead: On the data rank, the next batches and their steps, as far as they may be worked
+                on now, and up to :attr:`lookahead` of them. They are the batches of the next calls,
+                unless :meth:`drain` is called on all ranks.
+            replay: What runs on the loss rank in place of ``step``, with the real outputs; it may
+                call :meth:`backward` itself, within :meth:`suspended`.
+
+        Returns:
+            On a rank with a loss what the step returns, elsewhere None.
+        """
+        if self._pace is not None:
+            self._pace.tell()
+            self._pace.wait()
+        context, header = self._open_step(step, batch, ahead)
+        self._step, self._header, self._context = step, header, context
+        self.batch_size = header.batch_size
+        run = partial(self._executor.run, context)
+        scheduled = context.program.schedule.ranks[self.rank]
+        run([action for action in scheduled if action.op is Op.DATA])
+        self.exchange.post_receives(context)
+        run([action for action in scheduled if action.op is Op.EFFECTS])
+        self.stages.begin(self._index)
+        actions = [action for action in scheduled if action.op not in {Op.DATA, Op.EFFECTS}]
+        stop = next(i for i, action in enumerate(actions) if action.op in self._ends)
+        late = next(i for i, action in enumerate(actions) if i == stop or _is_ahead(action))
+        through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
+        self._rest = actions[through:]
+        whole = self.intake.fields(header, batch, self._index)
+        self.losses.prepare(replay or step, whole, self._seed + self._index)
+        run(actions[:late])
+        if self.captured.plan.has_late_effects:
+            assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions
+            self._runner.late_effects(step, header.batch(), self._seed + self._index)
+        run(actions[late:through])
+        return context.result
+
+    def _effects(self, context: StepContext, action: Action) -> bool:
+        """What the step does to this rank's parameters before its last call."""
+        del action
+        if self.is_data_rank:
+            return False  # they happened when the batch was told of
+        if self.captured.plan.has_effects:
+            assert self._step is not None
+            assert self._header is not None
+            seed = self._seed + context.index
+            self._runner.effects(self._step, self._header.batch(), seed)
+        return True
+
+    def _data(self, context: StepContext, action: Action) -> bool:
+        """Hand a batch to the first stages; it was read, and noted, when it was told of."""
+        self.exchange.send(context, action)
+        return False
+
+    def _open_step(
+        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
+    ) -> tuple[StepContext, StepHeader]:
+        """Tell of the batches, or hear of them, and choose the program."""
+        number, intake = self._index, self.intake
+        headers = intake.open(step, batch, ahead, number, self._seed)
+        units = {n - number: intake.units(header) for n, header in headers.items()}
+        self.mode.expect(headers)
+        resumed = self._take_flights(headers[number])
+        has_begun = self._lookahead.begin(number, units[0]) or resumed is not None
+        self.teacher_ran_ahead = has_begun
+        program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
+        context = StepContext(number, program, units, intake.inputs(headers, number))
+        if resumed is not None and self.weights is not None:
+            flights.read_back(resumed, self.stages, self.weights, context, self.module, self.device)
+        return context, headers[number]
+
+    @override
+    def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
+        context = self._context
+        assert context is not None
+        run = partial(self._executor.run, context)
+        if self.computes_loss:
+            assert run_backward is not None
+            self.losses.prepare_backward(run_backward)
+            run((Action(Op.LOSS, self.rank),))
+        if reduce and self._reduction is not None:
+            self._reduction.run(self._rest, run, self.recorder)
+        else:
+            run(self._rest)
+        self._finish(context)
+        if reduce and self.weights is not None:
+            self.weights.keep()
+        self._lookahead.done(self._index, context.units)
+        self.intake.forget(self._index)
+        self.losses.done()
+        self._index += 1
+        self._context = self._step = self._header = None
+
+    def _finish(self, context: StepContext) -> None:
+        """Forget what belongs to a step, and wait until what it sent has left."""
+        self.stages.forget(context.index)
+        if self.weights is not None:
+            self.weights.trained(context.index)
+        self.exchange.finish(context.index)
+
+    @override
+    def run_ahead(self, step: Step, batch: Any) -> None:
+        number = self._index
+        header = self.intake.open_one(step, batch, number, self._seed)
+        program, headers = lower(teacher_only(self.pipeline)), {number: header}
+        self.mode.expect(headers)
+        units = self.intake.units(header)
+        context = StepContext(
+            number - 1, program, {1: units}, self.intake.inputs(headers, number - 1)
+        )
+        self.exchange.post_receives(context)
+        self._executor.run(context, program.schedule.ranks[self.rank])
+        self._finish(context)
+        self._lookahead.done(number - 1, {1: units})
+
+    @override
+    def note_optimizer(self, started: float) -> None:
+        if self._context is None:
+            self._note_optimizer(started, self._index - 1)
+
+    # Between two steps
+
+    @override
+    def predict_teacher(self) -> None:
+        teacher = self.captured.networks.get("teacher")
+        if teacher is None or self.prediction is not None:
+            return
+        blocks = {name: self.module.get_submodule(name) for name in teacher.block_names}
+        self.prediction = TeacherPrediction(blocks, self._teacher_before)
+        self.stages.use_versions(Op.TEACHER, self.prediction)
+
+    @override
+    def flights(self) -> dict[str, Any] | None:
+        units = self._lookahead.units
+        if self.weights is None or not units:
+            return None
+        self.exchange.receive_ahead(units)
+        written = flights.write(self.stages, self.weights, self.module)
+        sizes = [list(spec.shape) for spec in units[self._index].inputs]
+        return {**written, "stages": self._stages(), "sizes": sizes}
+
+    def _stages(self) -> list[Any]:
+        """What has to be the same where another run goes on with batches in flight."""
+        assert self.weights is not None
+        again = sorted(self.placement.recomputed)
+        cuts = [[name, *values] for name, values in sorted(self.cuts.items())]
+        return [self.weights.policy.name, self.rank, cuts, again]
+
+    def _take_flights(self, header: StepHeader) -> dict[str, Any] | None:
+        """The batches in flight of the run that is resumed, if the data is what it was."""
+        found, self._resumed_flights = self._resumed_flights, None
+        sizes = [list(spec.shape) for spec in header.inputs]
+        return found if found is not None and found["sizes"] == sizes else None
+
+    @override
+    def settle(self, *, keeps_flights: bool = False) -> None:
+        if not keeps_flights and self.weights is not None and self._lookahead.units:
+            self._lookahead.drop()
+            self.weights.drain()
+
+    @override
+    def ahead(self) -> Ahead | None:
+        return self._lookahead.state(self._index) if self.mode.saves_lookahead else None
+
+    @override
+    def resume(
+        self,
+        position: tuple[int, int],
+        ahead: Ahead | None,
+        in_flight: Sequence[dict[str, Any]] | None = None,
+        teacher_before: dict[str, Any] | None = None,
+    ) -> None:
+        super().resume(position, ahead, in_flight, teacher_before)
+        self._lookahead.resume(ahead)
+        self._teacher_before = teacher_before
+        if in_flight and self.weights is not None and len(in_flight) == self.transport.num_ranks:
+            mine = in_flight[self.rank]
+            self._resumed_flights = mine if mine["stages"] == self._stages() else None
+
+    @override
+    def drain(self) -> None:
+        self._lookahead.drop()
+        self.intake.drop()
+        self._resumed_flights = None
+        if self.weights is not None:
+            self.weights.drain()
+
+
+def _is_ahead(action: Action) -> bool:
+    """Whether it reads the teacher as this step leaves it behind."""
+    return action.op is Op.TEACHER and action.batch > 0
