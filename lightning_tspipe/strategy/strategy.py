@@ -1,47 +1,54 @@
-"""The Lightning strategy: hooks that call the engine, no arithmetic.
+"""The Lightning strategy: hooks that call its components, no arithmetic.
 
-One class serves both Lightning worlds (``lightning.pytorch`` and ``pytorch_lightning``): it
-derives from the ``ParallelStrategy`` of each, and takes the method order of the one whose Trainer
-uses it.
+One class serves both Lightning namespaces (``lightning.pytorch`` and ``pytorch_lightning``)::
+
+    TSPipeStrategy ──► run          Lightning's objects, the ranks, the engine
+                       processes    launchers, groups, transport
+                       data         loaders, batches ahead, transfer
+                       weights      of a module that is built without values
+                       results      what steps leave behind, metrics
+                       evaluator    validation, test, prediction
+                       saving, reading    checkpoints: files and shards
+                       shutdown     failures and signals
+                       pipelined    what callbacks may ask
 """
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.distributed import GroupMember
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
-from lightning_tspipe.runtime.batches.loading import LookaheadLoader
-from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.evaluation import Evaluation
-from lightning_tspipe.runtime.faults.failures import Failures
-from lightning_tspipe.runtime.faults.stopping import Stop
-from lightning_tspipe.runtime.weights.materializing import Source, is_on_meta
-from lightning_tspipe.runtime.weights.ownership import Shards
+from lightning_tspipe.runtime.faults.phases import HERE
+from lightning_tspipe.runtime.transport.base import Transport
+from lightning_tspipe.runtime.transport.replicas import gather_among, reduce_among
+from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.runtime.weights.scaling import shared_scaler
-from lightning_tspipe.strategy.checkpoints.progress import leave_ended_epoch
-from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
-from lightning_tspipe.strategy.lightning.namespaces import strategy_classes, world_of
+from lightning_tspipe.strategy.checkpoints.files import whole_files
+from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
+from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
+from lightning_tspipe.strategy.lightning.base import StrategyArguments
+from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces, namespace_of
+from lightning_tspipe.strategy.lightning.processes import Processes, StartMethod
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.asynchronous import policy_for, refuse_training
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.options import SetupOptions, load_plan
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.setup.refusals import (
-    TeacherWatch,
     refuse_callbacks,
     refuse_delay,
     refuse_fused,
@@ -50,23 +57,24 @@ from lightning_tspipe.strategy.setup.refusals import (
     refuse_optimizers,
     refuse_trainer,
 )
-from lightning_tspipe.strategy.shutdown.ends import EndHooks
-from lightning_tspipe.strategy.training.batches import CopyStream
+from lightning_tspipe.strategy.shutdown.shutdown import Shutdown
+from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.manual import ManualOptimization
+from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.pipelined import Pipelined
+from lightning_tspipe.strategy.training.progress import Resumption, leave_ended_epoch
 from lightning_tspipe.strategy.training.relaying import Relaying
 from lightning_tspipe.strategy.training.repacking import Repacking
-from lightning_tspipe.strategy.training.step_results import PeerMetrics, StepSync
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_tspipe.strategy.training.step_results import StepResults
+from lightning_tspipe.strategy.training.steps import TrainingHooks
 
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class PipelineHooks(EndHooks):
-    """What the strategy does in Lightning's hooks, in either Lightning world."""
+class TSPipeStrategy(TrainingHooks):
+    """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -91,8 +99,8 @@ class PipelineHooks(EndHooks):
         verify_checkpoint: bool = True,
         ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **kwargs: Any,
+        start_method: StartMethod = "popen",
+        **kwargs: Unpack[StrategyArguments],
     ) -> None:
         """Pipeline the student and the teacher of a LightningModule over the devices.
 
@@ -148,109 +156,242 @@ class PipelineHooks(EndHooks):
         plan = load_plan(plan)
         if num_stages is None and plan is not None and plan.num_replicas > 1:
             num_stages = plan.pipeline.num_ranks
-        super().__init__(num_stages, ranks_per_device, timeout, start_method, **kwargs)
-        self.options = SetupOptions(
+        options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
             activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
             ranks_per_device=ranks_per_device,
         )  # fmt: skip
-        self._engine: Engine | None = None
-        self._construction = Construction()
-        self._source: Source | None = None
-        self._restores_optimizers = False
-        self._spread: Engine | None = None
-        self._kept_of: nn.Module | None = None
-        self._save_distributed = save_distributed_checkpoint
-        self._verify_checkpoint = verify_checkpoint
-        self._evaluations: dict[Any, Evaluation] = {}
-        self._resumed: dict[str, Any] | None = None
-        self._resumed_replicas: list[dict[str, Any]] | None = None
-        self._left: dict[str, Any] | None = None
-        self._left_shards: Shards | None = None
-        self._writer: ShardWriter | None = None
-        self._accumulates = False
-        self._loader: LookaheadLoader | None = None
-        self._copies: CopyStream | None = None
-        self._prepared: dict[int, Any] = {}
-        self._has_begun = False
-        self._position: tuple[int, int] | None = None
-        self._num_loaders = 0
-        self._words: dict[int, deque[tuple[int, bool]]] = {}
-        self._epoch = -1
-        self._epoch_is_through = False
-        self._watch: TeacherWatch | None = None
-        self._watched_from = 0
-        self._gradients_ready = 0.0
-        self._reduces = True
-        self._is_whole = self._is_forward_only = False
-        self._outside: RandomStates | None = None
-        self._random: RandomStates | None = None
-        self._peer_metrics: PeerMetrics | None = None
-        self.step_sync: StepSync | None = None
-        self._failures: Failures | None = None
-        self._stop = Stop()
-        self._ends_together = self._requeues = self._has_told = self._hears_no_more = False
-        self._muted: list[Any] = []
-        self.have_workers_failed = False
-        self._manual = ManualOptimization(self)
-        self._relaying = Relaying(self)
-        self.heads_here = HeadsHere(self)
-        self.pipelined = Pipelined(self)
-        self.repacking = Repacking(self)
-        self.plan_of_run = PlanOfRun()
+        self.namespace = installed_namespaces()[0]
+        run = Run(self, options, num_stages, timeout)
+        super().__init__(run, **kwargs)
+        self._resumption = Resumption()
+        self._weights = ModuleWeights(run)
+        self.heads_here = HeadsHere(run)
+        self._results = StepResults(run, self.heads_here)
+        self.data = Data(run, self._resumption, self._results)
+        self.evaluator = Evaluator(run, self.data, self._weights, self._results, self.heads_here)
+        self._manual = ManualOptimization(run)
+        self._relaying = Relaying(run, self._weights)
+        self.repacking = Repacking(run, self.data, self.leave_engine, self._reconnect)
+        self.pipelined = Pipelined(run, self.data, self.evaluator, self.heads_here, self.repacking)
+        self._saving = CheckpointWriter(
+            run, self.data, self._weights, self._resumption, self.evaluator, self._manual,
+            self.repacking, self.heads_here, save_distributed_checkpoint,
+        )  # fmt: skip
+        self._reading = CheckpointReader(
+            run, self._weights, self._resumption, verifies=verify_checkpoint
+        )
+        self.shutdown = Shutdown(
+            run, self._saving, self.evaluator, starts_scripts=start_method == "popen"
+        )
+        self._processes = Processes(run, start_method, self.shutdown.watch)
 
     @property
     def engine(self) -> Engine | None:
         """The engine, once the first batch has been seen."""
-        return self._engine
+        return self.run.engine
+
+    @property
+    def options(self) -> SetupOptions:
+        """What the user chose."""
+        return self.run.options
+
+    @property
+    def transport(self) -> Transport:
+        """How this rank reaches the others of its pipeline."""
+        return self.run.transport
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether this rank ends by an exception that the others don't share."""
+        return self.run.is_failing
+
+    # Places
+
+    @property  # type: ignore[explicit-override] # of the setter; it is below
+    @override
+    def accelerator(self) -> Any:
+        """The first thing that a Trainer hands over; it tells the namespace."""
+        return self._accelerator
+
+    @accelerator.setter
+    @override
+    def accelerator(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        if accelerator is not None:
+            self.namespace = namespace_of(type(accelerator).__module__)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property  # type: ignore[explicit-override] # of the setter; it is below
+    @override
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device of each process on this machine."""
+        devices, number = self._parallel_devices, self.options.ranks_per_device
+        return None if devices is None else [each for each in devices for _ in range(number)]
+
+    @parallel_devices.setter
+    @override
+    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
+        self._parallel_devices = parallel_devices
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines of the job; the Trainer sets it."""
+        return self.run.num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self.run.num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return self.run.num_processes
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of a pipeline."""
+        return self.run.num_ranks
+
+    @property
+    @override
+    def world_size(self) -> int:
+        """Replicas, which is what learning-rate rules mean by it."""
+        return self.run.num_replicas
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning splits samplers: over replicas, unless these get parts of batches."""
+        module = self.lightning_module
+        deals = module is not None and self.repacking.repacks and module.trainer.training
+        return self.run.num_replicas > 1 and not deals
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.run.num_replicas, "rank": self.run.replica}
+
+    # Processes
 
     @override
-    def setup(self, trainer: Trainer) -> None:
+    def _configure_launcher(self) -> None:
+        self._launcher = self._processes.make_launcher()
+
+    def set_world_ranks(self) -> None:
+        """Let this process know which rank it is; Lightning calls it before anything can fail."""
+        self.run.set_world_ranks()
+
+    @override
+    def setup_environment(self) -> None:
+        self.shutdown.begin()
+        super().setup_environment()
+        self._processes.set_up_environment()
+        self.shutdown.connected()
+
+    def _reconnect(self, num_ranks: int) -> None:
+        """Divide the ranks into other pipelines; every rank calls it, and nothing is under way."""
+        HERE.interrupt("moving to another mesh")
+        self._processes.reconnect(num_ranks)
+        if self._resumption.replicas is not None and self.run.engine is None:
+            self._resumption.go_on(
+                self._resumption.replicas, self.run.replica, self.run.num_replicas,
+                shares_batches=True,
+            )  # fmt: skip
+        self.shutdown.reconnected()
+        HERE.go_on()
+        self.data.reconnected()
+        self._results.reconnected()
+
+    # Collectives of values: among peers, so that those on the loss ranks wait for no others. Of
+    # decisions: over all ranks; within a user's step, where not all of them are, among peers.
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self.run.barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self.run.broadcast(obj, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.run.num_replicas == 1 or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_among(tensor, self._among(group), reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.run.num_replicas == 1:
+            return tensor
+        return gather_among(tensor, self._among(group), with_gradients=sync_grads)
+
+    def _among(self, group: Any) -> Any:
+        """The group of a collective: Lightning names the world where the user names none."""
+        return self.run.replicas.peers if group is None or group is GroupMember.WORLD else group
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self.run.decide(decision, unanimous=all)
+
+    # The beginning and the end of a run
+
+    @override
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        is_late = empty_init or self._weights.is_configuring
+        with self._weights.building() if is_late else super().tensor_init_context(empty_init):
+            yield
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        run, module = self.run, self.run.module
         assert self.accelerator is not None
-        assert self.model is not None
-        self.forget_other_modules()
+        self._weights.forget_other_modules()
         self.accelerator.setup(trainer)
         if self.root_device.type == "cpu":
             keep_freed_memory()
-        self.convert_module(self.model)
-        if self.num_ranks == 1:
-            self.fill_whole()
-        world = world_of(self)
-        if self.num_replicas == 1:
+        self.model = self._weights.convert(module)
+        if run.num_ranks == 1:
+            self._weights.fill_whole()
+        if run.num_replicas == 1:
             # One rank logs for all: there is nothing to reduce.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
         # Not for placeholders, and once for each batch.
-        vars(self._module)["_on_before_batch_transfer"] = _function(self.before_transfer)
+        vars(module)["_on_before_batch_transfer"] = _function(self.data.before_transfer)
         refuse_trainer(trainer, self.root_device)
         refuse_callbacks(trainer)
-        self.refuse_other_io()
-        world.insert_metrics_sync(trainer, self)
-        if self.num_ranks > 1:
+        self._saving.begin(fits=trainer.state.fn == "fit")
+        if run.num_ranks > 1:
             # Lightning tells them the rank only if the world is larger than one, and there it means
             # replicas: the ranks would write the same file.
-            trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)  # type: ignore[attr-defined]
-            self._share_what_steps_leave(trainer)
+            trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)
+        self._results.set_up(trainer)
         if trainer.state.fn == "fit":
-            self._left = self._left_shards = self._outside = None
-            find_networks(self._module, self.options)
-            refuse_module(self._module)
-            refuse_delay(trainer, self._module)
-            self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers)
-            self._refuse_asynchronous(trainer)
-        self.prepare_ends(trainer)
+            self._set_up_fit(trainer)
+        self.shutdown.prepare(trainer)
         self.setup_precision_plugin()
-        if self.num_ranks > 1:
+        if run.num_ranks > 1:
             self._share_scaler()
             self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
             self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
 
-    def _refuse_asynchronous(self, trainer: Trainer) -> None:
-        policy = policy_for(self.options)
+    def _set_up_fit(self, trainer: Any) -> None:
+        run, module = self.run, self.run.module
+        self.evaluator.begin_fit()
+        student = find_networks(module, run.options).student
+        refuse_module(module)
+        refuse_delay(trainer, module)
+        self.setup_optimizers(trainer)
+        refuse_optimizers(self.optimizers)
+        policy = policy_for(run.options)
         if policy is not None:
-            student = find_networks(self._module, self.options).student
-            refuse_training(policy, trainer, self._module, student, self.num_ranks)
+            refuse_training(policy, trainer, module, student, run.num_ranks)
 
     def _share_scaler(self) -> None:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -258,85 +399,156 @@ class PipelineHooks(EndHooks):
             refuse_fused(self.optimizers)
             self.precision_plugin.scaler = shared_scaler(scaler, self.root_device)  # type: ignore[attr-defined]
 
-    def _share_what_steps_leave(self, trainer: Trainer) -> None:
-        world = world_of(self)
-        # Rank 0 predicts and another rank reads: it tells rank 0 which samples they were.
-        warnings.filterwarnings("ignore", message=".*the batch indices.*`.*RemoteLoader`")
-        # After a fit ranks hold parts; what is loaded on rank 0 counts, and is shared from there.
-        warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model")
-        modules = self._modules_outside()
-        self._peer_metrics = PeerMetrics(modules, self.replicas)
-        self.step_sync = StepSync(self, modules, world.internal_names)
-        world.insert_step_sync(trainer, self)
-
-    @override
-    def reconnect(self, num_ranks: int) -> None:
-        super().reconnect(num_ranks)
-        self._loader, self._words = None, {}
-        if self._peer_metrics is not None:
-            self._peer_metrics.release()
-            self._peer_metrics = PeerMetrics(self._modules_outside(), self.replicas)
-
-    def _modules_outside(self) -> dict[str, nn.Module]:
-        """The parts of the module that are not pipelined, by their names."""
-        module = self._module
-        try:
-            networks = find_networks(module, self.options)
-            names = [*networks.local, *(name for _, name in networks.items())]
-        except ConfigurationError:  # an evaluation then goes without a pipeline
-            names = []
-        inside = {part for name in names for part in module.get_submodule(name).modules()}
-        return {path: part for path, part in module.named_modules() if part not in inside}
-
     @override
     def model_to_device(self) -> None:
         """Parameters move at the first batch, when it is known who gets which."""
 
     @override
-    def on_train_start(self) -> None:
-        refuse_loaders(self._trainer)
-        # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
-        # could begin a step before rank 0 has ended the last one.
-        loop = self._trainer.fit_loop
-        loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
-        leave_ended_epoch(loop)
-        self.restore_random()
-        self.repacking.run_begins()
+    def on_exception(self, exception: BaseException) -> None:
+        self.shutdown.on_exception(exception)
 
     @override
     def teardown(self) -> None:
+        run, module = self.run, self.lightning_module
         assert self.cluster_environment is not None
         assert self.accelerator is not None
-        module = self.lightning_module
         if module is not None:
             vars(module).pop("_on_before_batch_transfer", None)
-        self.end_writing(waits=not self.is_failing)
-        self.finish_files()
-        if module is not None and not self.is_failing:
-            # A process that ends takes what it sent with it, unless it has arrived.
-            self.barrier("teardown")
-        if self._failures is not None:
-            self._failures.end_watch()
-        if not self.is_failing:
-            self.end_without_batches()
+        self.shutdown.end_of_run()
+        if not run.is_failing:
+            self._saving.end_without_batches()
         self.heads_here.release()
-        self.options = replace(self.options, averages={})
-        self._engine = None
-        self._resumed = self._resumed_replicas = self._random = None
-        self.plan_of_run.forget()
-        self._restores_optimizers = False
-        self._copies = None
-        self._evaluations = {}
-        self._is_whole = self._is_forward_only = False
-        if self._peer_metrics is not None:
-            self._peer_metrics.release()
-            self._peer_metrics = None
+        run.options = replace(run.options, averages={})
+        run.engine = None
+        self._resumption.forget()
+        run.plan.forget()
+        self._weights.restores_optimizers = False
+        self.data.release()
+        self.evaluator.release()
+        self._results.release()
         self.cluster_environment.teardown()
         if module is not None and not is_on_meta(module):
             module.cpu()
-        world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.namespace.optimizers_to_device(self.optimizers, torch.device("cpu"))
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+    # Data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trains = self.run.trainer.training
+        shared = self.repacking.share(dataloader) if trains else dataloader
+        return self.data.loader_of_rank(shared)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        return self.data.batch_to_device(batch, device, dataloader_idx)
+
+    # Training; its steps are above
+
+    @override
+    def on_train_start(self) -> None:
+        refuse_loaders(self.run.trainer)
+        # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
+        # could begin a step before rank 0 has ended the last one.
+        loop = self.run.trainer.fit_loop
+        loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
+        leave_ended_epoch(loop)
+        self.data.restore_random()
+        self.repacking.run_begins()
+
+    @override
+    def on_train_end(self) -> None:
+        self._saving.note_end()
+        super().on_train_end()
+        self.shutdown.end_if_asked()
+
+    # Evaluation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluator.step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluator.step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.evaluator.predict(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        self.evaluator.end_validation()
+        if self.run.trainer.state.fn != "fit":  # there, more steps follow
+            self.shutdown.end_if_asked()
+
+    @override
+    def on_test_end(self) -> None:
+        self.evaluator.end()
+        self.shutdown.end_if_asked()
+
+    @override
+    def on_predict_end(self) -> None:
+        self.evaluator.end()
+        self.shutdown.end_if_asked()
+
+    # Checkpoints
+
+    @property  # type: ignore[explicit-override] # of the setter; it is below
+    @override
+    def checkpoint_io(self) -> Any:
+        """How files are written: whole or not at all, unless the user brings a way."""
+        found: Any = self._checkpoint_io
+        if found is None:
+            found = self._checkpoint_io = whole_files(self.namespace)
+        elif not getattr(found, "_base_checkpoint_io_configured", True):
+            found.checkpoint_io = whole_files(self.namespace)
+        return found
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._saving.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._saving.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        self._saving.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._saving.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        return self._reading.load(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._weights.source is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._reading.load_module(self._weights.source, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._weights.source is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self._reading.load_optimizers(self._weights.source)
 
     @classmethod
     @override
@@ -365,8 +577,3 @@ def _function(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _say_nothing() -> None:
     """In the place of a word to all ranks."""
-
-
-# Under their names, so that launchers that pickle a strategy find its class.
-globals().update(strategy_classes(PipelineHooks))
-TSPipeStrategy: Any = globals()["TSPipeStrategy"]

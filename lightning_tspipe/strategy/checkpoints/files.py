@@ -16,7 +16,7 @@ from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.strategy.checkpoints.checksums import DamageError
 from lightning_tspipe.strategy.checkpoints.zips import compare_records, is_archive
-from lightning_tspipe.strategy.lightning.namespaces import installed_worlds, world_of
+from lightning_tspipe.strategy.lightning.namespaces import Namespace, installed_namespaces
 
 _PART = ".part"
 _MANY = 3
@@ -185,18 +185,18 @@ def _io_class(name: str, base: type) -> type:
 
 
 # Under their names, since they travel to workers.
-_NAMES = {world.name: f"WholeFiles{number}" for number, world in enumerate(installed_worlds())}
+_NAMES = {each.name: f"WholeFiles{number}" for number, each in enumerate(installed_namespaces())}
 globals().update(
     {
-        _NAMES[world.name]: _io_class(_NAMES[world.name], world.torch_checkpoint_io)
-        for world in installed_worlds()
+        _NAMES[each.name]: _io_class(_NAMES[each.name], each.torch_checkpoint_io)
+        for each in installed_namespaces()
     }
 )
 
 
-def whole_files(strategy: Any) -> Any:
-    """How a strategy writes checkpoints unless the user says otherwise."""
-    return globals()[_NAMES[world_of(strategy).name]]()
+def whole_files(namespace: Namespace) -> Any:
+    """How a strategy of a namespace writes checkpoints unless the user says otherwise."""
+    return globals()[_NAMES[namespace.name]]()
 
 
 def innermost(io: Any) -> Any:
@@ -208,7 +208,7 @@ def innermost(io: Any) -> Any:
 
 def is_usual(io: Any) -> bool:
     """Whether checkpoints are written as Lightning does it, or as :func:`whole_files`."""
-    usual = [world.torch_checkpoint_io for world in installed_worlds()]
+    usual = [each.torch_checkpoint_io for each in installed_namespaces()]
     return type(io) in {*usual, *(globals()[name] for name in _NAMES.values())}
 
 

@@ -20,6 +20,13 @@ def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+def optimizer_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in its order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = parameters_of(optimizer)
+    return [names.get(id(p), f"parameter {place}") for place, p in enumerate(parameters)]
+
+
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:
     """A copy of what the groups hold beside their parameters: learning rates and the like."""
     return [

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
@@ -22,15 +22,14 @@ from lightning_tspipe.runtime.modes.relay.engine import NETWORKS, RelayEngine, R
 from lightning_tspipe.runtime.stages.randomness import draws
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.block_costs import BlockCosts
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.setup.refusals import refuse_compiled
 from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
-
-if TYPE_CHECKING:
-    from lightning_tspipe.strategy.training.steps import TrainingHooks
 
 
 def relay_of(trainer: Any) -> Any:
@@ -43,47 +42,49 @@ class Relaying:
     """What the strategy does instead, where blocks are relayed.
 
     Args:
-        strategy: The strategy.
+        run: The run.
+        weights: Where the blocks' values come from.
     """
 
-    def __init__(self, strategy: TrainingHooks) -> None:
-        self._strategy = strategy
+    def __init__(self, run: Run, weights: ModuleWeights) -> None:
+        self._run = run
+        self._weights = weights
 
     @property
     def is_on(self) -> bool:
         """Whether the user asked for it."""
-        return relay_of(self._strategy._trainer) is not None  # noqa: SLF001 - a part of the strategy
+        return relay_of(self._run.trainer) is not None
 
     @property
     def _engine(self) -> RelayEngine:
-        engine = self._strategy.engine  # type: ignore[attr-defined]
+        engine = self._run.engine
         assert isinstance(engine, RelayEngine)
         return engine
 
     def set_up(self, batch: Any) -> RelayEngine:
         """Measure, plan, and give every rank its blocks; all ranks have the same first batch."""
-        strategy = self._strategy
-        if strategy.num_replicas > 1:
+        run = self._run
+        if run.num_replicas > 1:
             raise ConfigurationError(
-                f"BlockwiseRelay with num_stages={strategy.num_ranks}: it divides all devices by "
+                f"BlockwiseRelay with num_stages={run.num_ranks}: it divides all devices by "
                 "itself. Leave num_stages out, and let devices share blocks with mode='ahd'"
             )
-        if strategy.options.schedule != "tspipe":
+        if run.options.schedule != "tspipe":
             raise ConfigurationError(
-                f"BlockwiseRelay with schedule={strategy.options.schedule!r}: it has an order of "
+                f"BlockwiseRelay with schedule={run.options.schedule!r}: it has an order of "
                 "its own. Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)"
             )
         return set_up_relay(
-            strategy._module,  # noqa: SLF001
-            relay_of(strategy._trainer),  # noqa: SLF001
-            strategy.transport,
-            strategy.root_device,
-            strategy.precision_plugin.forward_context,
+            run.module,
+            relay_of(run.trainer),
+            run.transport,
+            run.root_device,
+            run.precision_plugin.forward_context,
             batch,
-            [plain_optimizer(optimizer) for optimizer in strategy.optimizers],
-            strategy._origin(),  # noqa: SLF001
-            strategy.options,
-            strategy.plan_of_run,
+            [plain_optimizer(optimizer) for optimizer in run.optimizers],
+            self._weights.origin,
+            run.options,
+            run.plan,
         )
 
     def training_step(self, step: Callable[[Any], Any], batch: Any, batch_idx: int) -> Any:
@@ -94,7 +95,7 @@ class Relaying:
             batch: The batch, on the data rank.
             batch_idx: Its number.
         """
-        module: Any = self._strategy._module  # noqa: SLF001
+        module: Any = self._run.module
         engine, module.rounds = self._engine, self
         engine.backwards.factor = self._factor
         names = ["weights"] if module.automatic_optimization else module.block_rounds(batch_idx)
@@ -106,14 +107,14 @@ class Relaying:
 
     def _factor(self) -> float | Tensor:
         """By what a loss will be multiplied before its backward."""
-        strategy = self._strategy
-        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        run = self._run
+        scaler = getattr(run.precision_plugin, "scaler", None)
         # A scale stays on the device: the host would wait for it.
-        one = torch.ones((), device=strategy.root_device)
+        one = torch.ones((), device=run.root_device)
         scale = 1.0 if scaler is None else scaler.scale(one)
-        if not strategy._module.automatic_optimization:  # noqa: SLF001
+        if not run.module.automatic_optimization:
             return scale
-        return scale / strategy._trainer.accumulate_grad_batches  # noqa: SLF001
+        return scale / run.trainer.accumulate_grad_batches
 
     def run_round(self, number: int) -> Any:
         """The losses of the blocks that this rank trains; the module asks."""
@@ -121,7 +122,7 @@ class Relaying:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on all ranks; the module asks."""
-        transport = self._strategy.transport
+        transport = self._run.transport
         gathered = transport.gather_object(value, LOSS_RANK)
         found: list[Any] = transport.broadcast_object(gathered, LOSS_RANK)
         return found
@@ -130,22 +131,22 @@ class Relaying:
         self, loss: Tensor, optimizer: Any, reduce: bool, *args: Any, **kwargs: Any
     ) -> Tensor:
         """The backward of this rank's losses."""
-        strategy, engine = self._strategy, self._engine
-        plugin, module = strategy.precision_plugin, strategy._module  # noqa: SLF001
-        strategy.pre_backward(loss)
+        run, engine = self._run, self._engine
+        plugin, module = run.precision_plugin, run.module
+        run.lightning.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
         engine.backward(
             lambda: plugin.backward(loss, module, optimizer, *args, **kwargs), reduce=reduce
         )
         loss = plugin.post_backward(loss, module)
-        strategy.post_backward(loss)
+        run.lightning.post_backward(loss)
         if module.automatic_optimization:
             engine.finish()
         return loss
 
     def end(self) -> None:
         """The training is over: the module runs its blocks by itself again."""
-        module: Any = self._strategy._module  # noqa: SLF001
+        module: Any = self._run.module
         if getattr(module, "rounds", None) is self:
             module.rounds = None
 

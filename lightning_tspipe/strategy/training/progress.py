@@ -23,6 +23,47 @@ if TYPE_CHECKING:
     from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 
 Place = tuple[int, int]
+Progress = dict[str, Any]
+"""What :func:`collect` gives for a replica."""
+
+
+class Resumption:
+    """Where the run stopped that this one goes on from.
+
+    Attributes:
+        replicas: Where each of its replicas stopped; None once a step has gone on from there.
+        here: Where this replica goes on.
+        random: What this process draws on with, before any hook of an epoch or a batch.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: list[Progress] | None = None
+        self.here: Progress | None = None
+        self.random: RandomStates | None = None
+
+    def go_on(
+        self, replicas: list[Progress], index: int, number: int, *, shares_batches: bool
+    ) -> None:
+        """A checkpoint was loaded, or the mesh changes before the first step.
+
+        Args:
+            replicas: Where each replica stopped.
+            index: This one.
+            number: Replicas of this run.
+            shares_batches: Whether all read parts of the same batches, as where the mesh changes:
+                their order stays what it was.
+        """
+        find = of_shared_batches if shares_batches else of_replica
+        self.replicas, self.here = replicas, find(replicas, index, number)
+
+    def take(self) -> Progress | None:
+        """Where this replica goes on, once."""
+        found, self.here, self.replicas = self.here, None, None
+        return found
+
+    def forget(self) -> None:
+        """The run is over."""
+        self.replicas = self.here = self.random = None
 
 
 def collect(  # noqa: PLR0913 - what is saved differs
