@@ -26,7 +26,7 @@ from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.fanout import heads_of, place_heads
 from lightning_tspipe.strategy.setup.machine import link_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -40,7 +40,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     step: Step,
     batch: Any,
     replicas: Replicas,
-    origin: Origin,
+    initial: InitialWeights,
 ) -> Engine:
     """Make this rank ready to evaluate; all ranks of its pipeline have the same first batch.
 
@@ -52,7 +52,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     networks = find_networks(module, options)
     heads = heads_of(module, networks, device, replicas)
     engine = Engine(module, networks, transport, device, 0, context, heads=heads)
-    materializer = share_weights(module, networks, transport, replicas, origin)
+    materializer = share_weights(module, networks, transport, replicas, initial)
     captured = engine.capture(step, batch, training=False)
     if heads is not None:
         placement = place_heads(engine, captured, options, step, batch, None).placement

@@ -110,13 +110,13 @@ class Choices:
         num_devices: Devices of the job.
         meshes: Ranks of a pipeline that may be, fewest first.
         link: Between two ranks.
-        wishes: Further arguments of :func:`~.planner.plan`.
+        constraints: Further arguments of :func:`~.planner.plan`.
     """
 
     num_devices: int
     meshes: tuple[int, ...]
     link: Link
-    wishes: dict[str, Any] = field(default_factory=dict)
+    constraints: dict[str, Any] = field(default_factory=dict)
 
 
 def possible_meshes(
@@ -202,10 +202,10 @@ def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
 def _plan(
     profile: StepProfile, num_ranks: int, freezing: Freezing, choices: Choices
 ) -> Plan | None:
-    wishes = dict(choices.wishes)
+    constraints = dict(choices.constraints)
     if freezing.num_stages is None and freezing.memory is not None:
-        limit = wishes.get("memory_limit")
-        wishes["memory_limit"] = min(freezing.memory, limit or freezing.memory)
+        limit = constraints.get("memory_limit")
+        constraints["memory_limit"] = min(freezing.memory, limit or freezing.memory)
     replicas = choices.num_devices // num_ranks
     # Samples that can't be divided evenly cost as much as if there were a few more.
     batch = max(profile.batch_sizes)
@@ -217,7 +217,7 @@ def _plan(
             cluster=Cluster(choices.num_devices, Link(*choices.link)),
             num_stages=freezing.num_stages,
             thorough=False,
-            **wishes,
+            **constraints,
         )
     except (PartitionError, ConfigurationError) as error:
         log.debug("%d ranks: %s", num_ranks, error)

@@ -58,11 +58,11 @@ class Data:
         self.seconds_reading = self.shortest_reading = 0.0
         self._copies: CopyStream | None = None
         self._num_loaders = 0
-        self._words: dict[int, deque[tuple[int, bool]]] = {}
+        self._announced: dict[int, deque[tuple[int, bool]]] = {}
 
     def reconnected(self) -> None:
         """The ranks have other places: loaders are made anew."""
-        self.loader, self._words = None, {}
+        self.loader, self._announced = None, {}
 
     def read(self, started: float) -> None:
         """This rank has read a training batch, from ``started`` until now."""
@@ -106,15 +106,15 @@ class Data:
             self._run.transport.send_object((loader, iteration, more), rank, Channel.MORE)
 
     def _hear(self, loader: int) -> tuple[int, bool]:
-        """The next word of the data rank about one of its loaders."""
+        """What the data rank announces next of one of its loaders."""
         started = time.perf_counter()
-        words = self._words.setdefault(loader, deque())
+        announced = self._announced.setdefault(loader, deque())
         with waiting("whether there is another batch"):
-            while not words:
-                other, *word = self._run.transport.receive_object(self._run.data_rank, Channel.MORE)
-                self._words.setdefault(other, deque()).append((word[0], word[1]))
+            while not announced:
+                other, *what = self._run.transport.receive_object(self._run.data_rank, Channel.MORE)
+                self._announced.setdefault(other, deque()).append((what[0], what[1]))
         self._run.recorder.paused("load", started)
-        return words.popleft()
+        return announced.popleft()
 
     def _look_ahead(
         self, dataloader: Any, announce: Callable[[int, bool], None] | None = None

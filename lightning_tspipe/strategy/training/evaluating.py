@@ -19,7 +19,7 @@ from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.forwards import set_up_forwards
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
 from lightning_tspipe.strategy.training.batches import on_cpu, to_device
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.head_logs import HeadsHere
@@ -183,7 +183,7 @@ class Evaluator:
                     step,
                     first,
                     run.replicas,
-                    self._weights.origin,
+                    self._weights.initial,
                 )
                 run.engine.stop = run.stop
                 self._is_forward_only = True
@@ -204,7 +204,7 @@ class Evaluator:
             else:
                 engine.shards.restore(run.pipeline_rank, run.transport)
                 networks = find_networks(run.module, run.options)
-                share_weights(run.module, networks, run.transport, Replicas(), Origin())
+                share_weights(run.module, networks, run.transport, Replicas(), InitialWeights())
         run.engine = None
         self.release()
 

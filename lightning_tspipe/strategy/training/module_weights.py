@@ -15,7 +15,7 @@ from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.weight_source import Origin
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights
 from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
 from lightning_tspipe.strategy.training.progress import gradients_of_replica
 
@@ -39,10 +39,12 @@ class ModuleWeights:
         self.restores_optimizers = False
 
     @property
-    def origin(self) -> Origin:
+    def initial(self) -> InitialWeights:
         """Where values come from that the loss rank has not."""
         spread = self._run.spread
-        return Origin(self._construction, self.source, None if spread is None else spread.placement)
+        return InitialWeights(
+            self._construction, self.source, None if spread is None else spread.placement
+        )
 
     # Building
 

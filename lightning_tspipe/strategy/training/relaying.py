@@ -27,7 +27,7 @@ from lightning_tspipe.strategy.setup.block_costs import BlockCosts
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.setup.refusals import refuse_compiled
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
@@ -82,7 +82,7 @@ class Relaying:
             run.precision_plugin.forward_context,
             batch,
             [plain_optimizer(optimizer) for optimizer in run.optimizers],
-            self._weights.origin,
+            self._weights.initial,
             run.options,
             run.plan,
         )
@@ -215,7 +215,7 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     context: Callable[[], AbstractContextManager[None]],
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
-    origin: Origin,
+    initial: InitialWeights,
     chosen: SetupOptions | None = None,
     run: PlanOfRun | None = None,
 ) -> RelayEngine:
@@ -225,12 +225,12 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
 
     Raises:
         ConfigurationError: Blocks that don't fit together.
-        PartitionError: They can't be distributed as wished, or don't fit the memory.
+        PartitionError: They can't be distributed as asked for, or don't fit the memory.
     """
     refuse_compiled(module, ("student", "teacher"))
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
     engine = RelayEngine(module, NETWORKS, transport, device, seed, context)
-    materializer = share_weights(module, NETWORKS, transport, Replicas(), origin)
+    materializer = share_weights(module, NETWORKS, transport, Replicas(), initial)
     pairs = module.block_pairs
     x = module.block_input(batch, "weights")
     shapes = infer_shapes(pairs, module.block_loss, x, batch, context)
@@ -258,8 +258,8 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
         rank_zero_info(f"BlockwiseRelay, mode {options.mode!r}\n{plan}")
     walks = passes(options.mode, plan)
     shared = [pairs[i] for w in walks for s in w.stages if len(s.ranks) > 1 for i in s.trained]
-    wished = options.sync_batchnorm
-    syncs = any(p.has_batchnorm for p in shared) if wished == "auto" else bool(wished)
+    chosen_sync = options.sync_batchnorm
+    syncs = any(p.has_batchnorm for p in shared) if chosen_sync == "auto" else bool(chosen_sync)
     engine.place_blocks(
         captured,
         pairs,
@@ -270,7 +270,7 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     )
     if materializer is not None:
         materializer.done()
-    engine.shards.stays_spread |= origin.placement is not None
+    engine.shards.stays_spread |= initial.placement is not None
     for optimizer in optimizers:
         engine.shards.forget_optimizer_state(optimizer)
     return engine

@@ -26,12 +26,12 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import Front, num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.deciding import planning_wishes
+from lightning_tspipe.strategy.setup.deciding import planning_constraints
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.fanout import fanout_of
 from lightning_tspipe.strategy.setup.freezing import Choices, Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.setup.machine import link_of
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
 from lightning_tspipe.strategy.training import progress
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
@@ -188,9 +188,9 @@ class Repacking:
         number = num_frozen_atoms(parameters, self.freezing.names)
         if run.plan.has_frozen(number):
             return None
-        wishes = planning_wishes(run.options, run.root_device)
+        constraints = planning_constraints(run.options, run.root_device)
         link = link_of(run.transport, by_flops=run.options.plans_by_flops)
-        choices = Choices(run.total_ranks, self._meshes(), link, wishes)
+        choices = Choices(run.total_ranks, self._meshes(), link, constraints)
         return choose(self.freezing, number, choices)
 
     # What moves
@@ -210,7 +210,7 @@ class Repacking:
         # Replicas that stay keep what is their own, such as statistics of BatchNorm.
         sources = replicas if moves else Replicas()
         networks = find_networks(engine.module, run.options)
-        share_weights(engine.module, networks, transport, sources, Origin())
+        share_weights(engine.module, networks, transport, sources, InitialWeights())
         states = transport.broadcast_object(states, LOSS_RANK)
         for optimizer, state in zip(optimizers, states, strict=True):
             _put_state(optimizer, state)

@@ -166,7 +166,7 @@ class TrainingHooks(LightningStrategy):
                 first,
                 [plain_optimizer(optimizer) for optimizer in self.optimizers],
                 self.run.replicas,
-                self._weights.origin,
+                self._weights.initial,
                 self.repacking.freezing,
                 self.run.plan,
                 self.heads_here.cache,
