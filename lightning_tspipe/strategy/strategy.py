@@ -1,79 +1,35 @@
 """The Lightning strategy: hooks that call its components, no arithmetic.
 
-One class serves both Lightning namespaces (``lightning.pytorch`` and ``pytorch_lightning``)::
-
-    TSPipeStrategy ──► run          Lightning's objects, the ranks, the engine
-                       processes    launchers, groups, transport
-                       data         loaders, batches ahead, transfer
-                       weights      of a module that is built without values
-                       results      what steps leave behind, metrics
-                       evaluator    validation, test, prediction
-                       saving, reading    checkpoints: files and shards
-                       shutdown     failures and signals
-                       pipelined    what callbacks may ask
+One class serves both Lightning namespaces (``lightning.pytorch`` and ``pytorch_lightning``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor
-from torch.distributed import GroupMember
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.faults.phases import HERE
-from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.runtime.transport.replicas import gather_among, reduce_among
-from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.runtime.weights.scaling import shared_scaler
 from lightning_tspipe.strategy.checkpoints.files import whole_files
-from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
-from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
+from lightning_tspipe.strategy.components import Components
 from lightning_tspipe.strategy.lightning.base import StrategyArguments
-from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces, namespace_of
-from lightning_tspipe.strategy.lightning.processes import Processes, StartMethod
-from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.asynchronous import policy_for, refuse_training
-from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.lightning.processes import StartMethod
+from lightning_tspipe.strategy.lightning.ranks import RankedStrategy
 from lightning_tspipe.strategy.setup.options import SetupOptions, load_plan
-from lightning_tspipe.strategy.setup.refusals import (
-    refuse_callbacks,
-    refuse_delay,
-    refuse_fused,
-    refuse_loaders,
-    refuse_module,
-    refuse_optimizers,
-    refuse_trainer,
-)
-from lightning_tspipe.strategy.shutdown.shutdown import Shutdown
-from lightning_tspipe.strategy.training.data import Data
-from lightning_tspipe.strategy.training.evaluating import Evaluator
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
-from lightning_tspipe.strategy.training.manual import ManualOptimization
-from lightning_tspipe.strategy.training.module_weights import ModuleWeights
-from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.progress import Resumption, leave_ended_epoch
-from lightning_tspipe.strategy.training.relaying import Relaying
-from lightning_tspipe.strategy.training.repacking import Repacking
-from lightning_tspipe.strategy.training.step_results import StepResults
-from lightning_tspipe.strategy.training.steps import TrainingHooks
 
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class TSPipeStrategy(TrainingHooks):
+class TSPipeStrategy(RankedStrategy):
     """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
@@ -162,30 +118,14 @@ class TSPipeStrategy(TrainingHooks):
             activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
             ranks_per_device=ranks_per_device,
         )  # fmt: skip
-        self.namespace = installed_namespaces()[0]
-        run = Run(self, options, num_stages, timeout)
-        super().__init__(run, **kwargs)
-        self._resumption = Resumption()
-        self._weights = ModuleWeights(run)
-        self.heads_here = HeadsHere(run)
-        self._results = StepResults(run, self.heads_here)
-        self.data = Data(run, self._resumption, self._results)
-        self.evaluator = Evaluator(run, self.data, self._weights, self._results, self.heads_here)
-        self._manual = ManualOptimization(run)
-        self._relaying = Relaying(run, self._weights)
-        self.repacking = Repacking(run, self.data, self.leave_engine, self._reconnect)
-        self.pipelined = Pipelined(run, self.data, self.evaluator, self.heads_here, self.repacking)
-        self._saving = CheckpointWriter(
-            run, self.data, self._weights, self._resumption, self.evaluator, self._manual,
-            self.repacking, self.heads_here, save_distributed_checkpoint,
+        super().__init__(options, num_stages, timeout, **kwargs)
+        self._parts = Components(
+            self.run, start_method, saves_shards=save_distributed_checkpoint,
+            verifies=verify_checkpoint,
         )  # fmt: skip
-        self._reading = CheckpointReader(
-            run, self._weights, self._resumption, verifies=verify_checkpoint
-        )
-        self.shutdown = Shutdown(
-            run, self._saving, self.evaluator, starts_scripts=start_method == "popen"
-        )
-        self._processes = Processes(run, start_method, self.shutdown.watch)
+        self.pipelined = self._parts.pipelined
+        self.repacking = self._parts.repacking
+        self.shutdown = self._parts.shutdown
 
     @property
     def engine(self) -> Engine | None:
@@ -193,77 +133,9 @@ class TSPipeStrategy(TrainingHooks):
         return self.run.engine
 
     @property
-    def options(self) -> SetupOptions:
-        """What the user chose."""
-        return self.run.options
-
-    @property
-    def transport(self) -> Transport:
-        """How this rank reaches the others of its pipeline."""
-        return self.run.transport
-
-    @property
     def is_failing(self) -> bool:
         """Whether this rank ends by an exception that the others don't share."""
         return self.run.is_failing
-
-    # Places
-
-    @property  # type: ignore[explicit-override] # of the setter; it is below
-    @override
-    def accelerator(self) -> Any:
-        """The first thing that a Trainer hands over; it tells the namespace."""
-        return self._accelerator
-
-    @accelerator.setter
-    @override
-    def accelerator(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-        if accelerator is not None:
-            self.namespace = namespace_of(type(accelerator).__module__)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property  # type: ignore[explicit-override] # of the setter; it is below
-    @override
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The device of each process on this machine."""
-        devices, number = self._parallel_devices, self.options.ranks_per_device
-        return None if devices is None else [each for each in devices for _ in range(number)]
-
-    @parallel_devices.setter
-    @override
-    def parallel_devices(self, parallel_devices: list[torch.device] | None) -> None:
-        self._parallel_devices = parallel_devices
-
-    @property
-    def num_nodes(self) -> int:
-        """Machines of the job; the Trainer sets it."""
-        return self.run.num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self.run.num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this machine."""
-        return self.run.num_processes
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of a pipeline."""
-        return self.run.num_ranks
-
-    @property
-    @override
-    def world_size(self) -> int:
-        """Replicas, which is what learning-rate rules mean by it."""
-        return self.run.num_replicas
 
     @property
     def is_distributed(self) -> bool:
@@ -272,132 +144,31 @@ class TSPipeStrategy(TrainingHooks):
         deals = module is not None and self.repacking.repacks and module.trainer.training
         return self.run.num_replicas > 1 and not deals
 
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.run.num_replicas, "rank": self.run.replica}
-
     # Processes
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = self._processes.make_launcher()
-
-    def set_world_ranks(self) -> None:
-        """Let this process know which rank it is; Lightning calls it before anything can fail."""
-        self.run.set_world_ranks()
+        self._launcher = self._parts.processes.make_launcher()
 
     @override
     def setup_environment(self) -> None:
         self.shutdown.begin()
         super().setup_environment()
-        self._processes.set_up_environment()
+        self._parts.processes.set_up_environment()
         self.shutdown.connected()
-
-    def _reconnect(self, num_ranks: int) -> None:
-        """Divide the ranks into other pipelines; every rank calls it, and nothing is under way."""
-        HERE.interrupt("moving to another mesh")
-        self._processes.reconnect(num_ranks)
-        if self._resumption.replicas is not None and self.run.engine is None:
-            self._resumption.go_on(
-                self._resumption.replicas, self.run.replica, self.run.num_replicas,
-                shares_batches=True,
-            )  # fmt: skip
-        self.shutdown.reconnected()
-        HERE.go_on()
-        self.data.reconnected()
-        self._results.reconnected()
-
-    # Collectives of values: among peers, so that those on the loss ranks wait for no others. Of
-    # decisions: over all ranks; within a user's step, where not all of them are, among peers.
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        self.run.barrier(name)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.run.broadcast(obj, src)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self.run.num_replicas == 1 or not isinstance(tensor, Tensor):
-            return tensor
-        return reduce_among(tensor, self._among(group), reduce_op)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self.run.num_replicas == 1:
-            return tensor
-        return gather_among(tensor, self._among(group), with_gradients=sync_grads)
-
-    def _among(self, group: Any) -> Any:
-        """The group of a collective: Lightning names the world where the user names none."""
-        return self.run.replicas.peers if group is None or group is GroupMember.WORLD else group
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self.run.decide(decision, unanimous=all)
 
     # The beginning and the end of a run
 
     @override
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        is_late = empty_init or self._weights.is_configuring
-        with self._weights.building() if is_late else super().tensor_init_context(empty_init):
+        is_late = empty_init or self._parts.weights.is_configuring
+        with self._parts.weights.building() if is_late else super().tensor_init_context(empty_init):
             yield
 
     @override
     def setup(self, trainer: Any) -> None:
-        run, module = self.run, self.run.module
-        assert self.accelerator is not None
-        self._weights.forget_other_modules()
-        self.accelerator.setup(trainer)
-        if self.root_device.type == "cpu":
-            keep_freed_memory()
-        self.model = self._weights.convert(module)
-        if run.num_ranks == 1:
-            self._weights.fill_whole()
-        if run.num_replicas == 1:
-            # One rank logs for all: there is nothing to reduce.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
-        # Not for placeholders, and once for each batch.
-        vars(module)["_on_before_batch_transfer"] = _function(self.data.before_transfer)
-        refuse_trainer(trainer, self.root_device)
-        refuse_callbacks(trainer)
-        self._saving.begin(fits=trainer.state.fn == "fit")
-        if run.num_ranks > 1:
-            # Lightning tells them the rank only if the world is larger than one, and there it means
-            # replicas: the ranks would write the same file.
-            trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)
-        self._results.set_up(trainer)
-        if trainer.state.fn == "fit":
-            self._set_up_fit(trainer)
-        self.shutdown.prepare(trainer)
-        self.setup_precision_plugin()
-        if run.num_ranks > 1:
-            self._share_scaler()
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-            self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-
-    def _set_up_fit(self, trainer: Any) -> None:
-        run, module = self.run, self.run.module
-        self.evaluator.begin_fit()
-        student = find_networks(module, run.options).student
-        refuse_module(module)
-        refuse_delay(trainer, module)
-        self.setup_optimizers(trainer)
-        refuse_optimizers(self.optimizers)
-        policy = policy_for(run.options)
-        if policy is not None:
-            refuse_training(policy, trainer, module, student, run.num_ranks)
-
-    def _share_scaler(self) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            refuse_fused(self.optimizers)
-            self.precision_plugin.scaler = shared_scaler(scaler, self.root_device)  # type: ignore[attr-defined]
+        self._parts.begin(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -409,29 +180,7 @@ class TSPipeStrategy(TrainingHooks):
 
     @override
     def teardown(self) -> None:
-        run, module = self.run, self.lightning_module
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        if module is not None:
-            vars(module).pop("_on_before_batch_transfer", None)
-        self.shutdown.end_of_run()
-        if not run.is_failing:
-            self._saving.end_without_batches()
-        self.heads_here.release()
-        run.options = replace(run.options, averages={})
-        run.engine = None
-        self._resumption.forget()
-        run.plan.forget()
-        self._weights.restores_optimizers = False
-        self.data.release()
-        self.evaluator.release()
-        self._results.release()
-        self.cluster_environment.teardown()
-        if module is not None and not is_on_meta(module):
-            module.cpu()
-        self.namespace.optimizers_to_device(self.optimizers, torch.device("cpu"))
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        self._parts.end()
 
     # Data
 
@@ -439,61 +188,75 @@ class TSPipeStrategy(TrainingHooks):
     def process_dataloader(self, dataloader: object) -> object:
         trains = self.run.trainer.training
         shared = self.repacking.share(dataloader) if trains else dataloader
-        return self.data.loader_of_rank(shared)
+        return self._parts.data.loader_of_rank(shared)
 
     @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        return self.data.batch_to_device(batch, device, dataloader_idx)
+        return self._parts.data.batch_to_device(batch, device, dataloader_idx)
 
-    # Training; its steps are above
+    # Training
 
     @override
     def on_train_start(self) -> None:
-        refuse_loaders(self.run.trainer)
-        # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
-        # could begin a step before rank 0 has ended the last one.
-        loop = self.run.trainer.fit_loop
-        loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
-        leave_ended_epoch(loop)
-        self.data.restore_random()
-        self.repacking.run_begins()
+        self._parts.begin_training()
 
     @override
     def on_train_end(self) -> None:
-        self._saving.note_end()
-        super().on_train_end()
+        self._parts.saving.note_end()
+        self._parts.training.end()
         self.shutdown.end_if_asked()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.training.step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return self._parts.training.backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def block_backward_sync(self) -> Any:
+        return self._parts.training.accumulating()
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        with self._parts.training.updating():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # Evaluation
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluator.step("validation_step", *args, **kwargs)
+        return self._parts.evaluator.step("validation_step", *args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluator.step("test_step", *args, **kwargs)
+        return self._parts.evaluator.step("test_step", *args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self.evaluator.predict(*args, **kwargs)
+        return self._parts.evaluator.predict(*args, **kwargs)
 
     @override
     def on_validation_end(self) -> None:
-        self.evaluator.end_validation()
+        self._parts.evaluator.end_validation()
         if self.run.trainer.state.fn != "fit":  # there, more steps follow
             self.shutdown.end_if_asked()
 
     @override
     def on_test_end(self) -> None:
-        self.evaluator.end()
+        self._parts.evaluator.end()
         self.shutdown.end_if_asked()
 
     @override
     def on_predict_end(self) -> None:
-        self.evaluator.end()
+        self._parts.evaluator.end()
         self.shutdown.end_if_asked()
 
     # Checkpoints
@@ -516,39 +279,39 @@ class TSPipeStrategy(TrainingHooks):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._saving.module_state()
+        return self._parts.saving.module_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._saving.optimizer_state(optimizer)
+        return self._parts.saving.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        self._saving.save(checkpoint, filepath, storage_options)
+        self._parts.saving.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._saving.remove(filepath)
+        self._parts.saving.remove(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        return self._reading.load(checkpoint_path, weights_only)
+        return self._parts.reading.load(checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._weights.source is None:
+        if self._parts.weights.source is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._reading.load_module(self._weights.source, strict=strict)
+            self._parts.reading.load_module(self._parts.weights.source, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._weights.source is None:
+        if self._parts.weights.source is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            self._reading.load_optimizers(self._weights.source)
+            self._parts.reading.load_optimizers(self._parts.weights.source)
 
     @classmethod
     @override
@@ -564,16 +327,3 @@ class TSPipeStrategy(TrainingHooks):
                 f"tspipe_{weights}", cls, description=f"Asynchronous pipeline, weights {weights}",
                 schedule="1f1b", weights=weights,
             )  # fmt: skip
-
-
-def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, which copies of a module share: copies of a method would copy its object."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return function
-
-
-def _say_nothing() -> None:
-    """In the place of a word to all ranks."""

@@ -75,8 +75,9 @@ def test_inherited_methods_are_those_of_the_trainers_namespace(package: str) -> 
 def test_no_attribute_comes_after_construction() -> None:
     """An object is complete when it exists, and so are its components."""
     strategy = TSPipeStrategy()
-    objects = [strategy, *(part for part in vars(strategy).values() if _is_own(part))]
-    assert len(objects) > 10
+    parts = {**vars(strategy), **vars(strategy._parts)}
+    objects = [strategy, *(part for part in parts.values() if _is_own(part))]
+    assert len(objects) > 15
     for each in objects:
         found = {name for kind in type(each).__mro__ if _is_own(kind) for name in _assigned(kind)}
         assert found <= {*vars(each), *dir(type(each))}, type(each).__name__

@@ -34,6 +34,7 @@ from lightning_tspipe.strategy.setup.machine import link_of
 from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
 from lightning_tspipe.strategy.training import progress
 from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.relaying import relay_of
 
@@ -50,7 +51,8 @@ class Repacking:
     Args:
         run: The run.
         data: Its batches.
-        leave_engine: Called with where the next engine goes on, when this one is to go.
+        evaluator: Evaluations, which follow the stages.
+        resumption: Where the next engine goes on.
         reconnect: Called with the number of ranks of a pipeline, to make new groups.
 
     Attributes:
@@ -62,12 +64,14 @@ class Repacking:
         self,
         run: Run,
         data: Data,
-        leave_engine: Callable[[progress.Progress], None],
+        evaluator: Evaluator,
+        resumption: progress.Resumption,
         reconnect: Callable[[int], None],
     ) -> None:
         self._run = run
         self._data = data
-        self._leave_engine = leave_engine
+        self._evaluator = evaluator
+        self._resumption = resumption
         self._reconnect = reconnect
         self.freezing = Freezing()
         self.repacks = False
@@ -214,7 +218,11 @@ class Repacking:
         states = transport.broadcast_object(states, LOSS_RANK)
         for optimizer, state in zip(optimizers, states, strict=True):
             _put_state(optimizer, state)
-        self._leave_engine(self._progress(found, moves=moves))
+        # With the next batch others come, and go on where these were.
+        self._resumption.here = self._progress(found, moves=moves)
+        self._resumption.replicas = run.engine = None
+        self._evaluator.release()
+        self._data.prepared = {}
 
     def _progress(self, found: list[dict[str, Any]], *, moves: bool) -> dict[str, Any]:
         """Where the next engine goes on: the number of the step, and the order of the data."""
