@@ -1,4 +1,4 @@
-"""What the strategy consists of: components, built in order, and set up and torn down together."""
+"""The components of the strategy, built in order, and set up and torn down together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, and a clear word about one that is not whole."""
+"""Write checkpoint files whole or not at all, and explain one that is not whole."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write_whole(checkpoint: Any, path: Path) -> None:
 
 
 def unsaved(error: BaseException, path: Path) -> OSError | None:
-    """What to say of a checkpoint that could not be written; None if not by the system's fault."""
+    """The error for a checkpoint that could not be written; None if not by the system's fault."""
     reason = system_error(error)
     if reason is None:
         return None
@@ -109,7 +109,7 @@ def _why_incomplete(file: Path) -> str:
 
 
 def _too_rich(file: Path, error: UnpicklingError) -> str:
-    """What to do with a checkpoint that is whole, and holds objects of the user's."""
+    """The message for a checkpoint that is whole, and holds objects of the user's."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"objects of {found[1]}" if found else "objects of classes of yours"
     return (
@@ -195,12 +195,12 @@ globals().update(
 
 
 def whole_files(namespace: Namespace) -> Any:
-    """How a strategy of a namespace writes checkpoints unless the user says otherwise."""
+    """The plugin by which checkpoints are written unless the user brings one."""
     return globals()[_NAMES[namespace.name]]()
 
 
 def innermost(io: Any) -> Any:
-    """Who writes, behind plugins that decide when."""
+    """The plugin that writes, behind those that decide when."""
     while getattr(io, "_base_checkpoint_io_configured", False):
         io = io.checkpoint_io
     return io

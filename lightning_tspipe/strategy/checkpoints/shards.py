@@ -66,7 +66,7 @@ def newest(path: Path) -> Path:
 
 
 def aside(path: Path) -> Path:
-    """Where the checkpoint of a path is while its replacement takes its place."""
+    """The path of a checkpoint while its replacement takes its place."""
     return path.with_name(f".{path.name}.old")
 
 

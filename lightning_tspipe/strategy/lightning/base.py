@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StrategyArguments(TypedDict, total=False):
-    """What every Lightning strategy takes; of plugins, two namespaces have no common type."""
+    """Arguments of every Lightning strategy; of plugins, two namespaces have no common type."""
 
     accelerator: Any
     parallel_devices: list[torch.device] | None
@@ -60,7 +60,7 @@ def _joined() -> type:
     members: dict[str, Any] = {"__doc__": _joined.__doc__, "__module__": __name__}
     for name in dir(first):
         default: Any = getattr_static(first, name)
-        choices = {key: getattr_static(base, name) for key, base in bases.items()}
+        choices = {key: getattr_static(base, name, default) for key, base in bases.items()}
         if isinstance(default, property):
             members[name] = _property(choices, default)
         elif isfunction(default) and not name.startswith("__"):

@@ -1,4 +1,4 @@
-"""How the processes of the other ranks start: as scripts (``popen``), or as functions.
+"""Launch the processes of the other ranks: as scripts (``popen``), or as functions.
 
 All of them end when the one that started them is gone, and that one when they fail; what is printed
 of it is the cause alone. Lightning handles exceptions where ``fit`` was called, which is not in a

@@ -1,4 +1,4 @@
-"""A run as the components of the strategy see it: Lightning's objects, the ranks, the engine."""
+"""State of a run that components of the strategy share: Lightning's objects, ranks, the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """What components share, on this rank.
+    """The state that components share, on this rank.
 
     Global ranks count pipeline by pipeline: rank = replica * num_ranks + pipeline_rank.
 

@@ -1,4 +1,4 @@
-"""What schedule='1f1b' asks of a training, and what it tells its weights at each step."""
+"""Asynchronous training (schedule='1f1b'): refuse what it can't follow, announce updates."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     num_frozen: int,
     run: PlanOfRun,
 ) -> RunPlan:
-    """Who gets what, on all ranks.
+    """Agree on the plan, on all ranks.
 
     Raises:
         PartitionError: The networks can't be cut as asked for.
@@ -81,7 +81,7 @@ def _known(
     freezing: Freezing,
     run: PlanOfRun,
 ) -> RunPlan | None:
-    """What was given, or decided before: by the run that this one goes on with, or on freezing.
+    """The plan that was given, or made before: by the run that this one resumes, or on freezing.
 
     Raises:
         PartitionError: The plan that was given is one for something else.
@@ -112,7 +112,7 @@ def _needs_no_measuring(options: SetupOptions, num_ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class _Decision:
-    """Who gets what, why, and what it was decided by."""
+    """A placement, why it was chosen, and the profile that it was chosen by."""
 
     placement: Placement
     summary: str
@@ -232,7 +232,7 @@ def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
 
 
 def planning_constraints(options: SetupOptions, device: torch.device) -> dict[str, Any]:
-    """What the user and the machine say about every plan of this run."""
+    """Constraints of the user and the machine on every plan of this run."""
     return {
         "memory_limit": _memory_limit(options, device),
         "schedule": options.schedule,

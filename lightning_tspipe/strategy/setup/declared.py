@@ -55,7 +55,7 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
 
 
 def _averages(module: nn.Module, options: SetupOptions, student: Sequence[str]) -> tuple[str, ...]:
-    """What a callback averages parts of the student into is a teacher, if no other is declared."""
+    """Teachers that callbacks average parts of the student into; used if none is declared."""
     known = {name for name, _ in module.named_modules()}
     inside = tuple(f"{name}." for name in student)
     return tuple(

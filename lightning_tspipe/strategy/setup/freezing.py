@@ -1,4 +1,4 @@
-"""Where the frozen beginning of a student runs, and how many devices the rest of it needs."""
+"""Plan where the frozen beginning of a student runs, and how many devices the rest needs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Freezing:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a division of the devices must respect.
+    """Constraints on a division of the devices.
 
     Attributes:
         num_devices: Devices of the job.
@@ -262,7 +262,7 @@ def ask_front(
 def place_frozen(
     freezing: Freezing, num_atoms: int, num_frozen: int, num_ranks: int, num_microbatches: int
 ) -> tuple[Placement, Plan | None]:
-    """Who gets what: as planned, or, where nothing was measured, as many atoms each.
+    """The placement as planned or, where nothing was measured, with as many atoms for each rank.
 
     Args:
         freezing: What is known.

@@ -1,4 +1,4 @@
-"""What the user chose for the strategy."""
+"""Options of the strategy, checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """What the user chose; see ``TSPipeStrategy``.
+    """Options that the user chose; see ``TSPipeStrategy``.
 
     Attributes:
         averages: From callbacks: a teacher's submodules, and what of the student each averages.

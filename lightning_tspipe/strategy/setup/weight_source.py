@@ -1,4 +1,4 @@
-"""Where the values of a module come from, before its stages are placed."""
+"""Share or build the initial weights of a module, before its stages are placed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Where the values of a module come from.
+    """Sources of the initial weights of a module.
 
     Attributes:
         construction: How parts that are on the meta device were built.

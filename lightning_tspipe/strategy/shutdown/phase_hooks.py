@@ -1,4 +1,4 @@
-"""Hooks that note what this rank is doing, for whoever has to tell of a failure."""
+"""Hooks that note what this rank is doing, for messages about failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attributes and metrics of a module that its steps change: found, packed, and set elsewhere."""
+"""Find the attributes and metrics that steps change, pack them, and set them on other ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Collected:
 
 
 def _state(value: Any) -> Any:
-    """What tells whether an attribute is as it was."""
+    """A value that differs if an attribute has changed."""
     if isinstance(value, _CONTAINERS):
         return id(value), len(value)
     if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""What optimization by hand asks of every rank: commands, each carried out on what a rank owns."""
+"""Commands of optimization by hand, which every rank carries out on what it owns."""
 
 from __future__ import annotations
 

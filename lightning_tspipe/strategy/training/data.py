@@ -1,4 +1,4 @@
-"""Which rank reads which batch: loaders, the batch ahead, transfer to the device."""
+"""Read batches on one rank of a pipeline: loaders, batches ahead, transfer to the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validation, test and prediction steps."""
+"""Run validation, test and prediction steps through the pipeline."""
 
 from __future__ import annotations
 

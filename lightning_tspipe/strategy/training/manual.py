@@ -45,7 +45,7 @@ from lightning_tspipe.strategy.training.optimizers import (
 
 
 class _Mode(Enum):
-    """Who runs: nobody's step, one without effects on optimizers, the one with real outputs."""
+    """The step that runs: none, one without effects on optimizers, the one with real outputs."""
 
     OUTSIDE = auto()
     SILENT = auto()
@@ -361,7 +361,7 @@ class ManualOptimization:
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """What takes the place of an optimizer's methods where nothing is to happen."""
+    """Replaces methods of an optimizer where nothing is to happen."""
 
 
 def _check_closure(closure: Any = None, **_kwargs: Any) -> None:

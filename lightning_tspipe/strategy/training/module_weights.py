@@ -1,4 +1,4 @@
-"""The weights of a module before its stages are placed: built without values, loaded in parts."""
+"""Weights of a module before its stages are placed: built without values, loaded in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking into optimizers."""
+"""Read and set parameters and hyperparameters of optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps leave on the loss rank, for the hooks that every rank runs.
+"""Share with all ranks what steps leave on the loss rank, for the hooks that every rank runs.
 
 A step runs on the loss rank: what it appends to a list of the module, what its metrics have
 counted, what it logged and returned is there and nowhere else. Hooks run on every rank. So before
@@ -242,7 +242,7 @@ def _saves_within_epochs(callback: Any, trainer: Any) -> bool:
 
 
 def _results_of(stage: str, trainer: Any) -> list[Any]:
-    """What Lightning keeps for the caller of validate, test and predict: one item per loader."""
+    """Results for the caller of validate, test and predict: one item per loader."""
     results: list[Any] = []
     if stage == "predict":
         results = trainer.predict_loop._predictions  # noqa: SLF001
