@@ -34,7 +34,7 @@ from lightning_tspipe.errors import (
 from lightning_tspipe.evaluation import knn_evaluation, linear_evaluation
 from lightning_tspipe.heads import FanoutTraining, HeadOptimizers, StudentFanout
 from lightning_tspipe.runtime.weights.prediction import PredictsUpdate
-from lightning_tspipe.strategy.lightning.namespaces import installed_worlds
+from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 __all__ = [
@@ -68,7 +68,7 @@ __all__ = [
     "linear_evaluation",
 ]
 
-for _world in installed_worlds():
-    _registry = _world.strategies.StrategyRegistry
+for _namespace in installed_namespaces():
+    _registry = _namespace.strategies.StrategyRegistry
     if "tspipe" not in _registry:
         TSPipeStrategy.register_strategies(_registry)

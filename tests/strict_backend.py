@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from lightning_tspipe.runtime.transport.nccl import NcclWire
 from lightning_tspipe.runtime.transport.ordered import WIRE_TYPES
-from lightning_tspipe.strategy.lightning.processes import ProcessHooks
+from lightning_tspipe.strategy.lightning.processes import Processes
 
 NAME = "strict"
 VARIABLE = "TSPIPE_TEST_STRICT"
@@ -175,8 +175,8 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> StrictGroup:
 def install() -> None:
     """Let the strategies of this process send tensors over the backend."""
     register()
-    ProcessHooks._ordered_backend = property(  # type: ignore[method-assign, assignment]
-        lambda self: NAME if self.num_ranks > 1 else ""
+    Processes._ordered_backend = property(  # type: ignore[method-assign, assignment]
+        lambda self: NAME if self._run.num_ranks > 1 else ""
     )
     close = NcclWire.close
 
@@ -187,16 +187,16 @@ def install() -> None:
         assert not names & LIVE, f"{sorted(names & LIVE)} of {sorted(names)} are left"
 
     NcclWire.close = close_all  # type: ignore[method-assign]
-    reconnect = ProcessHooks.reconnect
+    reconnect = Processes.reconnect
 
-    def reconnect_all(self: ProcessHooks, num_ranks: int) -> None:
+    def reconnect_all(self: Processes, num_ranks: int) -> None:
         """Into another mesh: the groups of the one before go."""
         before = _groups() - LIVE
         reconnect(self, num_ranks)
         left = before & _groups()
         assert len(left) == 1, f"of {sorted(before)}, {sorted(left)} are left, and not one world"
 
-    ProcessHooks.reconnect = reconnect_all  # type: ignore[method-assign]
+    Processes.reconnect = reconnect_all  # type: ignore[method-assign]
 
 
 def _groups() -> set[str]:

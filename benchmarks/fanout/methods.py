@@ -227,9 +227,10 @@ def train(job: Job, connection: Connection) -> None:
     if job.method == "trunk":
         _run_trunk(WORKLOADS[job.workload](1)[0], loader)
         return
+    options: dict[str, Any] = dict(job.options)
     trainer = Trainer(
         accelerator="cpu",
-        strategy=TSPipeStrategy(**dict(job.options)) if job.method == "fanout" else "auto",
+        strategy=TSPipeStrategy(**options) if job.method == "fanout" else "auto",
         devices=job.num_ranks if job.method == "fanout" else 1,
         max_epochs=1,
         logger=False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -51,7 +52,8 @@ def _fsdp2(job: Job, workload: Workload, gate: Gate) -> None:
 
 
 def _tspipe(job: Job, workload: Workload, gate: Gate) -> None:
-    strategy = TSPipeStrategy(**dict(job.options))
+    options: dict[str, Any] = dict(job.options)
+    strategy = TSPipeStrategy(**options)
     _fit(job, workload.module(), strategy, _loader(job, workload, gate))
 
 

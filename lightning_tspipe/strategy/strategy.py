@@ -1,72 +1,36 @@
-"""The Lightning strategy: hooks that call the engine, no arithmetic.
+"""The Lightning strategy: hooks that call its components, no arithmetic.
 
-One class serves both Lightning worlds (``lightning.pytorch`` and ``pytorch_lightning``): it
-derives from the ``ParallelStrategy`` of each, and takes the method order of the one whose Trainer
-uses it.
+One class serves both Lightning namespaces (``lightning.pytorch`` and ``pytorch_lightning``).
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
-from lightning_tspipe.runtime.batches.loading import LookaheadLoader
-from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.evaluation import Evaluation
-from lightning_tspipe.runtime.faults.failures import Failures
-from lightning_tspipe.runtime.faults.stopping import Stop
-from lightning_tspipe.runtime.weights.materializing import Source, is_on_meta
-from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.runtime.weights.scaling import shared_scaler
-from lightning_tspipe.strategy.checkpoints.progress import leave_ended_epoch
-from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
-from lightning_tspipe.strategy.lightning.namespaces import strategy_classes, world_of
-from lightning_tspipe.strategy.setup.asynchronous import policy_for, refuse_training
-from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.checkpoints.files import whole_files
+from lightning_tspipe.strategy.components import Components
+from lightning_tspipe.strategy.lightning.base import StrategyArguments
+from lightning_tspipe.strategy.lightning.processes import StartMethod
+from lightning_tspipe.strategy.lightning.ranks import RankedStrategy
 from lightning_tspipe.strategy.setup.options import SetupOptions, load_plan
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
-from lightning_tspipe.strategy.setup.refusals import (
-    TeacherWatch,
-    refuse_callbacks,
-    refuse_delay,
-    refuse_fused,
-    refuse_loaders,
-    refuse_module,
-    refuse_optimizers,
-    refuse_trainer,
-)
-from lightning_tspipe.strategy.shutdown.ends import EndHooks
-from lightning_tspipe.strategy.training.batches import CopyStream
-from lightning_tspipe.strategy.training.driving import Driver, PipelineDriver
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
-from lightning_tspipe.strategy.training.manual import ManualOptimization
-from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.repacking import Repacking
-from lightning_tspipe.strategy.training.step_results import PeerMetrics, StepSync
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class PipelineHooks(EndHooks):
-    """What the strategy does in Lightning's hooks, in either Lightning world."""
+class TSPipeStrategy(RankedStrategy):
+    """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
         self,
@@ -91,8 +55,8 @@ class PipelineHooks(EndHooks):
         verify_checkpoint: bool = True,
         ranks_per_device: int = 1,
         timeout: timedelta = timedelta(minutes=10),
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **kwargs: Any,
+        start_method: StartMethod = "popen",
+        **kwargs: Unpack[StrategyArguments],
     ) -> None:
         """Pipeline the student and the teacher of a LightningModule over the devices.
 
@@ -148,195 +112,206 @@ class PipelineHooks(EndHooks):
         plan = load_plan(plan)
         if num_stages is None and plan is not None and plan.num_replicas > 1:
             num_stages = plan.pipeline.num_ranks
-        super().__init__(num_stages, ranks_per_device, timeout, start_method, **kwargs)
-        self.options = SetupOptions(
+        options = SetupOptions(
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
             activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
             ranks_per_device=ranks_per_device,
         )  # fmt: skip
-        self._engine: Engine | None = None
-        self._construction = Construction()
-        self._source: Source | None = None
-        self._restores_optimizers = False
-        self._spread: Engine | None = None
-        self._kept_of: nn.Module | None = None
-        self._save_distributed = save_distributed_checkpoint
-        self._verify_checkpoint = verify_checkpoint
-        self._evaluations: dict[Any, Evaluation] = {}
-        self._resumed: dict[str, Any] | None = None
-        self._resumed_replicas: list[dict[str, Any]] | None = None
-        self._left: dict[str, Any] | None = None
-        self._left_shards: Shards | None = None
-        self._writer: ShardWriter | None = None
-        self._accumulates = False
-        self._loader: LookaheadLoader | None = None
-        self._copies: CopyStream | None = None
-        self._prepared: dict[int, Any] = {}
-        self._has_begun = False
-        self._position: tuple[int, int] | None = None
-        self._num_loaders = 0
-        self._words: dict[int, deque[tuple[int, bool]]] = {}
-        self._epoch = -1
-        self._epoch_is_through = False
-        self._watch: TeacherWatch | None = None
-        self._watched_from = 0
-        self._gradients_ready = 0.0
-        self._reduces = True
-        self._is_whole = self._is_forward_only = False
-        self._outside: RandomStates | None = None
-        self._random: RandomStates | None = None
-        self._peer_metrics: PeerMetrics | None = None
-        self.step_sync: StepSync | None = None
-        self._failures: Failures | None = None
-        self._stop = Stop()
-        self._ends_together = self._requeues = self._has_told = self._hears_no_more = False
-        self._muted: list[Any] = []
-        self.have_workers_failed = False
-        self._manual = ManualOptimization(self)
-        self._driver: Driver = PipelineDriver(self)  # until it is known what is trained
-        self.heads_here = HeadsHere(self)
-        self.pipelined = Pipelined(self)
-        self.repacking = Repacking(self)
-        self.plan_of_run = PlanOfRun()
+        super().__init__(options, num_stages, timeout, **kwargs)
+        self._parts = Components(
+            self.run, start_method, saves_shards=save_distributed_checkpoint,
+            verifies=verify_checkpoint,
+        )  # fmt: skip
+        self.pipelined = self._parts.pipelined
+        self.repacking = self._parts.repacking
+        self.shutdown = self._parts.shutdown
 
     @property
     def engine(self) -> Engine | None:
         """The engine, once the first batch has been seen."""
-        return self._engine
+        return self.run.engine
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether this rank ends by an exception that the others don't share."""
+        return self.run.is_failing
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning splits samplers: over replicas, unless these get parts of batches."""
+        module = self.lightning_module
+        deals = module is not None and self.repacking.repacks and module.trainer.training
+        return self.run.num_replicas > 1 and not deals
+
+    # Processes
 
     @override
-    def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        assert self.model is not None
-        self.forget_other_modules()
-        self.accelerator.setup(trainer)
-        if self.root_device.type == "cpu":
-            keep_freed_memory()
-        self.convert_module(self.model)
-        if self.num_ranks == 1:
-            self.fill_whole()
-        world = world_of(self)
-        if self.num_replicas == 1:
-            # One rank logs for all: there is nothing to reduce.
-            warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
-        # Not for placeholders, and once for each batch.
-        vars(self._module)["_on_before_batch_transfer"] = _function(self.before_transfer)
-        refuse_trainer(trainer, self.root_device)
-        refuse_callbacks(trainer)
-        self.refuse_other_io()
-        world.insert_metrics_sync(trainer, self)
-        if self.num_ranks > 1:
-            # Lightning tells them the rank only if the world is larger than one, and there it means
-            # replicas: the ranks would write the same file.
-            trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)  # type: ignore[attr-defined]
-            self._share_what_steps_leave(trainer)
-        if trainer.state.fn == "fit":
-            self._left = self._left_shards = self._outside = None
-            find_networks(self._module, self.options)
-            refuse_module(self._module)
-            refuse_delay(trainer, self._module)
-            self.setup_optimizers(trainer)
-            refuse_optimizers(self.optimizers)
-            self._refuse_asynchronous(trainer)
-        self.prepare_ends(trainer)
-        self.setup_precision_plugin()
-        if self.num_ranks > 1:
-            self._share_scaler()
-            self.precision_plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
-            self.precision_plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-
-    def _refuse_asynchronous(self, trainer: Trainer) -> None:
-        policy = policy_for(self.options)
-        if policy is not None:
-            student = find_networks(self._module, self.options).student
-            refuse_training(policy, trainer, self._module, student, self.num_ranks)
-
-    def _share_scaler(self) -> None:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None:
-            refuse_fused(self.optimizers)
-            self.precision_plugin.scaler = shared_scaler(scaler, self.root_device)  # type: ignore[attr-defined]
-
-    def _share_what_steps_leave(self, trainer: Trainer) -> None:
-        world = world_of(self)
-        # Rank 0 predicts and another rank reads: it tells rank 0 which samples they were.
-        warnings.filterwarnings("ignore", message=".*the batch indices.*`.*RemoteLoader`")
-        # After a fit ranks hold parts; what is loaded on rank 0 counts, and is shared from there.
-        warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model")
-        modules = self._modules_outside()
-        self._peer_metrics = PeerMetrics(modules, self.replicas)
-        self.step_sync = StepSync(self, modules, world.internal_names)
-        world.insert_step_sync(trainer, self)
+    def _configure_launcher(self) -> None:
+        self._launcher = self._parts.processes.make_launcher()
 
     @override
-    def reconnect(self, num_ranks: int) -> None:
-        super().reconnect(num_ranks)
-        self._loader, self._words = None, {}
-        if self._peer_metrics is not None:
-            self._peer_metrics.release()
-            self._peer_metrics = PeerMetrics(self._modules_outside(), self.replicas)
+    def setup_environment(self) -> None:
+        self.shutdown.begin()
+        super().setup_environment()
+        self._parts.processes.set_up_environment()
+        self.shutdown.connected()
 
-    def _modules_outside(self) -> dict[str, nn.Module]:
-        """The parts of the module that are not pipelined, by their names."""
-        module = self._module
-        try:
-            networks = find_networks(module, self.options)
-            names = [*networks.local, *(name for _, name in networks.items())]
-        except ConfigurationError:  # an evaluation then goes without a pipeline
-            names = []
-        inside = {part for name in names for part in module.get_submodule(name).modules()}
-        return {path: part for path, part in module.named_modules() if part not in inside}
+    # The beginning and the end of a run
+
+    @override
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        is_late = empty_init or self._parts.weights.is_configuring
+        with self._parts.weights.building() if is_late else super().tensor_init_context(empty_init):
+            yield
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        self._parts.begin(trainer)
 
     @override
     def model_to_device(self) -> None:
         """Parameters move at the first batch, when it is known who gets which."""
 
     @override
-    def on_train_start(self) -> None:
-        refuse_loaders(self._trainer)
-        # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
-        # could begin a step before rank 0 has ended the last one.
-        loop = self._trainer.fit_loop
-        loop.epoch_loop._broadcast_sigterm_tensor = _say_nothing  # type: ignore[method-assign] # noqa: SLF001
-        leave_ended_epoch(loop)
-        self.restore_random()
-        self.repacking.run_begins()
+    def on_exception(self, exception: BaseException) -> None:
+        self.shutdown.on_exception(exception)
 
     @override
     def teardown(self) -> None:
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
-        module = self.lightning_module
-        if module is not None:
-            vars(module).pop("_on_before_batch_transfer", None)
-        self.end_writing(waits=not self.is_failing)
-        self.finish_files()
-        if module is not None and not self.is_failing:
-            # A process that ends takes what it sent with it, unless it has arrived.
-            self.barrier("teardown")
-        if self._failures is not None:
-            self._failures.end_watch()
-        if not self.is_failing:
-            self.end_without_batches()
-        self.heads_here.release()
-        self.options = replace(self.options, averages={})
-        self._engine = None
-        self._resumed = self._resumed_replicas = self._random = None
-        self.plan_of_run.forget()
-        self._restores_optimizers = False
-        self._copies = None
-        self._evaluations = {}
-        self._is_whole = self._is_forward_only = False
-        if self._peer_metrics is not None:
-            self._peer_metrics.release()
-            self._peer_metrics = None
-        self.cluster_environment.teardown()
-        if module is not None and not is_on_meta(module):
-            module.cpu()
-        world_of(self).optimizers_to_device(self.optimizers, torch.device("cpu"))
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
+        self._parts.end()
+
+    # Data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        trains = self.run.trainer.training
+        shared = self.repacking.share(dataloader) if trains else dataloader
+        return self._parts.data.loader_of_rank(shared)
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        return self._parts.data.batch_to_device(batch, device, dataloader_idx)
+
+    # Training
+
+    @override
+    def on_train_start(self) -> None:
+        self._parts.begin_training()
+
+    @override
+    def on_train_end(self) -> None:
+        self._parts.saving.note_end()
+        self._parts.training.end()
+        self.shutdown.end_if_asked()
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.training.step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        return self._parts.training.backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def block_backward_sync(self) -> Any:
+        return self._parts.training.accumulating()
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        with self._parts.training.updating():
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # Evaluation
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.evaluator.step("validation_step", *args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.evaluator.step("test_step", *args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.evaluator.predict(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        self._parts.evaluator.end_validation()
+        if self.run.trainer.state.fn != "fit":  # there, more steps follow
+            self.shutdown.end_if_asked()
+
+    @override
+    def on_test_end(self) -> None:
+        self._parts.evaluator.end()
+        self.shutdown.end_if_asked()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._parts.evaluator.end()
+        self.shutdown.end_if_asked()
+
+    # Checkpoints
+
+    @property  # type: ignore[explicit-override] # of the setter; it is below
+    @override
+    def checkpoint_io(self) -> Any:
+        """How files are written: whole or not at all, unless the user brings a way."""
+        found: Any = self._checkpoint_io
+        if found is None:
+            found = self._checkpoint_io = whole_files(self.namespace)
+        elif not getattr(found, "_base_checkpoint_io_configured", True):
+            found.checkpoint_io = whole_files(self.namespace)
+        return found
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._parts.saving.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._parts.saving.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        self._parts.saving.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._parts.saving.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        return self._parts.reading.load(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._parts.weights.source is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._parts.reading.load_module(self._parts.weights.source, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._parts.weights.source is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self._parts.reading.load_optimizers(self._parts.weights.source)
 
     @classmethod
     @override
@@ -352,21 +327,3 @@ class PipelineHooks(EndHooks):
                 f"tspipe_{weights}", cls, description=f"Asynchronous pipeline, weights {weights}",
                 schedule="1f1b", weights=weights,
             )  # fmt: skip
-
-
-def _function(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, which copies of a module share: copies of a method would copy its object."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        return method(*args, **kwargs)
-
-    return function
-
-
-def _say_nothing() -> None:
-    """In the place of a word to all ranks."""
-
-
-# Under their names, so that launchers that pickle a strategy find its class.
-globals().update(strategy_classes(PipelineHooks))
-TSPipeStrategy: Any = globals()["TSPipeStrategy"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import textwrap
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,9 +30,8 @@ from lightning.pytorch.strategies.launchers import (
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.strategy.setup.refusals import refuse_trainer
-from lightning_tspipe.strategy.strategy import PipelineHooks
 
-WORLDS = ("lightning.pytorch", "pytorch_lightning")
+NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 NAMES = ("tspipe", "tspipe_gpipe", "tspipe_sequential")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
@@ -38,30 +40,74 @@ def make_trainer(**arguments: Any) -> Any:
     return Trainer(**{"accelerator": "cpu", "devices": 2, **QUIET, **arguments})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_names_are_registered_in_both_worlds(world: str) -> None:
-    registry = importlib.import_module(f"{world}.strategies").StrategyRegistry
+@pytest.mark.parametrize("package", NAMESPACES)
+def test_names_are_registered_in_both_namespaces(package: str) -> None:
+    registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
     assert set(NAMES) <= set(registry.available_strategies())
     assert registry["tspipe_gpipe"]["init_params"] == {"schedule": "gpipe"}
     assert "schedule" in registry["tspipe"]["description"]
 
 
-class Own(TSPipeStrategy):  # type: ignore[misc] # made at import
+class Own(TSPipeStrategy):
     """A user's."""
 
 
-def test_a_users_subclass_stays_what_it_is() -> None:
+@pytest.mark.parametrize("package", NAMESPACES)
+def test_a_users_subclass_stays_what_it_is(package: str) -> None:
     strategy = Own(num_microbatches=2)
-    assert type(make_trainer(strategy=strategy).strategy) is Own
+    trainer = importlib.import_module(package).Trainer
+    made = trainer(strategy=strategy, accelerator="cpu", devices=2, **QUIET).strategy
+    assert type(made) is Own
+    assert made.namespace.name == package
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("package", NAMESPACES)
+def test_inherited_methods_are_those_of_the_trainers_namespace(package: str) -> None:
+    library = importlib.import_module(package)
+    strategy = TSPipeStrategy()
+    library.Trainer(strategy=strategy, accelerator="cpu", devices=2, **QUIET)
+    strategy.optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)]
+    (wrapped,) = strategy._lightning_optimizers
+    core = importlib.import_module(f"{package}.core.optimizer")
+    assert isinstance(wrapped, core.LightningOptimizer)
+
+
+def test_no_attribute_comes_after_construction() -> None:
+    """An object is complete when it exists, and so are its components."""
+    strategy = TSPipeStrategy()
+    parts = {**vars(strategy), **vars(strategy._parts)}
+    objects = [strategy, *(part for part in parts.values() if _is_own(part))]
+    assert len(objects) > 15
+    for each in objects:
+        found = {name for kind in type(each).__mro__ if _is_own(kind) for name in _assigned(kind)}
+        assert found <= {*vars(each), *dir(type(each))}, type(each).__name__
+
+
+def _is_own(thing: Any) -> bool:
+    kind = thing if isinstance(thing, type) else type(thing)
+    return kind.__module__.startswith("lightning_tspipe.strategy.")
+
+
+def _assigned(kind: type) -> set[str]:
+    """The attributes of ``self`` that a class sets anywhere in its methods."""
+    if kind.__name__ == "LightningStrategy":  # made when the package is imported
+        return set()
+    tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    targets = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return {
+        node.attr
+        for node in targets
+        if isinstance(node.ctx, ast.Store) and getattr(node.value, "id", "") == "self"
+    }
+
+
+@pytest.mark.parametrize("package", NAMESPACES)
 @pytest.mark.parametrize("name", [*NAMES, "TSPipe"])
-def test_a_name_gives_a_strategy_of_the_trainers_world(name: str, world: str) -> None:
-    package = importlib.import_module(world)
-    trainer = package.Trainer(strategy=name, accelerator="cpu", devices=2, **QUIET)
-    base = importlib.import_module(f"{world}.strategies").ParallelStrategy
-    assert isinstance(trainer.strategy, PipelineHooks)
+def test_a_name_gives_a_strategy_of_the_trainers_namespace(name: str, package: str) -> None:
+    trainer = importlib.import_module(package).Trainer(
+        strategy=name, accelerator="cpu", devices=2, **QUIET
+    )
+    base = importlib.import_module(f"{package}.strategies").ParallelStrategy
     assert isinstance(trainer.strategy, TSPipeStrategy)
     assert isinstance(trainer.strategy, base)
     expected = name.lower().removeprefix("tspipe").removeprefix("_") or "tspipe"
@@ -137,7 +183,7 @@ def test_plugins_of_the_trainer_are_taken() -> None:
 
 def test_arguments_of_other_strategies_are_not_swallowed() -> None:
     with pytest.raises(TypeError, match="find_unused_parameters"):
-        TSPipeStrategy(find_unused_parameters=True)
+        TSPipeStrategy(find_unused_parameters=True)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

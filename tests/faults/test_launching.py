@@ -24,7 +24,7 @@ from lightning_tspipe.strategy.lightning.launching import (
     _PassedOn,
     _Workers,
 )
-from lightning_tspipe.strategy.lightning.namespaces import installed_worlds
+from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 
 
 class Workers:
@@ -42,7 +42,7 @@ class Workers:
 class Strategy(SimpleNamespace):
     """Stands for a strategy."""
 
-    world = installed_worlds()[0]
+    namespace = installed_namespaces()[0]
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,8 @@ def launcher_over(base: type) -> Any:
     launcher: Any = _launcher_class("Launcher", _Workers, base)()
     launcher._start_method = "fork"
     launcher._strategy = Strategy(
-        have_workers_failed=False, cluster_environment=SimpleNamespace(main_port=29500)
+        run=SimpleNamespace(have_workers_failed=False),
+        cluster_environment=SimpleNamespace(main_port=29500),
     )
     return launcher
 
@@ -74,10 +75,10 @@ def test_another_fit_starts_as_if_none_had_failed() -> None:
     launcher = launcher_over(Workers)
     with pytest.raises(RuntimeError, match="a worker failed"):
         launcher.launch(print)
-    assert launcher._strategy.have_workers_failed
+    assert launcher._strategy.run.have_workers_failed
     launcher.fails = False
     assert launcher.launch(print) == "done"
-    assert not launcher._strategy.have_workers_failed
+    assert not launcher._strategy.run.have_workers_failed
 
 
 class Leaving(Workers):
@@ -148,7 +149,7 @@ def test_sigterm_to_a_worker_ends_the_parent_as_one_to_the_parent(
     """Also to one that does not handle signals yet, and so has told nobody."""
     launcher = launcher_over(Ended)
     launcher.exit_code = code
-    expected = ProcessExitedException if code == 1 else Strategy.world.sigterm_exception
+    expected = ProcessExitedException if code == 1 else Strategy.namespace.sigterm_exception
     hook = sys.excepthook
     with pytest.raises(expected):
         launcher.launch(print)
@@ -182,7 +183,7 @@ def test_sigterm_while_workers_are_started_reaches_them_when_they_are_there() ->
     launcher = launcher_over(Starting)
     previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        with pytest.raises(Strategy.world.sigterm_exception):
+        with pytest.raises(Strategy.namespace.sigterm_exception):
             launcher.launch(print)
     finally:
         signal.signal(signal.SIGTERM, previous)

@@ -40,9 +40,11 @@ if "LOCAL_RANK" in os.environ:
 import torch
 
 from lightning_tspipe.strategy.lightning import processes
+from lightning_tspipe.strategy.lightning.namespaces import Namespace
 from tests.faults.breaking import BYOL, Broken, fit
 
-meet, set_up = processes.meet, processes.ProcessHooks.setup_environment
+meet, set_up = processes.meet, processes.Processes.set_up_environment
+connect = Namespace.init_dist_connection
 
 
 def paused_meet(*args, **kwargs):
@@ -60,22 +62,14 @@ def failing_set_up(self):
     set_up(self)
 
 
-class World:
-    def __init__(self, world):
-        self.world = world
-
-    def __getattr__(self, name):
-        return getattr(self.world, name)
-
-    def init_dist_connection(self, *args, **kwargs):
-        pause("connecting")
-        return self.world.init_dist_connection(*args, **kwargs)
+def paused_connection(self, *args, **kwargs):
+    pause("connecting")
+    return connect(self, *args, **kwargs)
 
 
 processes.meet = paused_meet
-processes.ProcessHooks.setup_environment = failing_set_up
-world_of = processes.world_of
-processes.world_of = lambda strategy: World(world_of(strategy))
+processes.Processes.set_up_environment = failing_set_up
+Namespace.init_dist_connection = paused_connection
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)

@@ -184,9 +184,9 @@ class _Peaks(Callback):
         self._folder = folder
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        strategy = trainer.strategy
-        plan = strategy.plan_of_run.plan
-        rank = strategy.pipeline_rank
+        run = trainer.strategy.run
+        plan = None if run.plan.now is None else run.plan.now.plan
+        rank = run.pipeline_rank
         told = {
             "planned": None if plan is None else plan.memory_bytes[rank],
             "real": torch.cuda.max_memory_allocated(),

@@ -240,7 +240,7 @@ def killed(case: Case) -> None:
     original = Repacking._change
 
     def change(self: Repacking, num_ranks: int) -> None:
-        if self._strategy.global_rank == 1:
+        if self._run.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         original(self, num_ranks)
 

@@ -88,7 +88,7 @@ class Entry:
 
 
 def read_contents(content: bytes) -> dict[Place, Entry]:
-    """What lies in a folder, by its place in the state: ``("model", "student.0.weight")``.
+    """Entries of a folder, by their places in the state: ``("model", "student.0.weight")``.
 
     Args:
         content: Of ``.metadata``.

@@ -1,4 +1,4 @@
-"""Checkpoint files: written whole or not at all, and a clear word about one that is not whole."""
+"""Write checkpoint files whole or not at all, and explain one that is not whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.strategy.checkpoints.checksums import DamageError
 from lightning_tspipe.strategy.checkpoints.zips import compare_records, is_archive
-from lightning_tspipe.strategy.lightning.namespaces import installed_worlds, world_of
+from lightning_tspipe.strategy.lightning.namespaces import Namespace, installed_namespaces
 
 _PART = ".part"
 _MANY = 3
@@ -54,7 +54,7 @@ def write_whole(checkpoint: Any, path: Path) -> None:
 
 
 def unsaved(error: BaseException, path: Path) -> OSError | None:
-    """What to say of a checkpoint that could not be written; None if not by the system's fault."""
+    """The error for a checkpoint that could not be written; None if not by the system's fault."""
     reason = system_error(error)
     if reason is None:
         return None
@@ -109,7 +109,7 @@ def _why_incomplete(file: Path) -> str:
 
 
 def _too_rich(file: Path, error: UnpicklingError) -> str:
-    """What to do with a checkpoint that is whole, and holds objects of the user's."""
+    """The message for a checkpoint that is whole, and holds objects of the user's."""
     found = re.search(r"GLOBAL ([\w.]+)", str(error))
     what = f"objects of {found[1]}" if found else "objects of classes of yours"
     return (
@@ -185,22 +185,22 @@ def _io_class(name: str, base: type) -> type:
 
 
 # Under their names, since they travel to workers.
-_NAMES = {world.name: f"WholeFiles{number}" for number, world in enumerate(installed_worlds())}
+_NAMES = {each.name: f"WholeFiles{number}" for number, each in enumerate(installed_namespaces())}
 globals().update(
     {
-        _NAMES[world.name]: _io_class(_NAMES[world.name], world.torch_checkpoint_io)
-        for world in installed_worlds()
+        _NAMES[each.name]: _io_class(_NAMES[each.name], each.torch_checkpoint_io)
+        for each in installed_namespaces()
     }
 )
 
 
-def whole_files(strategy: Any) -> Any:
-    """How a strategy writes checkpoints unless the user says otherwise."""
-    return globals()[_NAMES[world_of(strategy).name]]()
+def whole_files(namespace: Namespace) -> Any:
+    """The plugin by which checkpoints are written unless the user brings one."""
+    return globals()[_NAMES[namespace.name]]()
 
 
 def innermost(io: Any) -> Any:
-    """Who writes, behind plugins that decide when."""
+    """The plugin that writes, behind those that decide when."""
     while getattr(io, "_base_checkpoint_io_configured", False):
         io = io.checkpoint_io
     return io
@@ -208,7 +208,7 @@ def innermost(io: Any) -> Any:
 
 def is_usual(io: Any) -> bool:
     """Whether checkpoints are written as Lightning does it, or as :func:`whole_files`."""
-    usual = [world.torch_checkpoint_io for world in installed_worlds()]
+    usual = [each.torch_checkpoint_io for each in installed_namespaces()]
     return type(io) in {*usual, *(globals()[name] for name in _NAMES.values())}
 
 

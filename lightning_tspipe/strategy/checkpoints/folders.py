@@ -1,4 +1,4 @@
-"""A folder of shards on the disk: what is in it, read without running it, and compared."""
+"""Read a folder of shards without running code from it, and compare checksums."""
 
 from __future__ import annotations
 

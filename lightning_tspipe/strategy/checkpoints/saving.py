@@ -1,4 +1,4 @@
-"""Checkpoints: one ordinary Lightning file, whatever the stages are.
+"""Saving checkpoints: one ordinary Lightning file, whatever the stages are, or a folder of shards.
 
 Beside what Lightning keeps, the file holds under ``lightning_tspipe`` what a pipeline needs to go
 on exactly where it stopped, within an epoch too. A Trainer with another strategy leaves it alone.
@@ -6,131 +6,342 @@ on exactly where it stopped, within an epoch too. A Trainer with another strateg
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+import logging
+import shutil
+from pathlib import Path
+from typing import Any, Literal
 
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import override
+from torch.optim import Optimizer
 
-from lightning_tspipe.strategy.checkpoints import progress
-from lightning_tspipe.strategy.checkpoints.folders import IS_SUMMED
-from lightning_tspipe.strategy.checkpoints.sharded import ShardedHooks
-from lightning_tspipe.strategy.checkpoints.shards import GRADIENTS
-
-ENTRY = "lightning_tspipe"
-REPEATED = (
-    "the checkpoint was saved within an epoch, by another strategy or with another number of "
-    "replicas, and its training loader has no state: the rest of the epoch reads batches from its "
-    "beginning. Go on from the end of an epoch, or use a loader with state_dict and load_state_dict"
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.runtime.faults.failures import first_line, waiting
+from lightning_tspipe.runtime.faults.phases import HERE, SAVING
+from lightning_tspipe.runtime.weights.materializing import is_on_meta
+from lightning_tspipe.runtime.weights.ownership import Shards
+from lightning_tspipe.strategy.checkpoints.files import innermost, is_usual
+from lightning_tspipe.strategy.checkpoints.loading import ENTRY
+from lightning_tspipe.strategy.checkpoints.shards import (
+    GRADIENTS,
+    aside,
+    is_sharded,
+    own_optimizer_state,
 )
+from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.training import progress
+from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.evaluating import Evaluator
+from lightning_tspipe.strategy.training.head_logs import HeadsHere
+from lightning_tspipe.strategy.training.manual import ManualOptimization
+from lightning_tspipe.strategy.training.module_weights import ModuleWeights
+from lightning_tspipe.strategy.training.optimizers import plain_optimizer
+from lightning_tspipe.strategy.training.progress import Progress, Resumption
+from lightning_tspipe.strategy.training.repacking import Repacking
+
+log = logging.getLogger("lightning_tspipe")
 
 
-class CheckpointHooks(ShardedHooks):
-    """The part of the strategy that saves and loads."""
+class CheckpointWriter:
+    """Saves checkpoints.
 
-    _left: dict[str, Any] | None
-    _position: tuple[int, int] | None
-    _resumed_replicas: list[dict[str, Any]] | None
+    Args:
+        run: The run.
+        data: Its batches.
+        weights: Where values come from, if there are none yet.
+        resumption: Where this run went on.
+        evaluator: Knows which random states are the training's.
+        manual: Optimization by hand, which may accumulate gradients.
+        repacking: Knows what is frozen.
+        heads: Those of a fan-out.
+        distributed: Whether a checkpoint is a folder to which each rank writes what it holds.
 
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    Attributes:
+        has_told: Whether it was said that nothing is saved of a failure.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - whose states a checkpoint has
+        self,
+        run: Run,
+        data: Data,
+        weights: ModuleWeights,
+        resumption: Resumption,
+        evaluator: Evaluator,
+        manual: ManualOptimization,
+        repacking: Repacking,
+        heads: HeadsHere,
+        distributed: bool | Literal["auto"],
     ) -> None:
-        if "optimizer_states" in checkpoint:  # not with weights_only
-            with self.outside_validation():
-                before = self._resumed if self._left is None else self._left
-                found = before if self._engine is None else self._progress()
-            if found is not None and self.is_global_zero and self.plan_of_run.now is not None:
-                found |= self.plan_of_run.to_entries(self.repacking.freezing)
-            if self.is_loss_rank:
-                # Of shards no rank has the teacher that a callback would go on from.
-                declared = None if self.saves_shards else self._declared_delay
-                _add(checkpoint, self.replicas.gather(found), declared)
-            self.heads_here.note_stopped(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._run = run
+        self._data = data
+        self._weights = weights
+        self._resumption = resumption
+        self._evaluator = evaluator
+        self._manual = manual
+        self._repacking = repacking
+        self._heads = heads
+        self._distributed = distributed
+        self._writer: ShardWriter | None = None
+        self._left: Progress | None = None
+        self._left_shards: Shards | None = None
+        self._accumulates = False
+        self.has_told = False
 
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        # Of shards that were made one file, in which nothing that is empty is left.
-        apart = checkpoint.pop(GRADIENTS, {})
-        checkpoint.pop(IS_SUMMED, None)
-        for state in checkpoint.get("optimizer_states", ()):
-            state.setdefault("state", {})
-        if self._trainer.state.fn == "fit":
-            replicas = checkpoint.get(ENTRY, [])
-            for index, gradients in apart.items():
-                replicas[int(index)]["gradients"] = gradients
-            self.plan_of_run.resume(replicas[0] if replicas else {})
-            self._go_on_with(replicas, is_shared=self.plan_of_run.shares_batches)
-            self._random = progress.random_of(replicas, self.global_rank, self.total_ranks)
-            repeats = progress.repeats_data(checkpoint, self._resumed)
-            if self.is_global_zero and repeats:
-                warnings.warn(REPEATED, stacklevel=2)
-        return checkpoint
+    def begin(self, *, fits: bool) -> None:
+        """A run begins.
 
-    @override
-    def reconnect(self, num_ranks: int) -> None:
-        super().reconnect(num_ranks)
-        if self._resumed_replicas is not None and self._engine is None:
-            self._go_on_with(self._resumed_replicas, is_shared=True)
-
-    def _go_on_with(self, replicas: list[dict[str, Any]], *, is_shared: bool) -> None:
-        """This replica goes on with what those of the checkpoint were at.
-
-        Args:
-            replicas: What ``progress.collect`` gave for each.
-            is_shared: Whether all read parts of the same batches, as where the mesh changes: their
-                order stays what it was.
+        Raises:
+            ConfigurationError: Shards are to be written, and a plugin writes checkpoints its way.
         """
-        find = progress.of_shared_batches if is_shared else progress.of_replica
-        self._resumed_replicas = replicas
-        self._resumed = find(replicas, self.replica, self.num_replicas)
+        if fits:
+            self._left = self._left_shards = None
+        writes_shards = self._distributed
+        if writes_shards == "auto":
+            writes_shards = self._run.num_ranks > 1 and is_on_meta(self._run.module)
+        plugin = innermost(self._run.lightning.checkpoint_io)
+        if writes_shards and not is_usual(plugin):
+            raise ConfigurationError(
+                f"{type(plugin).__name__} would not be asked: a checkpoint of shards is written by "
+                "torch.distributed.checkpoint. Leave the plugin out, or save one file through rank "
+                "0's memory: TSPipeStrategy(save_distributed_checkpoint=False)"
+            )
 
-    @override
-    def on_train_end(self) -> None:
-        if self._engine is not None:
-            # What is saved after the fit must be something to go on from.
+    # What this rank contributes
+
+    @property
+    def _saves_shards(self) -> bool:
+        """Whether a checkpoint is a folder to which each rank writes what it holds."""
+        if self._distributed == "auto":
+            placed = self._run.placed
+            return placed is not None and placed.shards.stays_spread
+        return self._distributed
+
+    def module_state(self) -> dict[str, Any]:
+        """The weights: all of them on rank 0, or those of this rank."""
+        if self._run.is_failing:
+            return {}
+        HERE.interrupt(SAVING)
+        with waiting("collecting the weights"):
+            return self._module_state()
+
+    def _module_state(self) -> dict[str, Any]:
+        run, engine = self._run, self._run.placed
+        if engine is not None and self._saves_shards:
+            first = run.replicas.is_first  # the pipeline that is saved
+            return engine.shards.own_state_dict(run.pipeline_rank) if first else {}
+        if engine is not None:
+            return engine.shards.state_dict(run.pipeline_rank, run.transport)
+        if run.is_loss_rank and is_on_meta(run.module):
+            raise ConfigurationError(
+                "the module was built on the meta device and has no weights yet: they come with "
+                "the first training batch. Save after it"
+            )
+        return run.module.state_dict() if run.is_global_zero or not self._saves_shards else {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What an optimizer keeps: for all parameters on rank 0, or for those of this rank."""
+        if self._run.is_failing:
+            return {}
+        with waiting("collecting the optimizer's state"):
+            return self._optimizer_state(plain_optimizer(optimizer))
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        run, engine = self._run, self._run.placed
+        if engine is None:
+            self._weights.restore_optimizers()
+        # After a fit the module is whole again; of the optimizers each rank still has its part.
+        shards = self._left_shards if engine is None else engine.shards
+        if not self._saves_shards:
+            if shards is None:
+                return optimizer.state_dict()
+            return shards.optimizer_state(optimizer, run.transport)
+
+        def is_mine(name: str) -> bool:
+            owner = LOSS_RANK if shards is None else shards.owner(name)
+            return run.replicas.is_first and owner == run.pipeline_rank
+
+        return own_optimizer_state(run.module, optimizer, is_mine)
+
+    # Saving
+
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> None:
+        """Write a checkpoint, unless parts of it may be gone with other ranks, or are torn."""
+        if self._run.is_failing:
+            self.tell_unsaved()
+            return
+        if self._is_torn:
+            log.warning(
+                "no checkpoint of this failure: it came in the middle of a batch, of which "
+                "gradients, statistics or the teacher hold a part already. The last one is complete"
+            )
+            return
+        HERE.interrupt(SAVING)
+        with waiting(SAVING):
+            self._add_progress(checkpoint)
+            self._write(checkpoint, path, storage_options)
+        HERE.checkpoint = str(path)
+        HERE.go_on()
+
+    def tell_unsaved(self) -> None:
+        """Say once that nothing is saved of this failure."""
+        if self._run.is_global_zero and self._run.has_transport and not self.has_told:
+            self.has_told = True
+            log.warning(
+                "no checkpoint of this failure: other ranks hold parts of the model, and they may "
+                "be gone. The last checkpoint before it is complete"
+            )
+
+    def _add_progress(self, checkpoint: dict[str, Any]) -> None:
+        run = self._run
+        if "optimizer_states" not in checkpoint:  # with weights_only
+            return
+        with self._evaluator.outside_validation():
+            before = self._resumption.here if self._left is None else self._left
+            found = before if run.engine is None else self._progress()
+        if found is not None and run.is_global_zero and run.plan.now is not None:
+            found |= run.plan.to_entries(self._repacking.freezing)
+        if run.is_loss_rank:
+            # Of shards no rank has the teacher that a callback would go on from.
+            declared = None if self._saves_shards else self._data.declared_delay
+            _add(checkpoint, run.replicas.gather(found), declared)
+        self._heads.note_stopped(checkpoint)
+
+    def _write(self, checkpoint: dict[str, Any], given: Any, storage_options: Any) -> None:
+        run = self._run
+        path = Path(run.broadcast(given))
+        if self._saves_shards:
+            self._write_shards(checkpoint, path, storage_options)
+        elif run.is_global_zero:
+            if is_sharded(path):
+                shutil.rmtree(aside(path), ignore_errors=True)
+                path.rename(aside(path))
+            files = run.lightning.checkpoint_io
+            files.save_checkpoint(checkpoint, given, storage_options=storage_options)
+            shutil.rmtree(aside(path), ignore_errors=True)
+
+    def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
+        if storage_options is not None or ":/" in str(path):  # Path makes one of two slashes
+            raise ConfigurationError(
+                f"{str(path)!r}: a checkpoint of shards goes into a folder that all ranks see, and "
+                "takes no storage_options"
+            )
+        states = {"model": checkpoint.pop("state_dict")}
+        if "optimizer_states" in checkpoint:
+            states[GRADIENTS] = self._own_gradients()
+            for index, state in enumerate(checkpoint["optimizer_states"]):
+                states[f"optimizer_{index}"] = state
+            checkpoint["optimizer_states"] = []  # that there is no state yet is one too
+        if self._writer is None:
+            self._writer = ShardWriter(self._run.timeout, is_connected=self._run.total_ranks > 1)
+        waits = not self._writes_meanwhile
+        self._writer.write(states, checkpoint, path, waits=waits)
+        if waits:
+            self._run.barrier()
+
+    def _own_gradients(self) -> dict[str, Any]:
+        """What this rank has accumulated, by replica; each has its own."""
+        run = self._run
+        shards = self._left_shards if run.placed is None else run.placed.shards
+        if shards is None or not self._accumulates:
+            return {}
+        return {str(run.replica): shards.gradients(run.pipeline_rank)}
+
+    @property
+    def _writes_meanwhile(self) -> bool:
+        """Whether the training goes on while a checkpoint is written."""
+        lightning = self._run.lightning
+        kind = lightning.namespace.async_checkpoint_io
+        return self._run.engine is not None and isinstance(lightning.checkpoint_io, kind)
+
+    def remove(self, path: Any) -> None:
+        """Remove a checkpoint; not before the one that replaces it is complete."""
+
+        def remove() -> None:
+            if self._run.is_global_zero:
+                self._run.lightning.checkpoint_io.remove_checkpoint(path)
+
+        if self._writer is not None and self._writer.is_busy:
+            self._writer.do(remove)
+        else:
+            remove()
+
+    # The end of a fit, and of a run
+
+    def wait(self) -> None:
+        """Wait for shards that are still being written."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def note_end(self) -> None:
+        """A training ends: what is saved after it must be something to go on from."""
+        if self._run.engine is not None:
             self._left = self._progress()
-            self._left_shards = self._engine.shards
-        super().on_train_end()
+            self._left_shards = self._run.engine.shards
+        self.wait()
 
     def end_without_batches(self) -> None:
         """A fit went on from a checkpoint of its end: what is saved now is what was loaded."""
-        if self._engine is None and self._resumed is not None:
-            self._left = self._resumed
-            self.restore_optimizers()
+        if self._run.engine is None and self._resumption.here is not None:
+            self._left = self._resumption.here
+            self._weights.restore_optimizers()
+
+    def end_writing(self, *, waits: bool) -> None:
+        """Write no more shards; wait for those that are being written, unless ranks may be gone."""
+        writer, self._writer = self._writer, None
+        if writer is not None and waits:
+            writer.close()
+        elif writer is not None:
+            writer.abandon()
+
+    def finish_files(self) -> None:
+        """Wait for files that are still being written.
+
+        Raises:
+            Exception: One of them was not, and no rank has ended yet; later it is too late to say.
+        """
+        try:
+            self._run.lightning.checkpoint_io.teardown()
+        except Exception as error:
+            if self._run.trainer.interrupted:
+                if not self.has_told:
+                    log.warning("a checkpoint was not saved: %s", first_line(error))
+                return
+            raise
+
+    # Where the pipeline is
 
     @property
-    def fails_within_batch(self) -> bool:
+    def _fails_within_batch(self) -> bool:
         """Whether a run of one device ends in the middle of a batch, which then comes once more."""
-        batches: Any = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        trainer = self._run.trainer
+        batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         return (
-            self.total_ranks == 1
-            and self._trainer.interrupted
-            and self._loader is not None
+            self._run.total_ranks == 1
+            and trainer.interrupted
+            and self._data.loader is not None
             and batches.processed < batches.ready
         )
 
     @property
-    def is_torn(self) -> bool:
+    def _is_torn(self) -> bool:
         """Whether it ends so far within the batch that this can't come once more as it was.
 
         Something of it is in gradients that are accumulated, in a teacher that the step has moved,
         or in BatchNorm's statistics; or what a teacher that runs ahead had computed for it is gone.
         """
-        engine = self._engine
-        if engine is None or not self._has_begun or not self.fails_within_batch:
+        run, engine = self._run, self._run.engine
+        if engine is None or not self._data.has_begun or not self._fails_within_batch:
             return False
-        accumulates = self._trainer.accumulate_grad_batches > 1
-        counts = any(isinstance(m, _BatchNorm) and m.training for m in self._module.modules())
-        is_late = engine.position != self._position and engine.ahead() is not None
+        accumulates = run.trainer.accumulate_grad_batches > 1
+        counts = any(isinstance(m, _BatchNorm) and m.training for m in run.module.modules())
+        is_late = engine.position != self._data.position and engine.ahead() is not None
         return accumulates or counts or is_late or engine.captured.plan.has_ema
 
-    def _progress(self) -> dict[str, Any] | None:
-        assert self._engine is not None
-        loop = self._trainer.fit_loop
-        repeats = self.fails_within_batch
+    def _progress(self) -> Progress | None:
+        engine, loop = self._run.engine, self._run.trainer.fit_loop
+        assert engine is not None
+        repeats = self._fails_within_batch
         ended = loop.epoch_loop._num_ready_batches_reached() and not repeats  # noqa: SLF001
         # The epoch that has begun last; Trainer.current_epoch moves on before its last hooks.
         epoch = loop.epoch_progress.current.ready
@@ -139,12 +350,12 @@ class CheckpointHooks(ShardedHooks):
         place = (epoch, 0) if ended else (epoch - 1, coming)
         self._accumulates = loop._should_accumulate() or bool(self._manual.commands.waiting)  # noqa: SLF001
         return progress.collect(
-            self._engine,
-            self._loader,
+            engine,
+            self._data.loader,
             epoch_ended=ended,
-            position=self._position if repeats else None,
-            with_gradients=self._accumulates and not self.saves_shards,
-            place=None if self.saves_shards else place,
+            position=self._data.position if repeats else None,
+            with_gradients=self._accumulates and not self._saves_shards,
+            place=None if self._saves_shards else place,
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.checkpoints.files import others_beside
 from lightning_tspipe.strategy.checkpoints.folders import CONTENTS_FILE, META_FILE, Folder
+from lightning_tspipe.strategy.training.optimizers import optimizer_names
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -65,7 +66,7 @@ def newest(path: Path) -> Path:
 
 
 def aside(path: Path) -> Path:
-    """Where the checkpoint of a path is while its replacement takes its place."""
+    """The path of a checkpoint while its replacement takes its place."""
     return path.with_name(f".{path.name}.old")
 
 
@@ -197,13 +198,6 @@ class FileSource:
         """None: where the pipeline was, tells them."""
         del self, wanted
         return []
-
-
-def optimizer_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's parameters, in its order."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return [names.get(id(p), f"parameter {place}") for place, p in enumerate(parameters)]
 
 
 def own_optimizer_state(

@@ -232,7 +232,7 @@ class _SummingFiles(FileSystem):
 
 
 def _outcome(write: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """What a function returns, or what the others get to know of its exception; and that."""
+    """The result of a function, or its exception as others are told of it; and the exception."""
     try:
         return write(), None
     except Exception as error:  # noqa: BLE001 - raised when all know of it

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: their records are compared with the checksums that stand in the file.
+"""Compare the records of files of ``torch.save`` with the checksums in the file.
 
 Such a file is a zip archive, with a CRC-32 for each record: the structure, and each storage. torch
 writes them and never looks at them.

@@ -1,4 +1,4 @@
-"""How the processes of the other ranks start: as scripts (``popen``), or as functions.
+"""Launch the processes of the other ranks: as scripts (``popen``), or as functions.
 
 All of them end when the one that started them is gone, and that one when they fail; what is printed
 of it is the cause alone. Lightning handles exceptions where ``fit`` was called, which is not in a
@@ -45,7 +45,7 @@ from lightning_tspipe.runtime.faults.private_folder import (
     remove_job_folder,
 )
 from lightning_tspipe.runtime.faults.rendezvous import HEIR, JOB_TOKEN, Launched
-from lightning_tspipe.strategy.lightning.namespaces import installed_worlds, world_of
+from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 from lightning_tspipe.strategy.lightning.worker_memory import own_memory
 
 _GRACE = 6.0
@@ -93,7 +93,7 @@ class _PassedOn:
         """
         self.give_back()
         if self._previous is signal.SIG_DFL:
-            raise world_of(self._launcher._strategy).sigterm_exception  # noqa: SLF001
+            raise self._launcher._strategy.namespace.sigterm_exception  # noqa: SLF001
         os.kill(os.getpid(), self._signum)
 
     def give_back(self) -> None:
@@ -166,12 +166,12 @@ class InWorker:
             return self.function(*args, **kwargs)
         except BaseException as exception:
             if trainer is not None:
-                world_of(trainer.strategy).interrupt(trainer, exception)
+                trainer.strategy.namespace.interrupt(trainer, exception)
                 if not trainer.strategy.is_failing:
                     # What it saves of this end is written meanwhile, and this process may be the
                     # first to end: then the launcher ends all, in the middle of a file.
-                    trainer.strategy.await_ends()
-                if trainer.strategy.tell_now(exception):
+                    trainer.strategy.shutdown.await_ends()
+                if trainer.strategy.shutdown.tell_now(exception):
                     raise SystemExit(1) from None
             raise
 
@@ -180,7 +180,7 @@ class _Scripts:
     """The part of a launcher that starts the script again for each other rank of the machine."""
 
     _module: Any
-    """Lightning's, of one world or the other."""
+    """Lightning's, of one namespace or the other."""
     cluster_environment: Any
     num_processes: int
     num_nodes: int
@@ -246,7 +246,7 @@ class _Workers:
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Start the workers and wait for them; what rank 0's returns."""
-        self._strategy.have_workers_failed = False
+        self._strategy.run.have_workers_failed = False
         self.procs = []  # not those of an earlier launch
         worker = InWorker(function, self._start_method, self._states())
         job = Launched(worker.token, self._strategy.cluster_environment.main_port)
@@ -262,13 +262,13 @@ class _Workers:
             with signals.during():
                 return launch(worker, *args, **kwargs)
         except BaseException as exception:
-            self._strategy.have_workers_failed = True
+            self._strategy.run.have_workers_failed = True
             words = _last_words(exception, job)
             code = getattr(exception, "exit_code", None)
             if code in _SIGTERM_CODES:
                 if code == -signal.SIGTERM and words:
                     say(words)
-                raise world_of(self._strategy).sigterm_exception from exception
+                raise self._strategy.namespace.sigterm_exception from exception
             if isinstance(exception, ProcessException):
                 _print_instead_of_a_traceback(exception, words)
             raise
@@ -302,7 +302,7 @@ class _Workers:
         """What workers of a server would not inherit: Lightning takes it to spawned ones only."""
         if self._start_method != "forkserver":
             return None
-        module = world_of(self._strategy).launchers.multiprocessing
+        module = self._strategy.namespace.launchers.multiprocessing
         return module._GlobalStateSnapshot.capture()  # noqa: SLF001
 
     def _look_after(self, is_over: threading.Event, signals: _PassedOn) -> None:
@@ -377,23 +377,23 @@ def _launcher_class(name: str, part: type, base: type, **members: Any) -> type:
 
 
 # Under their names, since they travel to the workers.
-_NAMES = {world.name: f"Launcher{number}" for number, world in enumerate(installed_worlds())}
+_NAMES = {each.name: f"Launcher{number}" for number, each in enumerate(installed_namespaces())}
 globals().update(
     {
-        _NAMES[world.name]: _launcher_class(_NAMES[world.name], _Workers, world.worker_launcher)
-        for world in installed_worlds()
+        _NAMES[each.name]: _launcher_class(_NAMES[each.name], _Workers, each.worker_launcher)
+        for each in installed_namespaces()
     }
 )
 
 
 def worker_launcher(strategy: Any, start_method: str) -> Any:
     """The launcher of a strategy whose workers are functions."""
-    return globals()[_NAMES[world_of(strategy).name]](strategy, start_method=start_method)
+    return globals()[_NAMES[strategy.namespace.name]](strategy, start_method=start_method)
 
 
-def script_launcher(strategy: Any) -> Any:
+def script_launcher(strategy: Any, num_processes: int, num_nodes: int) -> Any:
     """The launcher of a strategy whose workers are scripts."""
-    module = world_of(strategy).launchers.subprocess_script
+    module = strategy.namespace.launchers.subprocess_script
     base = module._SubprocessScriptLauncher  # noqa: SLF001
     made = _launcher_class("ScriptLauncher", _Scripts, base, _module=module)
-    return made(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+    return made(strategy.cluster_environment, num_processes, num_nodes)

@@ -1,9 +1,9 @@
-"""What schedule='1f1b' asks of a training, and what it tells its weights at each step."""
+"""Asynchronous training (schedule='1f1b'): refuse what it can't follow, announce updates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,47 +12,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.weights.policies import WeightPolicy, check_depth, policy_of
 from lightning_tspipe.runtime.weights.prediction import check_momentum, check_predictable
 from lightning_tspipe.runtime.weights.versions import StageWeights
-
-if TYPE_CHECKING:
-    from lightning_tspipe.strategy.setup.options import SetupOptions
-
-
-def check_options(options: SetupOptions) -> None:
-    """Refuse what can't be had together with updates while batches are under way.
-
-    Raises:
-        ConfigurationError: Says what, and a way out.
-    """
-    if options.weights is not None:
-        policy_of(options.weights)
-    if options.schedule != "1f1b":
-        if options.weights is not None:
-            raise ConfigurationError(
-                f"weights={options.weights!r} is for schedule='1f1b'; with "
-                f"schedule={options.schedule!r} the student always reads its newest weights"
-            )
-        if not options.drain_epochs:
-            raise ConfigurationError(
-                "drain_epochs=False is for schedule='1f1b'; with "
-                f"schedule={options.schedule!r} no batch is under way where an epoch ends. Remove "
-                "it"
-            )
-        return
-    if options.num_microbatches not in {"auto", 1}:
-        raise ConfigurationError(
-            f"num_microbatches={options.num_microbatches} with schedule='1f1b': a batch is one "
-            "unit there. Leave it out, and give the loader a smaller batch_size"
-        )
-    if options.split_backward is True:
-        raise ConfigurationError(
-            "split_backward=True with schedule='1f1b': no rank waits, so halves have nothing to "
-            "fill. Leave it out"
-        )
-    if options.compile is not False:
-        raise ConfigurationError(
-            "compile with schedule='1f1b': what a compiled backward reads of the weights can't be "
-            "exchanged for another version. Leave one of them out"
-        )
+from lightning_tspipe.strategy.setup.options import SetupOptions
 
 
 def policy_for(options: SetupOptions) -> WeightPolicy | None:

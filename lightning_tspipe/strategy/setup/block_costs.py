@@ -1,4 +1,4 @@
-"""What blocks cost, kept for the next run, and who gets them."""
+"""Measure what blocks cost, cache it for the next run, and divide the blocks among the ranks."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from lightning_tspipe.strategy.setup.freezing import Freezing, of_plan, place_fr
 from lightning_tspipe.strategy.setup.machine import link_of, memory_limit, nominal_rate
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.setup.plan_of_run import FROZEN, PlanOfRun, made_for
-from lightning_tspipe.strategy.setup.weight_source import Origin
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -41,20 +41,20 @@ def agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
     replicas: Replicas,
-    origin: Origin,
+    initial: InitialWeights,
     freezing: Freezing,
     num_frozen: int,
     run: PlanOfRun,
 ) -> RunPlan:
-    """Who gets what, on all ranks.
+    """Agree on the plan, on all ranks.
 
     Raises:
-        PartitionError: The networks can't be cut as wished.
+        PartitionError: The networks can't be cut as asked for.
     """
     num_ranks = transport.num_ranks
     wanted = made_for(options, num_ranks, replicas.number, captured, num_frozen)
-    if origin.placement is not None:
-        return RunPlan(wanted, "given", origin.placement)
+    if initial.placement is not None:
+        return RunPlan(wanted, "given", initial.placement)
     known = _known(wanted, captured, options, freezing, run)
     if known is not None:
         return known
@@ -81,7 +81,7 @@ def _known(
     freezing: Freezing,
     run: PlanOfRun,
 ) -> RunPlan | None:
-    """What was given, or decided before: by the run that this one goes on with, or on freezing.
+    """The plan that was given, or made before: by the run that this one resumes, or on freezing.
 
     Raises:
         PartitionError: The plan that was given is one for something else.
@@ -112,7 +112,7 @@ def _needs_no_measuring(options: SetupOptions, num_ranks: int) -> bool:
 
 @dataclass(frozen=True)
 class _Decision:
-    """Who gets what, why, and what it was decided by."""
+    """A placement, why it was chosen, and the profile that it was chosen by."""
 
     placement: Placement
     summary: str
@@ -204,7 +204,7 @@ def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
             state_limit=_state_limit(options, profile),
             partition="auto" if isinstance(partition, str) else list(partition),
             link=link,
-            **planning_wishes(options, device),
+            **planning_constraints(options, device),
         )
 
     text = ""
@@ -231,8 +231,8 @@ def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
     )  # fmt: skip
 
 
-def planning_wishes(options: SetupOptions, device: torch.device) -> dict[str, Any]:
-    """What the user and the machine say about every plan of this run."""
+def planning_constraints(options: SetupOptions, device: torch.device) -> dict[str, Any]:
+    """Constraints of the user and the machine on every plan of this run."""
     return {
         "memory_limit": _memory_limit(options, device),
         "schedule": options.schedule,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -55,7 +56,7 @@ def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
 
 
 def _averages(module: nn.Module, options: SetupOptions, student: Sequence[str]) -> tuple[str, ...]:
-    """What a callback averages parts of the student into is a teacher, if no other is declared."""
+    """Teachers that callbacks average parts of the student into; used if none is declared."""
     known = {name for name, _ in module.named_modules()}
     inside = tuple(f"{name}." for name in student)
     return tuple(
@@ -83,3 +84,9 @@ def _names(
     if len(set(names)) < len(names):
         raise ConfigurationError(f"TSPipeStrategy({default}={declared!r}) names a submodule twice")
     return names
+
+
+def relay_of(trainer: Any) -> Any:
+    """The callback ``BlockwiseRelay``, if there is one."""
+    callbacks = getattr(trainer, "callbacks", ())
+    return next((c for c in callbacks if type(c).__name__ == "BlockwiseRelay"), None)

@@ -31,7 +31,7 @@ from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.fanout import heads_of, place_heads
 from lightning_tspipe.strategy.setup.machine import link_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -45,7 +45,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     step: Step,
     batch: Any,
     replicas: Replicas,
-    origin: Origin,
+    initial: InitialWeights,
     stop: Stop,
 ) -> PipelineEngine:
     """Make this rank ready to evaluate; all ranks of its pipeline have the same first batch.
@@ -59,7 +59,7 @@ def set_up_forwards(  # noqa: PLR0913, PLR0917 - as for training, without optimi
     heads = heads_of(module, networks, device, replicas)
     mode: TrainingMode = Chain() if heads is None else Fanout(heads)
     here = Rank(module, networks, transport, device, mode, context=context, stop=stop)
-    materializer = share_weights(module, networks, transport, replicas, origin)
+    materializer = share_weights(module, networks, transport, replicas, initial)
     captured = here.capture(step, batch, training=False)
     if heads is not None:
         placement = place_heads(here, heads, captured, options, step, batch, None).placement

@@ -1,4 +1,4 @@
-"""Where the frozen beginning of a student runs, and how many devices the rest of it needs."""
+"""Plan where the frozen beginning of a student runs, and how many devices the rest needs."""
 
 from __future__ import annotations
 
@@ -104,19 +104,19 @@ class Freezing:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a division of the devices must respect.
+    """Constraints on a division of the devices.
 
     Attributes:
         num_devices: Devices of the job.
         meshes: Ranks of a pipeline that may be, fewest first.
         link: Between two ranks.
-        wishes: Further arguments of :func:`~.planner.plan`.
+        constraints: Further arguments of :func:`~.planner.plan`.
     """
 
     num_devices: int
     meshes: tuple[int, ...]
     link: Link
-    wishes: dict[str, Any] = field(default_factory=dict)
+    constraints: dict[str, Any] = field(default_factory=dict)
 
 
 def possible_meshes(
@@ -202,10 +202,10 @@ def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
 def _plan(
     profile: StepProfile, num_ranks: int, freezing: Freezing, choices: Choices
 ) -> Plan | None:
-    wishes = dict(choices.wishes)
+    constraints = dict(choices.constraints)
     if freezing.num_stages is None and freezing.memory is not None:
-        limit = wishes.get("memory_limit")
-        wishes["memory_limit"] = min(freezing.memory, limit or freezing.memory)
+        limit = constraints.get("memory_limit")
+        constraints["memory_limit"] = min(freezing.memory, limit or freezing.memory)
     replicas = choices.num_devices // num_ranks
     # Samples that can't be divided evenly cost as much as if there were a few more.
     batch = max(profile.batch_sizes)
@@ -217,7 +217,7 @@ def _plan(
             cluster=Cluster(choices.num_devices, Link(*choices.link)),
             num_stages=freezing.num_stages,
             thorough=False,
-            **wishes,
+            **constraints,
         )
     except (PartitionError, ConfigurationError) as error:
         log.debug("%d ranks: %s", num_ranks, error)
@@ -263,7 +263,7 @@ def ask_front(
 def place_frozen(
     freezing: Freezing, num_atoms: int, num_frozen: int, num_ranks: int, num_microbatches: int
 ) -> tuple[Placement, Plan | None]:
-    """Who gets what: as planned, or, where nothing was measured, as many atoms each.
+    """The placement as planned or, where nothing was measured, with as many atoms for each rank.
 
     Args:
         freezing: What is known.

@@ -1,4 +1,4 @@
-"""What a trunk and the heads on it cost: measured on one rank, or counted."""
+"""Measure, or count, what a trunk and the heads on it cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PIECES = (1, 2, 4, 8)
 def trunk_cost(
     here: Rank, captured: Captured, options: SetupOptions, ends: Sequence[int]
 ) -> tuple[TrunkCost, Pieces]:
-    """What the trunk costs, and what of it goes through in pieces of a batch."""
+    """The cost of the trunk, and the part of it that runs in pieces of a batch."""
     calls = [captured.plan.calls[i].input for i in captured.plan.calls_of("teacher")]
     given = 1 if options.num_microbatches == "auto" else options.num_microbatches
     batch_size = max(spec.shape[0] for spec in calls)
@@ -60,7 +60,7 @@ def trunk_cost(
 
 
 def ends_of_pieces(here: Rank, captured: Captured, options: SetupOptions) -> list[int]:
-    """How many of the trunk's atoms may run in pieces: what they pass on has a row per sample.
+    """Numbers of the trunk's atoms that may run in pieces: they pass on a row per sample.
 
     None if the samples of a batch may matter to each other, or the user said how many go together.
     """
@@ -140,7 +140,7 @@ def _counted(run: Callable[[], None]) -> int:
 
 
 def prologue_seconds(here: Rank, plan: StepPlan, step: Step, batch: Any) -> float:
-    """What the data rank takes to make the trunk's input of a batch; nothing of it is left."""
+    """Seconds that the data rank takes to make the trunk's input of a batch; no effect is left."""
     runner = StepRunner(
         here.module, here.networks, plan, is_loss_rank=True, beginning=here.mode.prologue
     )

@@ -1,4 +1,4 @@
-"""What devices and links can do, as far as plans ask."""
+"""Rates, links and memory of the machine, for plans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user chose for the strategy."""
+"""Options of the strategy, checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.strategy.setup.asynchronous import check_options
+from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.strategy.setup.plan_files import read_plan
 
 _MICROBATCHES = (1, 2, 4, 8)
@@ -23,7 +23,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """What the user chose; see ``TSPipeStrategy``.
+    """Options that the user chose; see ``TSPipeStrategy``.
 
     Attributes:
         averages: From callbacks: a teacher's submodules, and what of the student each averages.
@@ -53,7 +53,7 @@ class SetupOptions:
             raise ConfigurationError(
                 f"schedule={self.schedule!r}: choose 'tspipe', 'gpipe', 'sequential' or '1f1b'"
             )
-        check_options(self)
+        self._check_asynchronous()
         number = self.num_microbatches
         is_count = isinstance(number, int) and number >= 1
         if number != "auto" and not is_count:
@@ -72,6 +72,36 @@ class SetupOptions:
             raise ConfigurationError(f"queue_depth={depth!r}: 'auto' or a number from 0 on")
         parse_bytes(self.memory_limit)
         self._check_execution()
+
+    def _check_asynchronous(self) -> None:
+        """Refuse what can't be had together with updates while batches are under way."""
+        if self.weights is not None:
+            policy_of(self.weights)
+        if self.schedule != "1f1b":
+            if self.weights is not None:
+                raise ConfigurationError(
+                    f"weights={self.weights!r} is for schedule='1f1b'; with "
+                    f"schedule={self.schedule!r} the student always reads its newest weights"
+                )
+            if not self.drain_epochs:
+                raise ConfigurationError(
+                    "drain_epochs=False is for schedule='1f1b'; with "
+                    f"schedule={self.schedule!r} no batch is under way where an epoch ends. Remove "
+                    "it"
+                )
+            return
+        refused = {
+            f"num_microbatches={self.num_microbatches} with schedule='1f1b': a batch is one unit "
+            "there. Leave it out, and give the loader a smaller batch_size":
+            self.num_microbatches not in {"auto", 1},
+            "split_backward=True with schedule='1f1b': no rank waits, so halves have nothing to "
+            "fill. Leave it out": self.split_backward is True,
+            "compile with schedule='1f1b': what a compiled backward reads of the weights can't be "
+            "exchanged for another version. Leave one of them out": self.compile is not False,
+        }  # fmt: skip
+        for reason, is_so in refused.items():
+            if is_so:
+                raise ConfigurationError(reason)
 
     def _check_execution(self) -> None:
         again = self.activation_checkpointing

@@ -33,7 +33,7 @@ from lightning_tspipe.strategy.setup.fanout import heads_of, place_heads
 from lightning_tspipe.strategy.setup.freezing import Freezing, ask_front
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun, changes
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
 
 
 def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
@@ -46,7 +46,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
     replicas: Replicas,
-    origin: Origin,
+    initial: InitialWeights,
     freezing: Freezing,
     run: PlanOfRun,
     features: FeatureCache | None,
@@ -61,7 +61,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
 
     Raises:
         CaptureError: The step can't be captured.
-        PartitionError: The networks can't be cut as wished.
+        PartitionError: The networks can't be cut as asked for.
     """
     networks = find_networks(module, options)
     seed = transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
@@ -71,7 +71,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         module, networks, transport, device, mode, seed, context, replicas, options.compiler, stop,
         recorder,
     )  # fmt: skip
-    materializer = share_weights(module, networks, transport, replicas, origin)
+    materializer = share_weights(module, networks, transport, replicas, initial)
     captured = here.capture(step, batch)
     if freezing.is_on:
         refuse_teacher(captured)
@@ -83,10 +83,10 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         plan = place_heads(here, heads, captured, options, step, batch, optimizers, reading, run)
     else:
         plan = agree(
-            captured, options, transport, device, optimizers, replicas, origin, freezing,
+            captured, options, transport, device, optimizers, replicas, initial, freezing,
             0 if part is None else part.num_frozen, run,
         )  # fmt: skip
-        plan = _executed_as_wished(plan, captured, options)
+        plan = _executed_as_chosen(plan, captured, options)
     placement = plan.placement
     assert placement is not None
     tell = partial(changes, plan=plan, captured=captured, repacks=freezing.is_on)
@@ -99,13 +99,13 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         use_optimizers(engine.weights, optimizers)
     if materializer is not None:
         materializer.done()
-    engine.shards.stays_spread |= origin.placement is not None
+    engine.shards.stays_spread |= initial.placement is not None
     for optimizer in optimizers:
         engine.shards.forget_optimizer_state(optimizer)
     return engine
 
 
-def _executed_as_wished(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:
+def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:
     """The plan with the atoms that run again; what runs again or is compiled is not split."""
     placement = plan.placement
     assert placement is not None

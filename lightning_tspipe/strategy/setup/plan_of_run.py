@@ -1,4 +1,4 @@
-"""The plan that a run goes by: kept in its checkpoints, and used again by a run that goes on.
+"""The plan of a run: kept in its checkpoints, and used again by a run that resumes.
 
 ::
 
@@ -51,7 +51,7 @@ _NOTES: dict[Source, str] = {
 def made_for(
     options: SetupOptions, num_ranks: int, num_replicas: int, captured: Captured, num_frozen: int
 ) -> dict[str, Any]:
-    """What runs must have in common to go by the same plan, by names for messages."""
+    """The conditions under which runs can go by the same plan, by names for messages."""
     atoms = {name: len(network.atoms) for name, network in captured.held.items()}
     return {
         "devices": num_ranks * num_replicas,

@@ -1,4 +1,4 @@
-"""What a pipeline can't do, refused before training and each with a way out."""
+"""Refuse what a pipeline can't do, before training, each with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the values of a module come from, before its stages are placed."""
+"""Share or build the initial weights of a module, before its stages are placed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where the values of a module come from.
+class InitialWeights:
+    """Sources of the initial weights of a module.
 
     Attributes:
         construction: How parts that are on the meta device were built.
@@ -34,7 +34,11 @@ class Origin:
 
 
 def share_weights(
-    module: nn.Module, networks: Networks, transport: Transport, replicas: Replicas, origin: Origin
+    module: nn.Module,
+    networks: Networks,
+    transport: Transport,
+    replicas: Replicas,
+    initial: InitialWeights,
 ) -> Materializer | None:
     """Every rank gets the weights of the loss rank, whatever its own random numbers were.
 
@@ -43,7 +47,7 @@ def share_weights(
         networks: Its pipelined submodules.
         transport: How to reach the other ranks of the pipeline.
         replicas: The other pipelines, if they are to have the first one's weights.
-        origin: Where values come from that the loss rank has not.
+        initial: Where values come from that the loss rank has not.
 
     Returns:
         Where the values of the pipelined networks come from, if the loss rank has none.
@@ -53,13 +57,13 @@ def share_weights(
     shared = {
         name: tensor
         for name, tensor in named_tensors(module)
-        if origin.placement is None or not name.startswith(inside)
+        if initial.placement is None or not name.startswith(inside)
     }
     if transport.num_ranks * replicas.number > 1:
         _receive(module, shared, transport, replicas)
-    if origin.placement is not None or not is_on_meta(module):
+    if initial.placement is not None or not is_on_meta(module):
         return None
-    materializer = Materializer(module, origin.construction, origin.source)
+    materializer = Materializer(module, initial.construction, initial.source)
     materializer.agree(transport, replicas)
     materializer.fill(lambda name: not name.startswith(inside))
     materializer.fill_attributes()

@@ -1,4 +1,4 @@
-"""Batches on their way between devices."""
+"""Copy batches between devices."""
 
 from __future__ import annotations
 

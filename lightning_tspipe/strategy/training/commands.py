@@ -1,25 +1,23 @@
-"""What optimization by hand asks of every rank: commands, each carried out on what a rank owns."""
+"""Commands of optimization by hand, which every rank carries out on what it owns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.optimizers import (
     parameters_of,
     plain_optimizer,
     set_hyperparameters,
 )
-
-if TYPE_CHECKING:
-    from lightning_tspipe.strategy.training.steps import TrainingHooks
 
 Command = tuple[Any, ...]
 """A name, which is that of a method below, and its arguments."""
@@ -31,15 +29,15 @@ class Commands:
     """The commands, on one rank.
 
     Args:
-        strategy: The strategy that trains.
+        run: The run.
 
     Attributes:
         student: The parameters of the pipelined networks that are trained, also those of others.
         waiting: The optimizers that made no step since the last backward: gradients may add up.
     """
 
-    def __init__(self, strategy: TrainingHooks) -> None:
-        self._strategy = strategy
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.student: list[nn.Parameter] = []
         self.waiting: set[int] = set()
 
@@ -52,34 +50,34 @@ class Commands:
     @property
     def engine(self) -> Engine:
         """The pipeline."""
-        engine = self._strategy._engine  # noqa: SLF001 - a part of the strategy
+        engine = self._run.engine
         assert engine is not None
         return engine
 
     @property
     def module(self) -> Any:
         """The LightningModule."""
-        return self._strategy.lightning_module
+        return self._run.module
 
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers as the user gets them: they count steps and run hooks."""
-        optimizers: list[Any] = self._strategy._lightning_optimizers  # noqa: SLF001
+        optimizers: list[Any] = self._run.lightning._lightning_optimizers  # noqa: SLF001
         return optimizers
 
     def tell(self, commands: Sequence[Command]) -> None:
         """On the loss rank: have the others carry them out."""
-        transport = self._strategy.transport
+        transport = self._run.transport
         for rank in range(transport.num_ranks):
             if rank != transport.rank:
                 transport.send_object(commands, rank)
 
     def follow(self) -> None:
         """On the other ranks: do what the loss rank tells, until its step is over."""
-        recorder = self._strategy.pipelined.recorder
+        recorder = self._run.recorder
         while True:
             started = time.perf_counter()
-            commands = self._strategy.transport.receive_object(LOSS_RANK)
+            commands = self._run.transport.receive_object(LOSS_RANK)
             recorder.paused("receive", started)
             for command in commands:
                 if command == END:
@@ -93,9 +91,9 @@ class Commands:
 
     def before_backward(self) -> None:
         """A backward begins on the loss rank."""
-        loss = torch.zeros((), device=self._strategy.root_device)
-        self._strategy.pre_backward(loss)
-        self._strategy.precision_plugin.pre_backward(loss, self.module)
+        loss = torch.zeros((), device=self._run.root_device)
+        self._run.lightning.pre_backward(loss)
+        self._run.precision_plugin.pre_backward(loss, self.module)
 
     def backward(
         self, reached: bool, toggled: int | None, reduce: bool, num_backwards: int
@@ -112,7 +110,7 @@ class Commands:
         with (
             _gradients_kept(self._untouched(reached, toggled)),
             torch.enable_grad(),
-            self._strategy.precision_plugin.forward_context(),
+            self._run.precision_plugin.forward_context(),
         ):
             self.engine.backward(lambda: None, reduce=reduce)
         self.after_backward(num_backwards)
@@ -120,10 +118,10 @@ class Commands:
     def after_backward(self, num_backwards: int = 1) -> None:
         """Gradients are there."""
         self.waiting = set(range(len(self.optimizers)))
-        loss = torch.zeros((), device=self._strategy.root_device)
+        loss = torch.zeros((), device=self._run.root_device)
         for _ in range(num_backwards):
-            self._strategy.precision_plugin.post_backward(loss, self.module)
-            self._strategy.post_backward(loss)
+            self._run.precision_plugin.post_backward(loss, self.module)
+            self._run.lightning.post_backward(loss)
 
     def _untouched(self, reached: bool, toggled: int | None) -> list[nn.Parameter]:
         """The parameters of this rank whose gradients stay what they are."""
@@ -164,7 +162,7 @@ class Commands:
 
     def schedule(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A step of a scheduler."""
-        self._strategy.lr_scheduler_configs[index].scheduler.step(*args, **kwargs)
+        self._run.lightning.lr_scheduler_configs[index].scheduler.step(*args, **kwargs)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which rank reads which batch: loaders, the batch ahead, transfer to the device."""
+"""Read batches on one rank of a pipeline: loaders, batches ahead, transfer to the device."""
 
 from __future__ import annotations
 
@@ -6,81 +6,80 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
-from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.batches.remote_loading import (
     Remote,
     RemoteLoader,
     UnsizedRemoteLoader,
 )
-from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
-from lightning_tspipe.strategy.lightning.processes import ProcessHooks
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.fanout import fanout_of
-from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.training.batches import CopyStream, on_cpu, to_device
-from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.repacking import Repacking
-from lightning_tspipe.strategy.training.step_results import StepSync
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+from lightning_tspipe.strategy.training.progress import Resumption
+from lightning_tspipe.strategy.training.step_results import StepResults
 
 
-class DataHooks(ProcessHooks):
-    """The part of the strategy that reads ahead on one rank and keeps the others in step."""
+class Data:
+    """Reads ahead on one rank, and keeps the others in step.
 
-    options: SetupOptions
-    pipelined: Pipelined
-    _engine: Engine | None
-    _loader: LookaheadLoader | None
-    _prepared: dict[int, Any]
-    _num_loaders: int
-    _words: dict[int, deque[tuple[int, bool]]]
-    step_sync: StepSync | None
-    _resumed: dict[str, Any] | None
-    _random: RandomStates | None
-    _copies: CopyStream | None
-    repacking: Repacking
+    Args:
+        run: The run.
+        resumption: Where it goes on.
+        results: Watch what steps leave behind.
 
-    @property
-    @override
-    def is_distributed(self) -> bool:
-        """Whether Lightning splits samplers, unless the replicas get parts of batches."""
-        module = self.lightning_module
-        deals = module is not None and self.repacking.repacks and self._trainer.training
-        return super().is_distributed and not deals
+    Attributes:
+        loader: The training loader; None before there is one.
+        prepared: Batches that are on the device already, by their numbers.
+        has_begun: Whether the step of the current batch has begun.
+        position: Of the engine before the current batch; None before the first.
+        seconds_reading: How long this rank has read training batches, in all.
+        shortest_reading: How long it has read the batch that took the least; 0 before the first.
+    """
 
-    @property
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
+    def __init__(self, run: Run, resumption: Resumption, results: StepResults) -> None:
+        self._run = run
+        self._resumption = resumption
+        self._results = results
+        self.loader: LookaheadLoader | None = None
+        self.prepared: dict[int, Any] = {}
+        self.has_begun = False
+        self.position: tuple[int, int] | None = None
+        self.seconds_reading = self.shortest_reading = 0.0
+        self._copies: CopyStream | None = None
+        self._num_loaders = 0
+        self._announced: dict[int, deque[tuple[int, bool]]] = {}
 
-    @property
-    def _trainer(self) -> Trainer:
-        return self._module.trainer
+    def reconnected(self) -> None:
+        """The ranks have other places: loaders are made anew."""
+        self.loader, self._announced = None, {}
 
-    @override
-    def process_dataloader(self, dataloader: object) -> object:
+    def read(self, started: float) -> None:
+        """This rank has read a training batch, from ``started`` until now."""
+        seconds = time.perf_counter() - started
+        self.shortest_reading = min(self.shortest_reading or seconds, seconds)
+        self.seconds_reading += seconds
+        self._run.recorder.paused("load", started)
+
+    def loader_of_rank(self, dataloader: object) -> object:
+        """The loader that this rank iterates, in the place of the user's."""
+        run = self._run
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        if self._trainer.training:
-            dataloader = self.repacking.share(dataloader)
-        length = self._agreed_length(dataloader) if self.is_data_rank else None
-        if self.num_ranks == 1:
+        length = self._agreed_length(dataloader) if run.is_data_rank else None
+        if run.num_ranks == 1:
             return self._look_ahead(dataloader)
-        data_rank = self.num_ranks - 1
-        length = self.transport.broadcast_object(length, data_rank)
-        if not self.is_data_rank:
+        length = run.transport.broadcast_object(length, run.data_rank)
+        if not run.is_data_rank:
             if length is not None:
                 return RemoteLoader(dataloader, length)
             return UnsizedRemoteLoader(dataloader, partial(self._hear, number))
@@ -94,7 +93,7 @@ class DataHooks(ProcessHooks):
             ConfigurationError: Another replica is to train on fewer or more: one would wait for it.
         """
         length = sized_len(dataloader)
-        lengths = self.replicas.gather(length) if self._trainer.training else [length]
+        lengths = self._run.replicas.gather(length) if self._run.trainer.training else [length]
         if len(set(lengths)) > 1:
             raise ConfigurationError(
                 f"the replicas have training loaders of {lengths} batches. Give each replica "
@@ -103,57 +102,57 @@ class DataHooks(ProcessHooks):
         return length
 
     def _announce(self, loader: int, iteration: int, more: bool) -> None:
-        for rank in range(self.num_ranks - 1):
-            self.transport.send_object((loader, iteration, more), rank, Channel.MORE)
+        for rank in range(self._run.data_rank):
+            self._run.transport.send_object((loader, iteration, more), rank, Channel.MORE)
 
     def _hear(self, loader: int) -> tuple[int, bool]:
-        """The next word of the data rank about one of its loaders."""
+        """What the data rank announces next of one of its loaders."""
         started = time.perf_counter()
-        words = self._words.setdefault(loader, deque())
+        announced = self._announced.setdefault(loader, deque())
         with waiting("whether there is another batch"):
-            while not words:
-                other, *word = self.transport.receive_object(self.num_ranks - 1, Channel.MORE)
-                self._words.setdefault(other, deque()).append((word[0], word[1]))
-        self.pipelined.recorder.paused("load", started)
-        return words.popleft()
+            while not announced:
+                other, *what = self._run.transport.receive_object(self._run.data_rank, Channel.MORE)
+                self._announced.setdefault(other, deque()).append((what[0], what[1]))
+        self._run.recorder.paused("load", started)
+        return announced.popleft()
 
     def _look_ahead(
         self, dataloader: Any, announce: Callable[[int, bool], None] | None = None
     ) -> LookaheadLoader:
-        trains = self._trainer.training
-        on_read = self.pipelined.read if trains else None
+        trains = self._run.trainer.training
+        on_read = self.read if trains else None
         num_batches = self._num_batches(sized_len(dataloader)) if trains else math.inf
         loader = LookaheadLoader(
             dataloader, announce, on_read, trains=trains, num_batches=num_batches,
             depth=self._depth if trains else 1,
             follows=self._begin_next_epoch if trains else lambda: False,
         )  # fmt: skip
-        if sized_len(dataloader) is None and self.num_replicas > 1:
-            loader.agree = self.replicas.all_say
+        if sized_len(dataloader) is None and self._run.num_replicas > 1:
+            loader.agree = self._run.replicas.all_say
         if trains:
-            self._loader = loader
-            loader.may_repeat = self.total_ranks == 1  # no failure of several ranks is saved
-            self._prepared = {}  # numbers start anew
-            if self._resumed is not None and self._resumed["loader"] is not None:
-                loader.resume(self._resumed["loader"])
+            self.loader = loader
+            loader.may_repeat = self._run.total_ranks == 1  # no failure of several ranks is saved
+            self.prepared = {}  # numbers start anew
+            if self._resumption.here is not None and self._resumption.here["loader"] is not None:
+                loader.resume(self._resumption.here["loader"])
         return loader
 
     def restore_random(self) -> None:
         """A resumed run draws on where it was stopped, before any hook of an epoch or a batch."""
-        random, self._random = self._random, None
-        if self._loader is not None:  # which knows what has been read already
-            self._loader.restore_random()
+        random, self._resumption.random = self._resumption.random, None
+        if self.loader is not None:  # which knows what has been read already
+            self.loader.restore_random()
         elif random is not None:
             random.restore()
 
     def _begin_next_epoch(self) -> bool:
         """Where an epoch's batches end: whether the next one's may be read already."""
-        trainer, epoch = self._trainer, self._trainer.current_epoch + 1
+        trainer, epoch = self._run.trainer, self._run.trainer.current_epoch + 1
         most = trainer.max_epochs
-        if self.options.drain_epochs or trainer.should_stop or most in {None, epoch}:
+        if self._run.options.drain_epochs or trainer.should_stop or most in {None, epoch}:
             return False
-        sampler = getattr(self._loader, "sampler", None)
-        batch_sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
+        sampler = getattr(self.loader, "sampler", None)
+        batch_sampler = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
         for each in (sampler, batch_sampler):
             set_epoch = getattr(each, "set_epoch", None)
             if callable(set_epoch):
@@ -163,30 +162,29 @@ class DataHooks(ProcessHooks):
     @property
     def _depth(self) -> int:
         """How many batches are read ahead."""
-        depth = self.options.queue_depth
-        if fanout_of(self._module) is not None and depth != "auto":
+        depth = self._run.options.queue_depth
+        has_heads = fanout_of(self._run.module) is not None
+        if has_heads and depth != "auto":
             return max(1, depth)
-        is_deep = self.options.schedule == ASYNCHRONOUS or fanout_of(self._module) is not None
-        return self.num_ranks if is_deep else 1
+        is_deep = self._run.options.schedule == ASYNCHRONOUS or has_heads
+        return self._run.num_ranks if is_deep else 1
 
     def _num_batches(self, length: int | None) -> float:
         """Batches of an epoch, as the Trainer counts them."""
-        limit = self._trainer.limit_train_batches
+        limit = self._run.trainer.limit_train_batches
         if isinstance(limit, int):
             return limit if length is None else min(length, limit)
         return math.inf if length is None else int(length * limit)
 
-    @override
-    def batch_to_device(
-        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
-    ) -> Any:
+    def batch_to_device(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
+        """The batch that comes, on the device."""
         if isinstance(batch, Remote):
             return batch
-        if self._trainer.training and self._loader is not None:
-            self._loader.take()
-            self._has_begun = False
-            self._position = self._engine.position if self._engine is not None else None
-            prepared = self._prepared.pop(self._loader.current, None)
+        if self._run.trainer.training and self.loader is not None:
+            self.loader.take()
+            self.has_begun = False
+            self.position = self._run.engine.position if self._run.engine is not None else None
+            prepared = self.prepared.pop(self.loader.current, None)
             if prepared is not None:
                 return prepared
         return self.transfer(batch, device, dataloader_idx)
@@ -195,13 +193,13 @@ class DataHooks(ProcessHooks):
         """The first hook of a batch; of one that was prepared ahead, it has run already."""
         if isinstance(batch, Remote):
             return batch
-        loader = self._loader if self._trainer.training else None
-        if loader is not None and loader.current + 1 in self._prepared:
+        loader = self.loader if self._run.trainer.training else None
+        if loader is not None and loader.current + 1 in self.prepared:
             return batch
         return self._call_before_transfer(batch, dataloader_idx)
 
     def _call_before_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        module = self._module
+        module = self._run.module
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)  # noqa: SLF001
 
     def transfer(
@@ -209,70 +207,73 @@ class DataHooks(ProcessHooks):
     ) -> Any:
         """A batch on this rank's device, after the hooks that copy and change it."""
         if self._copies is None:
-            self._copies = CopyStream(self.root_device)
+            self._copies = CopyStream(self._run.root_device)
+        module, device = self._run.module, device or self._run.root_device
         with self._copies.copying():
-            return super().batch_to_device(batch, device, dataloader_idx)
+            return module._apply_batch_transfer_handler(batch, device, dataloader_idx)  # noqa: SLF001
 
     def share(self, batch: Any) -> Any:
         """The data rank's batch, on every rank's device."""
-        first = on_cpu(batch) if self.is_data_rank else None
-        first = self.transport.broadcast_object(first, self.num_ranks - 1)
-        return to_device(first, self.root_device)
+        first = on_cpu(batch) if self._run.is_data_rank else None
+        first = self._run.transport.broadcast_object(first, self._run.data_rank)
+        return to_device(first, self._run.root_device)
 
-    def _next_batches(self, batch_idx: int, most: int) -> list[Any]:
+    def next_batches(self, batch_idx: int, most: int) -> list[Any]:
         """The batches after this one, transferred, as far as they are known and will be trained."""
-        loader = self._loader
-        if loader is None or not self._runs_ahead():
+        loader = self.loader
+        if loader is None or not self._run.is_data_rank or not self._runs_ahead():
             return []
-        left = self._trainer.fit_loop.max_batches - batch_idx - 1
-        if not self.options.drain_epochs:
+        left = self._run.trainer.fit_loop.max_batches - batch_idx - 1
+        if not self._run.options.drain_epochs:
             left = math.inf
         number = int(max(0, min(most, left, len(loader.upcoming))))
         for offset, batch in enumerate(loader.upcoming[:number], 1):
-            if loader.current + offset not in self._prepared:
-                converted = self.precision_plugin.convert_input(batch)
+            if loader.current + offset not in self.prepared:
+                converted = self._run.precision_plugin.convert_input(batch)
                 converted = self._call_before_transfer(converted, 0)
-                self._prepared[loader.current + offset] = self.transfer(converted)
-        return [self._prepared[loader.current + offset] for offset in range(1, number + 1)]
+                self.prepared[loader.current + offset] = self.transfer(converted)
+        return [self.prepared[loader.current + offset] for offset in range(1, number + 1)]
 
     def _runs_ahead(self) -> bool:
         """Whether work on the batches behind this one may begin in this step."""
-        if self.options.schedule == ASYNCHRONOUS:
+        if self._run.options.schedule == ASYNCHRONOUS:
             return True
-        has_teacher = self._engine is not None and self._engine.pipeline.teacher is not None
-        if self.options.schedule != "tspipe" or not has_teacher:
+        has_teacher = self._run.engine is not None and self._run.engine.pipeline.teacher is not None
+        if self._run.options.schedule != "tspipe" or not has_teacher:
             return False
-        trainer = self._trainer
+        trainer = self._run.trainer
         stepping = not trainer.fit_loop._should_accumulate()  # noqa: SLF001
         step = trainer.global_step + int(stepping)
-        declared = self._declared_delay
+        declared = self.declared_delay
         return declared is None or (bool(declared.delay) and step >= declared.start_step)
 
     @property
-    def _declared_delay(self) -> Any:
+    def declared_delay(self) -> Any:
         """The callback in which the user says how late the teacher is; None without one."""
-        callbacks = getattr(self._trainer, "callbacks", ())
+        callbacks = getattr(self._run.trainer, "callbacks", ())
         return next(
             (c for c in callbacks if hasattr(c, "delay") and hasattr(c, "start_step")), None
         )
 
-    def _step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
+    def step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
         """A user's step as a function of the batch alone."""
-        method = getattr(self._module, name)
+        method = getattr(self._run.module, name)
         others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
 
         def step(batch: Any) -> Any:
-            if not self._trainer.predicting:
+            if not self._run.trainer.predicting:
                 # Lightning finds the batch size for averages here.
-                results = self._trainer._results  # noqa: SLF001
+                results = self._run.trainer._results  # noqa: SLF001
                 assert results is not None
                 results.batch, results.batch_size = batch, None
-            with self.replicas.as_world():
-                engine = self._engine
-                logs = self.is_loss_rank if engine is None else engine.computes_loss
-                if self.step_sync is None or not logs:
-                    return method(batch, *others)
-                with self.step_sync.watch(name):
+            with self._run.replicas.as_world():
+                engine = self._run.engine
+                logs = self._run.is_loss_rank if engine is None else engine.computes_loss
+                with self._results.watch(name) if logs else nullcontext():
                     return method(batch, *others)
 
         return step
+
+    def release(self) -> None:
+        """The run is over."""
+        self._copies = None

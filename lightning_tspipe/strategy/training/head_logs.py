@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.heads.training import STOPPED
@@ -20,9 +20,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.transport.channels import Channel
-
-if TYPE_CHECKING:
-    from lightning_tspipe.strategy.strategy import PipelineHooks
+from lightning_tspipe.strategy.lightning.run import Run
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -34,14 +32,14 @@ class HeadsHere:
     """What the strategy does beside, where the student is a fan-out.
 
     Args:
-        strategy: The strategy.
+        run: The run.
 
     Attributes:
         cache: Keeps features in the coming fit; None: the trunk makes all of them.
     """
 
-    def __init__(self, strategy: PipelineHooks) -> None:
-        self._strategy = strategy
+    def __init__(self, run: Run) -> None:
+        self._run = run
         self.cache: FeatureCache | None = None
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
@@ -51,7 +49,7 @@ class HeadsHere:
     @property
     def student(self) -> StudentFanout | None:
         """The heads, once they are placed over several ranks; None without any."""
-        engine = self._strategy.engine
+        engine = self._run.engine
         if engine is None or engine.transport.num_ranks == 1:
             return None
         return engine.mode.apart
@@ -61,7 +59,7 @@ class HeadsHere:
         engine.mode.begin(engine.rank, engine.pipeline)
         if engine.mode.apart is not None and engine.transport.num_ranks > 1:
             self._keep_logs()
-            trainer: Any = self._strategy._trainer  # noqa: SLF001 - a part of the strategy
+            trainer: Any = self._run.trainer
             every = trainer.log_every_n_steps if trainer.training and trainer.loggers else 0
             self._every = engine.transport.broadcast_object(every, LOSS_RANK)
             self._num_steps, self._is_due = 0, False
@@ -84,11 +82,11 @@ class HeadsHere:
 
     def _received(self) -> list[Record]:
         """On rank 0: what the other ranks with heads sent in the step before."""
-        strategy = self._strategy
-        engine = strategy.engine
+        run = self._run
+        engine = run.engine
         assert engine is not None
         self._is_due = False
-        if not strategy.is_loss_rank:
+        if not run.is_loss_rank:
             return []
         records: list[Record] = []
         with waiting("what other ranks have logged"):
@@ -99,7 +97,7 @@ class HeadsHere:
 
     def _log(self, records: list[Record]) -> None:
         """On rank 0: give loggers what other ranks have logged."""
-        connector: Any = self._strategy._trainer._logger_connector  # noqa: SLF001 - no public way
+        connector: Any = self._run.trainer._logger_connector  # noqa: SLF001 - no public way
         for values, step in sorted(records, key=lambda record: record[1]):
             connector.log_metrics(values, step)
 
@@ -113,10 +111,10 @@ class HeadsHere:
 
     def _keep_logs(self) -> None:
         """What this rank logs is for rank 0's loggers, which get it when the ranks next meet."""
-        strategy = self._strategy
-        if strategy.is_loss_rank or self._restore is not None:
+        run = self._run
+        if run.is_loss_rank or self._restore is not None:
             return
-        trainer = strategy._trainer  # noqa: SLF001 - a part of the strategy
+        trainer = run.trainer
         connector: Any = trainer._logger_connector  # noqa: SLF001 - no public way
         original = connector.log_metrics
 
@@ -139,9 +137,9 @@ class HeadsHere:
         student = self.student
         if student is None:
             return
-        strategy = self._strategy
-        trainer = strategy._trainer  # noqa: SLF001
-        transport = strategy.transport
+        run = self._run
+        trainer = run.trainer
+        transport = run.transport
         if self._is_due:
             self._log(self._received())
         unsent, self._unsent = self._unsent, []
@@ -158,7 +156,7 @@ class HeadsHere:
         metrics, stopped = transport.broadcast_object(told, LOSS_RANK)
         trainer._logger_connector._callback_metrics.update(metrics)  # noqa: SLF001
         for name, reason in stopped.items():
-            if name not in student.stopped and strategy.is_loss_rank:
+            if name not in student.stopped and run.is_loss_rank:
                 log.warning("head %s has stopped: %s", name, reason)
             student.stop(name, reason)
         if set(student.stopped) >= set(student.names):
@@ -169,13 +167,13 @@ class HeadsHere:
         student = self.student
         if student is None:
             return
-        gathered = self._strategy.transport.gather_object(student.stopped, LOSS_RANK)
+        gathered = self._run.transport.gather_object(student.stopped, LOSS_RANK)
         if gathered is not None:
             checkpoint[STOPPED] = {name: why for each in gathered for name, why in each.items()}
 
     def _is_of(self, metric: str, rank: int) -> bool:
         """Whether a metric is one of a head on a rank."""
-        engine, student = self._strategy.engine, self.student
+        engine, student = self._run.engine, self.student
         assert engine is not None
         assert student is not None
         head, _, rest = metric.partition("/")

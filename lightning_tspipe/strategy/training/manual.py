@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import GroupMember
@@ -33,6 +33,7 @@ from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.transport.replicas import default_group
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.batches import on_cpu
 from lightning_tspipe.strategy.training.commands import END, Command, Commands
 from lightning_tspipe.strategy.training.optimizers import (
@@ -42,12 +43,9 @@ from lightning_tspipe.strategy.training.optimizers import (
     set_hyperparameters,
 )
 
-if TYPE_CHECKING:
-    from lightning_tspipe.strategy.training.steps import TrainingHooks
-
 
 class _Mode(Enum):
-    """Who runs: nobody's step, one without effects on optimizers, the one with real outputs."""
+    """The step that runs: none, one without effects on optimizers, the one with real outputs."""
 
     OUTSIDE = auto()
     SILENT = auto()
@@ -58,15 +56,15 @@ class ManualOptimization:
     """One rank's part in optimization by hand.
 
     Args:
-        strategy: The strategy that trains.
+        run: The run.
 
     Attributes:
         commands: What is done on every rank.
     """
 
-    def __init__(self, strategy: TrainingHooks) -> None:
-        self._strategy = strategy
-        self.commands = Commands(strategy)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.commands = Commands(run)
         self._mode = _Mode.OUTSIDE
         self._begin()
 
@@ -136,7 +134,7 @@ class ManualOptimization:
             for owner in (optimizer, plain_optimizer(optimizer)):
                 yield owner, "step", _check_closure
                 yield owner, "zero_grad", _nothing
-        for config in self._strategy.lr_scheduler_configs:
+        for config in self._run.lightning.lr_scheduler_configs:
             yield config.scheduler, "step", _nothing
         for name in (
             "zero_grad", "clip_gradients", "toggle_optimizer", "untoggle_optimizer",
@@ -151,7 +149,7 @@ class ManualOptimization:
                 step, clear = self._step(index, raw=owner is not optimizer), self._zero_grad(index)
                 yield owner, "step", self._passing(owner.step, step)
                 yield owner, "zero_grad", self._passing(owner.zero_grad, clear)
-        for index, config in enumerate(self._strategy.lr_scheduler_configs):
+        for index, config in enumerate(self._run.lightning.lr_scheduler_configs):
             scheduler = config.scheduler
             yield scheduler, "step", self._passing(scheduler.step, self._schedule(index))
         module = self.commands.module
@@ -187,12 +185,12 @@ class ManualOptimization:
                 "manual_backward outside of training_step: the graph of a batch is gone when its "
                 "step is over. Call it in training_step"
             )
-        module, plugin = self.commands.module, self._strategy.precision_plugin
+        module, plugin = self.commands.module, self._run.precision_plugin
         self._told.append(("before_backward",))
         with self._outside():
-            self._strategy.pre_backward(loss)
+            self._run.lightning.pre_backward(loss)
             loss = plugin.pre_backward(loss, module)
-        with self._noted(), self._outside(), self._strategy.replicas.as_world():
+        with self._noted(), self._outside(), self._run.replicas.as_world():
             plugin.backward(loss, module, None, *args, **kwargs)
         if self._is_used:
             self._do("after_backward")
@@ -202,13 +200,13 @@ class ManualOptimization:
 
     def _raw_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """``loss.backward()``: past Lightning, without its hooks and scaling."""
-        with self._noted(), self._outside(), self._strategy.replicas.as_world():
+        with self._noted(), self._outside(), self._run.replicas.as_world():
             loss.backward(*args, **kwargs)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
         """A backward runs inside: note what it reaches, and refuse what it must not reach."""
-        if self._is_used and self._strategy.num_replicas > 1:
+        if self._is_used and self._run.num_replicas > 1:
             raise ConfigurationError(
                 "a backward after an optimizer made use of gradients: several replicas average the "
                 "gradients of a batch once. Call manual_backward for all losses first, then the "
@@ -234,7 +232,7 @@ class ManualOptimization:
     def _zero_grad(self, index: int | None) -> Callable[..., None]:
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             optimizers = self.commands.optimizers
-            averaged = self._is_pending and self._strategy.num_replicas > 1
+            averaged = self._is_pending and self._run.num_replicas > 1
             if averaged or self._has_gradients():
                 self._use_gradients(optimizers if index is None else [optimizers[index]])
             self._do("zero_grad", index, args, kwargs)
@@ -300,7 +298,7 @@ class ManualOptimization:
     def _use_gradients(self, optimizers: Iterable[Any]) -> None:
         """These optimizers' gradients are needed now; if some are the networks', fetch them."""
         student = set(map(id, self.commands.student))
-        together = self._strategy.num_replicas > 1  # all gradients of a rank are averaged at once
+        together = self._run.num_replicas > 1  # all gradients of a rank are averaged at once
         if together or any(id(p) in student for each in optimizers for p in parameters_of(each)):
             self._finish_backward()
 
@@ -308,13 +306,12 @@ class ManualOptimization:
         """The backward through the pipeline, once per batch."""
         if self._is_used:
             return
-        replicas = self._strategy.replicas
+        replicas = self._run.replicas
         reached = not replicas.all_say(not self._has_gradients())
         toggled = self._toggled_for_networks() if reached else None
         self._is_used, self._is_pending = True, False
         self._used = self.commands.engine.outputs
-        reduce = self._strategy._reduces  # noqa: SLF001 - a part of the strategy
-        self._do("backward", reached, toggled, reduce, self._num_backwards, now=True)
+        self._do("backward", reached, toggled, self._run.reduces, self._num_backwards, now=True)
         for output in self._used:
             output.grad = None
 
@@ -364,7 +361,7 @@ class ManualOptimization:
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
-    """What takes the place of an optimizer's methods where nothing is to happen."""
+    """Replaces methods of an optimizer where nothing is to happen."""
 
 
 def _check_closure(closure: Any = None, **_kwargs: Any) -> None:

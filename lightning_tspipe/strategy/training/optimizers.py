@@ -1,4 +1,4 @@
-"""Looking into optimizers."""
+"""Read and set parameters and hyperparameters of optimizers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
     """The parameters of all groups."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def optimizer_names(module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in its order."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    parameters = parameters_of(optimizer)
+    return [names.get(id(p), f"parameter {place}") for place, p in enumerate(parameters)]
 
 
 def hyperparameters(optimizer: Any) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
@@ -11,17 +10,20 @@ from typing import TYPE_CHECKING, Any
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.profiling import flops_per_sample
 from lightning_tspipe.runtime.batches.loading import isolated
-from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
 from lightning_tspipe.simulation.timeline import Pause, Timeline
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.evaluating import Evaluator
+from lightning_tspipe.strategy.training.head_logs import HeadsHere
+from lightning_tspipe.strategy.training.repacking import Repacking
 
 if TYPE_CHECKING:
     from lightning_tspipe.ir.pipeline import Pipeline
     from lightning_tspipe.runtime.execution.engine import Engine
     from lightning_tspipe.runtime.stages.frozen import Front
     from lightning_tspipe.runtime.stages.heads import FeatureCache
-    from lightning_tspipe.strategy.strategy import PipelineHooks
 
 _DONE = "no more batches"
 
@@ -30,7 +32,11 @@ class Pipelined:
     """The pipeline, as callbacks see it.
 
     Args:
-        strategy: The strategy that runs it.
+        run: The run.
+        data: Its batches.
+        evaluator: Runs steps of callbacks.
+        heads: Those of a fan-out.
+        repacking: Changes what is frozen.
 
     Attributes:
         bubble_ratio: Share of the ranks' time without work in the last recorded window; None
@@ -38,8 +44,6 @@ class Pipelined:
         batch_size: Samples of the current batch, over all its views the largest; on every rank.
         teacher_ran_ahead: Whether the teacher of the current batch ran in the step before; None
             without a teacher.
-        seconds_reading: How long this rank has read training batches, in all.
-        shortest_reading: How long it has read the batch that took the least; 0 before the first.
         student_stages: For each stage of the student, the names of its parameters.
         recorder: Notes what this rank does while a window is recorded.
         predicts_teacher: Whether what runs ahead reads the teacher as it is expected one update
@@ -48,58 +52,68 @@ class Pipelined:
             same on all ranks.
     """
 
-    def __init__(self, strategy: PipelineHooks) -> None:
-        self._strategy = strategy
+    def __init__(
+        self, run: Run, data: Data, evaluator: Evaluator, heads: HeadsHere, repacking: Repacking
+    ) -> None:
+        self._run = run
+        self._data = data
+        self._evaluator = evaluator
+        self._heads = heads
+        self._repacking = repacking
         self._steps_left = 0
         self._pipeline: Pipeline | None = None
         self._timeline: Timeline | None = None
-        self.recorder = Recorder()
+        self.recorder = run.recorder
         self.has_recording = False
         self.bubble_ratio: float | None = None
         self.batch_size = 1
         self.teacher_ran_ahead: bool | None = None
-        self.seconds_reading = self.shortest_reading = 0.0
         self.predicts_teacher = False
         self.student_stages: tuple[tuple[str, ...], ...] = ()
 
     @property
+    def seconds_reading(self) -> float:
+        """How long this rank has read training batches, in all."""
+        return self._data.seconds_reading
+
+    @property
     def is_loss_rank(self) -> bool:
         """Whether this rank computes losses and logs."""
-        return self._strategy.is_loss_rank
+        return self._run.is_loss_rank
 
     @property
     def decides_by_times(self) -> bool:
         """Whether decisions may follow measured times, so that another run may decide otherwise."""
-        return not self._strategy.options.plans_by_flops
+        return not self._run.options.plans_by_flops
 
     @property
     def data_parallel_size(self) -> int:
         """Replicas of the pipeline."""
-        return self._strategy.num_replicas
+        return self._run.num_replicas
 
     @property
     def num_ranks(self) -> int:
         """Devices of this pipeline."""
-        return self._strategy.num_ranks
+        return self._run.num_ranks
 
     @property
     def data_rank(self) -> int:
         """The rank of this pipeline that reads the data."""
-        return self._strategy.num_ranks - 1
+        return self._run.data_rank
 
     @property
     def replica(self) -> int:
         """Which of the replicas this rank belongs to."""
-        return self._strategy.replicas.index
+        return self._run.replicas.index
 
     def of_first_replica(self, value: Any) -> Any:
         """What this rank's peer in the first replica has; every rank calls it."""
-        return self._strategy.replicas.broadcast(value)
+        return self._run.replicas.broadcast(value)
 
     @property
     def num_stages(self) -> int:
         """Stages of the student; 1 per rank before the first batch."""
-        return len(self.student_stages) or self._strategy.num_ranks
+        return len(self.student_stages) or self._run.num_ranks
 
     def freezes(self, *, repack: bool) -> None:
         """Layers will freeze, before the training loader is made; every rank calls it.
@@ -107,7 +121,7 @@ class Pipelined:
         Args:
             repack: Whether pipelines may become shorter, and have more replicas.
         """
-        self._strategy.repacking.enable(repack=repack)
+        self._repacking.enable(repack=repack)
 
     def averages(self, originals: Mapping[str, str]) -> None:
         """Something averages parts of the student; before the strategy is set up.
@@ -115,20 +129,20 @@ class Pipelined:
         Args:
             originals: By the name of the submodule that is averaged into, the one that is averaged.
         """
-        options = self._strategy.options
-        self._strategy.options = replace(options, averages={**options.averages, **originals})
+        options = self._run.options
+        self._run.options = replace(options, averages={**options.averages, **originals})
 
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""
-        self._strategy.repacking.use_front(front)
+        self._repacking.use_front(front)
 
     def use_features(self, cache: FeatureCache) -> None:
         """Have something asked what the trunk of heads returns for a sample; before a fit."""
-        self._strategy.heads_here.cache = cache
+        self._heads.cache = cache
 
     def look_at_trunk(self) -> None:
         """Features of a trunk that has changed are not read; every rank calls it."""
-        engine = self._strategy.engine
+        engine = self._run.engine
         if engine is not None:
             engine.mode.begin_epoch(engine.transport, engine.pipeline)
 
@@ -145,25 +159,24 @@ class Pipelined:
             mesh: Stages of what is trained, and ranks of a pipeline; None: as memory and time say.
             told: Called with the seconds that it took, when the next step is about to run.
         """
-        self._strategy.repacking.freeze(frozenset(names), mesh, told)
+        self._repacking.freeze(frozenset(names), mesh, told)
 
     @property
     def student_names(self) -> tuple[str, ...]:
         """The submodules that are pipelined as the student."""
-        strategy = self._strategy
-        return find_networks(strategy._module, strategy.options).student  # noqa: SLF001
+        return find_networks(self._run.module, self._run.options).student
 
     def gather(self, value: Any) -> list[Any] | None:
         """The values of this pipeline's ranks, on the loss rank; every rank calls it.
 
         Others send theirs and go on.
         """
-        found: list[Any] | None = self._strategy.transport.gather_object(value, LOSS_RANK)
+        found: list[Any] | None = self._run.transport.gather_object(value, LOSS_RANK)
         return found
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Of each of some numbers, the sum over all ranks of all replicas; every rank calls it."""
-        transport, replicas = self._strategy.transport, self._strategy.replicas
+        transport, replicas = self._run.transport, self._run.replicas
         parts: Any = transport.gather_object(list(values), LOSS_RANK)
         if parts is not None:
             own = [sum(column) for column in zip(*parts, strict=True)]
@@ -174,7 +187,7 @@ class Pipelined:
     @property
     def teacher_prediction(self) -> TeacherPrediction | None:
         """What predicts this rank's part of the teacher; None before the first batch."""
-        engine = self._strategy.engine
+        engine = self._run.engine
         return None if engine is None else engine.prediction
 
     def flops_per_sample(self) -> float:
@@ -182,15 +195,8 @@ class Pipelined:
 
         Counted on shapes, on the rank that asks; 0 before the first batch.
         """
-        engine = self._strategy.engine
+        engine = self._run.engine
         return 0.0 if engine is None else flops_per_sample(engine.captured)
-
-    def read(self, started: float) -> None:
-        """This rank has read a training batch, from ``started`` until now."""
-        seconds = time.perf_counter() - started
-        self.shortest_reading = min(self.shortest_reading or seconds, seconds)
-        self.seconds_reading += seconds
-        self.recorder.paused("load", started)
 
     def stepped(self, engine: Engine) -> None:
         """A training step has run, up to its loss."""
@@ -212,10 +218,10 @@ class Pipelined:
     @property
     def delay(self) -> int:
         """How many updates the teacher is late in the steady state."""
-        engine = self._strategy.engine
+        engine = self._run.engine
         if engine is not None and engine.mode.has_fixed_teacher:
             return 0
-        return int(self._strategy.options.schedule == "tspipe")
+        return int(self._run.options.schedule == "tspipe")
 
     def evaluate(
         self,
@@ -234,31 +240,30 @@ class Pipelined:
         Yields:
             What ``fn`` returns on the loss rank, None elsewhere.
         """
-        strategy = self._strategy
         key = object()
         try:
             for batch in self._batches(loader, limit):
-                yield strategy.evaluate_batch(fn, batch, key)
+                yield self._evaluator.evaluate_batch(fn, batch, key)
         finally:
-            strategy.forget_evaluation(key)
+            self._evaluator.forget(key)
 
     def _batches(self, loader: Iterable[Any], limit: int | None) -> Iterator[Any]:
         """The loader's batches on the data rank; as many placeholders elsewhere."""
-        strategy, transport = self._strategy, self._strategy.transport
-        if not strategy.is_data_rank:
-            while transport.receive_object(strategy.num_ranks - 1) != _DONE:
+        run, transport = self._run, self._run.transport
+        if not run.is_data_rank:
+            while transport.receive_object(run.data_rank) != _DONE:
                 yield None
             return
         for batch in islice(isolated(loader), limit):
             self._tell("next")
-            yield strategy.transfer(batch)
+            yield self._data.transfer(batch)
         self._tell(_DONE)
 
     def _tell(self, word: str) -> None:
-        strategy = self._strategy
-        for rank in range(strategy.num_ranks):
-            if rank != strategy.pipeline_rank:
-                strategy.transport.send_object(word, rank)
+        run = self._run
+        for rank in range(run.num_ranks):
+            if rank != run.pipeline_rank:
+                run.transport.send_object(word, rank)
 
     def record(self, num_steps: int) -> None:
         """Record what this rank does in the next steps."""
@@ -289,7 +294,7 @@ class Pipelined:
         return self._timeline
 
     def _gather(self) -> None:
-        transport, recorder = self._strategy.transport, self.recorder
+        transport, recorder = self._run.transport, self.recorder
         rank = transport.rank
         own = recorder.spans(rank), recorder.pauses(rank)
         gathered = transport.gather_object(own, LOSS_RANK)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import Any, cast, final
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
@@ -35,29 +35,19 @@ from lightning_tspipe.runtime.stages.randomness import draws
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.setup.block_costs import BlockCosts
+from lightning_tspipe.strategy.setup.declared import relay_of
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 from lightning_tspipe.strategy.setup.refusals import refuse_compiled
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
-from lightning_tspipe.strategy.training.driving import Driver, PipelineDriver
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
+from lightning_tspipe.strategy.training.driving import Driver, Parts, PipelineDriver
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
-# ruff: noqa: SLF001 - a part of the strategy
 
-if TYPE_CHECKING:
-    from lightning_tspipe.strategy.training.steps import TrainingHooks
-
-
-def relay_of(trainer: Any) -> Any:
-    """The callback ``BlockwiseRelay``, if there is one."""
-    callbacks = getattr(trainer, "callbacks", ())
-    return next((c for c in callbacks if type(c).__name__ == "BlockwiseRelay"), None)
-
-
-def driver_of(strategy: TrainingHooks) -> Driver:
-    """What drives a fit: blocks are relayed if the user asked for it."""
-    callback = relay_of(strategy._trainer)
-    return PipelineDriver(strategy) if callback is None else RelayDriver(strategy, callback)
+def driver_of(parts: Parts) -> Driver:
+    """Choose the driver of a fit: blocks are relayed if the user asked for it."""
+    callback = relay_of(parts.run.trainer)
+    return PipelineDriver(parts) if callback is None else RelayDriver(parts, callback)
 
 
 @final
@@ -65,49 +55,45 @@ class RelayDriver(Driver):
     """Drives a relay of blocks.
 
     Args:
-        strategy: The strategy.
+        parts: What a step meets.
         callback: ``BlockwiseRelay``, with its options.
     """
 
-    def __init__(self, strategy: TrainingHooks, callback: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, parts: Parts, callback: Any) -> None:
+        self._parts = parts
+        self._run = parts.run
         self._callback = callback
 
     @property
-    @override
-    def trains_apart(self) -> bool:
-        return True
-
-    @property
     def _engine(self) -> RelayEngine:
-        return cast("RelayEngine", self._strategy._engine)  # which this driver has made
+        return cast("RelayEngine", self._run.engine)  # which this driver has made
 
     @override
     def set_up(self, batch: Any, step: Step) -> Engine:
-        strategy = self._strategy
-        if strategy.num_replicas > 1:
+        run = self._run
+        if run.num_replicas > 1:
             raise ConfigurationError(
-                f"BlockwiseRelay with num_stages={strategy.num_ranks}: it divides all devices by "
+                f"BlockwiseRelay with num_stages={run.num_ranks}: it divides all devices by "
                 "itself. Leave num_stages out, and let devices share blocks with mode='ahd'"
             )
-        if strategy.options.schedule != "tspipe":
+        if run.options.schedule != "tspipe":
             raise ConfigurationError(
-                f"BlockwiseRelay with schedule={strategy.options.schedule!r}: it has an order of "
+                f"BlockwiseRelay with schedule={run.options.schedule!r}: it has an order of "
                 "its own. Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)"
             )
         return set_up_relay(
-            strategy._module,
+            run.module,
             self._callback,
-            strategy.transport,
-            strategy.root_device,
-            strategy.precision_plugin.forward_context,
+            run.transport,
+            run.root_device,
+            run.precision_plugin.forward_context,
             batch,
-            [plain_optimizer(optimizer) for optimizer in strategy.optimizers],
-            strategy._origin(),
-            strategy.options,
-            strategy.plan_of_run,
-            strategy._stop,
-            strategy.pipelined.recorder,
+            [plain_optimizer(optimizer) for optimizer in run.optimizers],
+            self._parts.weights.initial,
+            run.options,
+            run.plan,
+            run.stop,
+            run.recorder,
         )
 
     @override
@@ -116,30 +102,30 @@ class RelayDriver(Driver):
 
     @override
     def training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
-        strategy, engine = self._strategy, self._engine
-        module: Any = strategy._module
+        run, engine = self._run, self._engine
+        module: Any = run.module
         module.rounds = self
         engine.backwards.factor = self._factor
         names = ["weights"] if module.automatic_optimization else module.block_rounds(batch_idx)
         engine.begin(batch, lambda batch: [module.block_input(batch, name) for name in names])
-        result = strategy._step("training_step", rest, batch_idx)(engine.batch)
+        result = self._parts.data.step("training_step", rest, batch_idx)(engine.batch)
         if not module.automatic_optimization:
             engine.finish()
-        strategy.pipelined.stepped(engine)
+        self._parts.pipelined.stepped(engine)
         if not module.automatic_optimization:
-            strategy.pipelined.step_done()
+            self._parts.pipelined.step_done()
         return result
 
     def _factor(self) -> float | Tensor:
         """By what a loss will be multiplied before its backward."""
-        strategy = self._strategy
-        scaler = getattr(strategy.precision_plugin, "scaler", None)
+        run = self._run
+        scaler = getattr(run.precision_plugin, "scaler", None)
         # A scale stays on the device: the host would wait for it.
-        one = torch.ones((), device=strategy.root_device)
+        one = torch.ones((), device=run.root_device)
         scale = 1.0 if scaler is None else scaler.scale(one)
-        if not strategy._module.automatic_optimization:
+        if not run.module.automatic_optimization:
             return scale
-        return scale / strategy._trainer.accumulate_grad_batches
+        return scale / run.trainer.accumulate_grad_batches
 
     def run_round(self, number: int) -> Any:
         """The losses of the blocks that this rank trains; the module asks."""
@@ -147,32 +133,31 @@ class RelayDriver(Driver):
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, on all ranks; the module asks."""
-        transport = self._strategy.transport
+        transport = self._run.transport
         gathered = transport.gather_object(value, LOSS_RANK)
         found: list[Any] = transport.broadcast_object(gathered, LOSS_RANK)
         return found
 
     @override
     def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        strategy, engine = self._strategy, self._engine
-        plugin, module = strategy.precision_plugin, strategy._module
-        strategy.pre_backward(loss)
+        run, engine = self._run, self._engine
+        plugin, module = run.precision_plugin, run.module
+        run.lightning.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
         engine.backward(
             lambda: plugin.backward(loss, module, optimizer, *args, **kwargs),
-            reduce=strategy.reduces,
+            reduce=run.reduces,
         )
         loss = plugin.post_backward(loss, module)
-        strategy.post_backward(loss)
+        run.lightning.post_backward(loss)
         if module.automatic_optimization:
             engine.finish()
-        strategy.note_gradients()
         return loss
 
     @override
     def end(self) -> None:
         """The training is over: the module runs its blocks by itself again."""
-        module: Any = self._strategy._module
+        module: Any = self._run.module
         if getattr(module, "rounds", None) is self:
             module.rounds = None
 
@@ -241,7 +226,7 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     context: Callable[[], AbstractContextManager[None]],
     batch: Any,
     optimizers: Sequence[torch.optim.Optimizer],
-    origin: Origin,
+    initial: InitialWeights,
     chosen: SetupOptions,
     run: PlanOfRun,
     stop: Stop,
@@ -260,7 +245,7 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     here = Rank(
         module, NETWORKS, transport, device, Chain(), seed, context, stop=stop, recorder=recorder
     )
-    materializer = share_weights(module, NETWORKS, transport, Replicas(), origin)
+    materializer = share_weights(module, NETWORKS, transport, Replicas(), initial)
     pairs = module.block_pairs
     x = module.block_input(batch, "weights")
     shapes = infer_shapes(pairs, module.block_loss, x, batch, context)
@@ -300,7 +285,7 @@ def set_up_relay(  # noqa: PLR0913, PLR0917 - everything that decides who does w
     )
     if materializer is not None:
         materializer.done()
-    engine.shards.stays_spread |= origin.placement is not None
+    engine.shards.stays_spread |= initial.placement is not None
     for optimizer in optimizers:
         engine.shards.forget_optimizer_state(optimizer)
     return engine

@@ -25,20 +25,22 @@ from lightning_tspipe.runtime.batches.global_batches import share_batches
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import Front, num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.strategy.checkpoints import progress
-from lightning_tspipe.strategy.setup.deciding import planning_wishes
-from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.deciding import planning_constraints
+from lightning_tspipe.strategy.setup.declared import find_networks, relay_of
+from lightning_tspipe.strategy.setup.fanout import fanout_of
 from lightning_tspipe.strategy.setup.freezing import Choices, Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.setup.machine import link_of
-from lightning_tspipe.strategy.setup.weight_source import Origin, share_weights
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights, share_weights
+from lightning_tspipe.strategy.training import progress
+from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
-from lightning_tspipe.strategy.training.relaying import driver_of
 
 # ruff: noqa: SLF001 - a part of the strategy, which also makes Lightning's loops begin anew
 
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.execution.engine import Engine
-    from lightning_tspipe.strategy.strategy import PipelineHooks
 _MANY = 2**30
 
 
@@ -46,15 +48,30 @@ class Repacking:
     """Changes what is frozen, and the mesh, while a fit goes on.
 
     Args:
-        strategy: The strategy.
+        run: The run.
+        data: Its batches.
+        evaluator: Evaluations, which follow the stages.
+        resumption: Where the next engine goes on.
+        reconnect: Called with the number of ranks of a pipeline, to make new groups.
 
     Attributes:
         freezing: What is frozen, and what is known about the step.
         repacks: Whether the mesh may change; then each replica reads its part of a global batch.
     """
 
-    def __init__(self, strategy: PipelineHooks) -> None:
-        self._strategy = strategy
+    def __init__(
+        self,
+        run: Run,
+        data: Data,
+        evaluator: Evaluator,
+        resumption: progress.Resumption,
+        reconnect: Callable[[int], None],
+    ) -> None:
+        self._run = run
+        self._data = data
+        self._evaluator = evaluator
+        self._resumption = resumption
+        self._reconnect = reconnect
         self.freezing = Freezing()
         self.repacks = False
         self._wanted: int | None = None
@@ -65,7 +82,7 @@ class Repacking:
 
     @property
     def _trainer(self) -> Any:
-        return self._strategy._trainer
+        return self._run.trainer
 
     def enable(self, *, repack: bool) -> None:
         """A callback will freeze layers; before the training loader is made.
@@ -73,25 +90,25 @@ class Repacking:
         Raises:
             ConfigurationError: A way of training in which the mesh can't change.
         """
-        strategy = self._strategy
-        if driver_of(strategy).trains_apart:
+        run = self._run
+        if fanout_of(run.module) is not None or relay_of(run.trainer) is not None:
             raise ConfigurationError(
                 "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
                 "here heads or blocks are trained apart, each behind what is frozen. Leave it out"
             )
-        if strategy.options.schedule == "1f1b":
+        if run.options.schedule == "1f1b":
             raise ConfigurationError(
                 "FreezeAndRepack with asynchronous training: several versions of the weights are "
                 "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
             )
         self.freezing, self._shares, self._has_begun = Freezing(is_on=True), False, False
-        self.freezing.read(strategy.plan_of_run.freezing)
+        self.freezing.read(run.plan.freezing)
         if not self.freezing.is_shared:
-            self.freezing.num_joined = strategy.num_replicas
+            self.freezing.num_joined = run.num_replicas
         # One device divides nothing, but may go on with the global batches of several.
-        self.repacks = repack and max(strategy.total_ranks, self.freezing.num_joined) > 1
+        self.repacks = repack and max(run.total_ranks, self.freezing.num_joined) > 1
         self.freezing.is_shared = self.repacks
-        if self.repacks and not strategy._module.automatic_optimization:
+        if self.repacks and not run.module.automatic_optimization:
             raise ConfigurationError(
                 "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that "
                 "come and go can't weigh a loss that the module runs backward itself. Set "
@@ -120,8 +137,8 @@ class Repacking:
             told: Called with the seconds that it took, when the next step is about to run.
         """
         started = time.perf_counter()
-        strategy = self._strategy
-        engine = strategy.engine
+        run = self._run
+        engine = run.engine
         if engine is not None and engine.shards.stays_spread:
             raise ConfigurationError(
                 "FreezeAndRepack under a pipeline needs a module that a host can hold: this one "
@@ -131,14 +148,14 @@ class Repacking:
         self._wanted = mesh[1]
         self.freezing.plan = None
         with waiting("moving the stages"):
-            self.freezing.plan = strategy.broadcast(self._choose(engine))
+            self.freezing.plan = run.broadcast(self._choose(engine))
             num_ranks = self._num_ranks()
             if engine is not None:
-                self._collect(engine, moves=num_ranks != strategy.num_ranks)
-            if num_ranks != strategy.num_ranks:
+                self._collect(engine, moves=num_ranks != run.num_ranks)
+            if num_ranks != run.num_ranks:
                 self._change(num_ranks)
                 if self._has_begun:  # else this follows, when it begins
-                    strategy.restore_random()
+                    self._data.restore_random()
         self._begun, self._told = started, told
 
     def begun(self) -> None:
@@ -155,56 +172,60 @@ class Repacking:
         return self._meshes()[-1]
 
     def _meshes(self) -> tuple[int, ...]:
-        strategy = self._strategy
-        if self._wanted is not None and strategy.total_ranks % self._wanted == 0:
+        run = self._run
+        if self._wanted is not None and run.total_ranks % self._wanted == 0:
             return (self._wanted,)
         if not self.repacks:
-            return (strategy.num_ranks,)
+            return (run.num_ranks,)
         return possible_meshes(
-            strategy.total_ranks, strategy.num_ranks, min(self._batch()), self.freezing.num_stages
+            run.total_ranks, run.num_ranks, min(self._batch()), self.freezing.num_stages
         )
 
     def _choose(self, engine: Engine | None) -> Plan | None:
-        strategy = self._strategy
-        if not strategy.is_global_zero:
+        run = self._run
+        if not run.is_global_zero:
             return None
         parameters = self.freezing.parameters  # of the run that this one goes on with
         if engine is not None:
             parameters = parameter_names(engine.captured.networks["student"])
         number = num_frozen_atoms(parameters, self.freezing.names)
-        if strategy.plan_of_run.has_frozen(number):
+        if run.plan.has_frozen(number):
             return None
-        wishes = planning_wishes(strategy.options, strategy.root_device)
-        link = link_of(strategy.transport, by_flops=strategy.options.plans_by_flops)
-        choices = Choices(strategy.total_ranks, self._meshes(), link, wishes)
+        constraints = planning_constraints(run.options, run.root_device)
+        link = link_of(run.transport, by_flops=run.options.plans_by_flops)
+        choices = Choices(run.total_ranks, self._meshes(), link, constraints)
         return choose(self.freezing, number, choices)
 
     # What moves
 
     def _collect(self, engine: Engine, *, moves: bool) -> None:
         """Everything on every rank, in host memory or where it is; then the engine is gone."""
-        strategy = self._strategy
-        transport, replicas = strategy.transport, strategy.replicas
+        run = self._run
+        transport, replicas = run.transport, run.replicas
         engine.drain()
-        by_hand = not strategy._module.automatic_optimization
-        mine = progress.collect(engine, strategy._loader, epoch_ended=True, with_gradients=by_hand)
-        found: Any = replicas.gather(mine) if strategy.is_loss_rank else None
+        by_hand = not run.module.automatic_optimization
+        mine = progress.collect(engine, self._data.loader, epoch_ended=True, with_gradients=by_hand)
+        found: Any = replicas.gather(mine) if run.is_loss_rank else None
         found = transport.broadcast_object(found, LOSS_RANK)
-        optimizers = [plain_optimizer(optimizer) for optimizer in strategy.optimizers]
+        optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
         states = [engine.shards.optimizer_state(one, transport) for one in optimizers]
         engine.shards.restore(engine.rank, transport)
         # Replicas that stay keep what is their own, such as statistics of BatchNorm.
         sources = replicas if moves else Replicas()
-        networks = find_networks(engine.module, strategy.options)
-        share_weights(engine.module, networks, transport, sources, Origin())
+        networks = find_networks(engine.module, run.options)
+        share_weights(engine.module, networks, transport, sources, InitialWeights())
         states = transport.broadcast_object(states, LOSS_RANK)
         for optimizer, state in zip(optimizers, states, strict=True):
             _put_state(optimizer, state)
-        strategy.leave_engine(self._progress(found, moves=moves))
+        # With the next batch others come, and go on where these were.
+        self._resumption.here = self._progress(found, moves=moves)
+        self._resumption.replicas = run.engine = None
+        self._evaluator.release()
+        self._data.prepared = {}
 
     def _progress(self, found: list[dict[str, Any]], *, moves: bool) -> dict[str, Any]:
         """Where the next engine goes on: the number of the step, and the order of the data."""
-        mine = dict(found[self._strategy.replica])
+        mine = dict(found[self._run.replica])
         if not moves:
             # The loaders and the generators of this process go on by themselves.
             return {**mine, "loader": None}
@@ -214,7 +235,7 @@ class Repacking:
 
     def _change(self, num_ranks: int) -> None:
         """New groups, new connections, new loaders."""
-        self._strategy.reconnect(num_ranks)
+        self._reconnect(num_ranks)
         trainer = self._trainer
         loop: Any = trainer.fit_loop
         validation = loop.epoch_loop.val_loop
@@ -255,18 +276,18 @@ class Repacking:
         Raises:
             ConfigurationError: Its batches can't be divided before they are read.
         """
-        strategy = self._strategy
-        self._shares = self.repacks and max(strategy.num_replicas, self.freezing.num_joined) > 1
+        run = self._run
+        self._shares = self.repacks and max(run.num_replicas, self.freezing.num_joined) > 1
         if not self._shares:
             return loader
-        return share_batches(loader, strategy.replicas, self.freezing.num_joined)
+        return share_batches(loader, run.replicas, self.freezing.num_joined)
 
     def weight(self, num_samples: int) -> float:
         """How much more a replica's mean counts than the others', for its number of samples.
 
         Among loss ranks, in each step whose samples can't be divided evenly.
         """
-        replicas = self._strategy.replicas
+        replicas = self._run.replicas
         if not self._shares or replicas.number == 1 or self._is_even():
             return 1.0
         total = torch.tensor(num_samples)
@@ -274,7 +295,7 @@ class Repacking:
         return num_samples * replicas.number / int(total)
 
     def _is_even(self) -> bool:
-        number, (size, _) = self._strategy.num_replicas, self._batch()
+        number, (size, _) = self._run.num_replicas, self._batch()
         if size == _MANY or size % number:
             return False
         return not self._trainer.is_last_batch

@@ -24,7 +24,7 @@ BALLAST = "ballast"
 TEXT = "a mistake of the user's own"
 PACKAGE = "lightning_tspipe.strategy"
 PATCHED: dict[str, tuple[str, ...]] = {
-    "connect": ("lightning.processes:ProcessHooks.setup_environment",),
+    "connect": ("lightning.processes:Processes.set_up_environment",),
     "capture": ("training.relaying:infer_shapes",),  # in other modes, the module's own step
     "in step": ("training.relaying:Relaying.training_step",),
     "planning": (
@@ -32,7 +32,7 @@ PATCHED: dict[str, tuple[str, ...]] = {
         "setup.placing:place_heads",
         "setup.block_costs:BlockCosts.plan",
     ),
-    "repack": ("lightning.processes:ProcessHooks.reconnect",),
+    "repack": ("lightning.processes:Processes.reconnect",),
 }
 """Functions that every rank calls at these moments, and no hook of Lightning's tells of."""
 START = "lightning.processes:_START"
@@ -191,11 +191,11 @@ def _before(moment: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     @wraps(function)
-    def connects(strategy: Any) -> None:
-        striker.rank = strategy.local_rank  # of one machine
-        pid_file(strategy.local_rank).write_text(str(os.getpid()))
+    def connects(processes: Any) -> None:
+        striker.rank = processes._run.lightning.local_rank  # of one machine
+        pid_file(striker.rank).write_text(str(os.getpid()))
         striker.reach("start-up", "connect")
-        function(strategy)
+        function(processes)
         striker.reach("start-up", "connected")
 
     return connects if moment == "connect" else wrapped

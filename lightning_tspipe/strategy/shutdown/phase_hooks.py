@@ -1,4 +1,4 @@
-"""Hooks that note what this rank is doing, for whoever has to tell of a failure."""
+"""Hooks that note what this rank is doing, for messages about failures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
+from lightning_tspipe.strategy.lightning.run import Run
 
 
-def phase_hooks(strategy: Any) -> dict[str, Callable[..., None]]:
+def phase_hooks(run: Run) -> dict[str, Callable[..., None]]:
     """Hooks of a callback that comes before all others."""
 
     def train_batch(trainer: Any, *_: Any) -> None:
         step = trainer.global_step + 1
-        plans = strategy.engine is None
+        plans = run.engine is None
         HERE.enter(f"training step {step}{', which captures and plans' if plans else ''}")
 
     def goes_on(after: str) -> Callable[..., None]:

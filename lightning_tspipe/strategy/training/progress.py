@@ -1,4 +1,4 @@
-"""Where a pipeline stopped: what a checkpoint needs beside Lightning's own state.
+"""Progress of a pipeline: what a checkpoint needs beside Lightning's own state.
 
 Collected from all ranks between two steps, and handed back before the first step of another run,
 which may have other stages. Everything in it is a plain value or a tensor.
@@ -23,6 +23,47 @@ if TYPE_CHECKING:
     from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 
 Place = tuple[int, int]
+Progress = dict[str, Any]
+"""What :func:`collect` gives for a replica."""
+
+
+class Resumption:
+    """Progress of the run that this one resumes.
+
+    Attributes:
+        replicas: Where each of its replicas stopped; None once a step has gone on from there.
+        here: Where this replica goes on.
+        random: What this process draws on with, before any hook of an epoch or a batch.
+    """
+
+    def __init__(self) -> None:
+        self.replicas: list[Progress] | None = None
+        self.here: Progress | None = None
+        self.random: RandomStates | None = None
+
+    def go_on(
+        self, replicas: list[Progress], index: int, number: int, *, shares_batches: bool
+    ) -> None:
+        """A checkpoint was loaded, or the mesh changes before the first step.
+
+        Args:
+            replicas: Where each replica stopped.
+            index: This one.
+            number: Replicas of this run.
+            shares_batches: Whether all read parts of the same batches, as where the mesh changes:
+                their order stays what it was.
+        """
+        find = of_shared_batches if shares_batches else of_replica
+        self.replicas, self.here = replicas, find(replicas, index, number)
+
+    def take(self) -> Progress | None:
+        """Where this replica goes on, once."""
+        found, self.here, self.replicas = self.here, None, None
+        return found
+
+    def forget(self) -> None:
+        """The run is over."""
+        self.replicas = self.here = self.random = None
 
 
 def collect(  # noqa: PLR0913 - what is saved differs
@@ -34,7 +75,7 @@ def collect(  # noqa: PLR0913 - what is saved differs
     position: tuple[int, int] | None = None,
     place: Place | None = None,
 ) -> dict[str, Any] | None:
-    """Where the pipeline is, on the loss rank; every rank calls it.
+    """Collect the progress of a pipeline on the loss rank; every rank calls it.
 
     Args:
         engine: The engine, between two steps.
@@ -101,7 +142,7 @@ def restore(engine: Engine, progress: dict[str, Any], place: Place, *, runs_ahea
 
 
 def random_of(replicas: list[dict[str, Any]], rank: int, number: int) -> RandomStates | None:
-    """What a process draws on with, whatever mesh it is in; None with another number of them.
+    """Random states of a process, whatever mesh it is in; None with another number of them.
 
     Args:
         replicas: What :func:`collect` gave for each replica of the run that was stopped.
@@ -113,7 +154,7 @@ def random_of(replicas: list[dict[str, Any]], rank: int, number: int) -> RandomS
 
 
 def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[str, Any] | None:
-    """Where a replica goes on.
+    """Progress from which a replica resumes.
 
     Args:
         replicas: What :func:`collect` gave for each replica of the run that was stopped.
@@ -135,7 +176,7 @@ def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[
 def of_shared_batches(
     replicas: list[dict[str, Any]], index: int, number: int
 ) -> dict[str, Any] | None:
-    """Where a replica goes on, if all replicas read parts of the same batches.
+    """Progress from which a replica resumes, if all of them read parts of the same batches.
 
     Args:
         replicas: What :func:`collect` gave for each replica of the run that was stopped.
@@ -149,7 +190,7 @@ def of_shared_batches(
 
 
 def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
-    """Where every replica of another mesh goes on: the number of the step, the order of the data.
+    """Progress for every replica of another mesh: the number of the step, the order of the data.
 
     Args:
         first: What :func:`collect` gave for the first replica.
@@ -161,7 +202,7 @@ def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
 def gradients_of_replica(
     replicas: Sequence[Mapping[str, Tensor]], index: int, number: int
 ) -> Mapping[str, Tensor]:
-    """What a replica has accumulated when it goes on.
+    """Accumulated gradients of a replica that resumes.
 
     Args:
         replicas: What each replica of the run that was stopped had, by name.
@@ -246,7 +287,7 @@ def late_teacher(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None
 
 
 def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks knew of their parts of a predicted teacher."""
+    """The state of a predicted teacher, of the parts on all ranks."""
     parts = {
         kind: {name: value.cpu() for state in states for name, value in state[kind].items()}
         for kind in ("before", "moves")

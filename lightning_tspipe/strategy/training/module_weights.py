@@ -1,0 +1,142 @@
+"""Weights of a module before its stages are placed: built without values, loaded in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.construction import Construction
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.weight_source import InitialWeights
+from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
+from lightning_tspipe.strategy.training.progress import gradients_of_replica
+
+
+class ModuleWeights:
+    """Knows where the weights of the module come from.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        source: A checkpoint of which each rank reads its part when its stages are placed.
+        restores_optimizers: Whether the optimizers' state is read from it too.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._construction = Construction()
+        self._known: nn.Module | None = None
+        self.source: Source | None = None
+        self.restores_optimizers = False
+
+    @property
+    def initial(self) -> InitialWeights:
+        """Where values come from that the loss rank has not."""
+        spread = self._run.spread
+        return InitialWeights(
+            self._construction, self.source, None if spread is None else spread.placement
+        )
+
+    # Building
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """While inside, modules are built without values, and how is noted."""
+        try:
+            with (
+                warnings.catch_warnings(),
+                self._run.precision_plugin.tensor_init_context(),
+                self._construction.record(),
+            ):
+                # Copying into a tensor without values is noted, and done later.
+                warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
+                yield
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"the module is built without values (on the meta device), and its constructor "
+                f"needs some: {error}. Build that part in __init__ of the LightningModule"
+            ) from error
+
+    @property
+    def is_configuring(self) -> bool:
+        """Whether Lightning is about to call ``configure_model``."""
+        module = self._run.lightning.lightning_module
+        running = module is not None and module._trainer is not None  # noqa: SLF001
+        return running and self._run.trainer.state.status == "running"
+
+    def convert(self, module: nn.Module) -> nn.Module:
+        """Give the module the precision of the Trainer."""
+        converting = self._construction.record() if is_on_meta(module) else contextlib.nullcontext()
+        with converting:
+            return self._run.precision_plugin.convert_module(module)
+
+    def fill_whole(self) -> None:
+        """Give the only rank all values."""
+        run = self._run
+        if is_on_meta(run.module):
+            materializer = Materializer(run.module, self._construction, self.source)
+            materializer.agree(run.transport, run.replicas)
+            materializer.fill(lambda _: True)
+            materializer.fill_attributes()
+            materializer.done()
+
+    # Restoring
+
+    def forget_other_modules(self) -> None:
+        """What was kept of another module that this Trainer had before is of no use to this one."""
+        if self._known is not self._run.module:
+            self._run.spread = self.source = None
+            self.restores_optimizers = False
+        self._known = self._run.module
+
+    def placed(self, engine: Engine) -> None:
+        """Each rank has its stages: it reads what belongs to them and is not there yet."""
+        run = self._run
+        if self.source is not None and self.restores_optimizers:
+            self._restore_optimizers(self.source)
+            mine = engine.shards.names(run.pipeline_rank)
+            gradients = gradients_of_replica(
+                self.source.gradients(mine), run.replica, run.num_replicas
+            )
+            engine.shards.put_gradients(gradients, run.pipeline_rank)
+        self.source = None
+        self.restores_optimizers = False
+        if engine.shards.stays_spread:
+            run.spread = engine
+
+    def restore_optimizers(self) -> None:
+        """If no batch came, for whose stages each rank would have read its part: read all of it."""
+        if (
+            self.source is not None
+            and self.restores_optimizers
+            and not is_on_meta(self._run.module)
+        ):
+            self._restore_optimizers(self.source)
+
+    def _restore_optimizers(self, source: Source) -> None:
+        for index, optimizer in enumerate(map(plain_optimizer, self._run.optimizers)):
+            _restore(self._run.module, optimizer, index, source)
+
+
+def _restore(module: nn.Module, optimizer: Optimizer, index: int, source: Source) -> None:
+    """Load what an optimizer keeps for the parameters that are here."""
+    names = optimizer_names(module, optimizer)
+    here = [p for group in optimizer.param_groups for p in group["params"]]
+    wanted = {name for name, p in zip(names, here, strict=True) if not p.is_meta}
+    found = source.optimizer_state(index, names, wanted)
+    state: dict[Any, Any] = {
+        place: found[name] for place, name in enumerate(names) if name in found
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
