@@ -25,6 +25,7 @@ from lightning_tspipe.callbacks import (
 )
 from lightning_tspipe.errors import (
     CaptureError,
+    CheckpointError,
     ConfigurationError,
     PartitionError,
     ScheduleError,
@@ -42,6 +43,7 @@ __all__ = [
     "BlockwiseDistillation",
     "BlockwiseRelay",
     "CaptureError",
+    "CheckpointError",
     "ConfigurationError",
     "DelayedTeacherUpdate",
     "FanoutTraining",

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "CaptureError",
+    "CheckpointError",
+    "ConfigurationError",
+    "PartitionError",
+    "ScheduleError",
+    "TSPipeError",
+    "TransportError",
+]
+
 
 class TSPipeError(Exception):
     """Base of all errors raised by this package on purpose."""

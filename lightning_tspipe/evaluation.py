@@ -22,6 +22,8 @@ from lightning_tspipe.callbacks.features import (
 from lightning_tspipe.callbacks.knn import Neighbours
 from lightning_tspipe.errors import ConfigurationError
 
+__all__ = ["knn_evaluation", "linear_evaluation"]
+
 Labelled = Iterator[tuple[Tensor, Tensor]]
 
 

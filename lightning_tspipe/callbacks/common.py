@@ -134,8 +134,10 @@ def is_over(trainer: Trainer) -> bool:
     return 0 <= steps <= trainer.global_step or 0 <= (epochs or -1) <= trainer.current_epoch
 
 
-def log_accuracy(trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-    """Log what an evaluation at an epoch's end found; nothing if it is empty.
+def log_at_epoch_end(
+    trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
+) -> None:
+    """Log numbers that all ranks know at an epoch's end; nothing if there are none.
 
     Ranks of DDP agree already; of a pipeline only one logs, and must not wait for others.
     """

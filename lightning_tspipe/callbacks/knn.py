@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, log_accuracy, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, log_at_epoch_end, pipelined_of
 from lightning_tspipe.callbacks.features import (
     Features,
     LabelledFeatures,
@@ -203,7 +203,7 @@ class KNNEvaluator(Callback):
         epoch = trainer.current_epoch + 1
         if epoch % self.every_n_epochs and epoch != trainer.max_epochs:
             return
-        log_accuracy(trainer, pl_module, self.evaluate(trainer, pl_module))
+        log_at_epoch_end(trainer, pl_module, self.evaluate(trainer, pl_module))
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Classify the queries now; every rank calls it.

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
     Callback,
-    log_accuracy,
+    log_at_epoch_end,
     may_log,
     pipelined_of,
     submodules,
@@ -133,7 +133,7 @@ class OnlineLinearProbe(Callback):
         epoch = trainer.current_epoch + 1
         if self.queries is None or (epoch % self.every_n_epochs and epoch != trainer.max_epochs):
             return
-        log_accuracy(trainer, pl_module, self.evaluate(trainer, pl_module))
+        log_at_epoch_end(trainer, pl_module, self.evaluate(trainer, pl_module))
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Classify the queries now; every rank calls it.

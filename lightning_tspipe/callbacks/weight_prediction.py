@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, log_accuracy, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, log_at_epoch_end, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class WeightPrediction(Callback):
                 for kind in (0, 1)
             ]
             names = ("teacher_distance", "teacher_distance_predicted")
-            log_accuracy(trainer, pl_module, dict(zip(names, means, strict=True)))
+            log_at_epoch_end(trainer, pl_module, dict(zip(names, means, strict=True)))
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -7,10 +7,8 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.bounds import step_bound
 from lightning_tspipe.planning.layout import Layout
-from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_schedule, runs_ahead
-from lightning_tspipe.schedules.sequential import sequential
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, FIXED, build_schedule, runs_ahead
 from lightning_tspipe.schedules.synthesis import estimate_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
@@ -76,10 +74,8 @@ class Evaluator:
         return self._graphs[key]
 
     def _fixed(self, pipeline: Pipeline) -> Schedule:
-        if self._name == "gpipe":
-            return gpipe(pipeline)
-        if self._name == "sequential":
-            return sequential(pipeline)
+        if self._name in FIXED:
+            return FIXED[self._name](pipeline)
         if self._name == ASYNCHRONOUS:
             return one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks)
         return tspipe(pipeline, teacher_now=not self._ahead, teacher_next=self._ahead)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Coupling, Pipeline
@@ -14,7 +16,9 @@ from lightning_tspipe.schedules.synthesis import synthesize
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
 
-SCHEDULES = ("tspipe", "gpipe", "sequential")
+FIXED: Mapping[str, Callable[[Pipeline], Schedule]] = {"gpipe": gpipe, "sequential": sequential}
+"""Orders that run the teacher in the step of its batch, and do not depend on costs."""
+SCHEDULES = ("tspipe", *FIXED)
 """Those that train a batch with the weights of the batch before."""
 ASYNCHRONOUS = "1f1b"
 
@@ -109,8 +113,8 @@ def build_schedule(  # noqa: PLR0913 -- what one step is, in full
     """Build one step.
 
     Args:
-        name: ``"tspipe"`` (the best order that runs ahead), ``"gpipe"``, ``"sequential"`` or
-            ``"1f1b"`` (a step of the steady state).
+        name: ``"tspipe"`` (the best order that runs ahead), one of :data:`FIXED`, or ``"1f1b"``
+            (a step of the steady state).
         pipeline: Who holds what. Without a teacher the two flags mean nothing.
         costs: For ``"tspipe"``, which chooses its order by them.
         teacher_now: The teacher of this batch runs in this step: the first after a drain, or no
@@ -132,5 +136,4 @@ def build_schedule(  # noqa: PLR0913 -- what one step is, in full
             f"{name} runs the teacher in the step of its batch; "
             "build it with teacher_now=True, teacher_next=False"
         )
-    schedule = gpipe(pipeline) if name == "gpipe" else sequential(pipeline)
-    return split_backward(schedule, split)
+    return split_backward(FIXED[name](pipeline), split)

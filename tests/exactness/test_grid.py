@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_tspipe.schedules.registry import FIXED
 from tests.exactness.compare import assert_same
 from tests.exactness.grid import sample
 from tests.exactness.pipelined import run_pipelined
@@ -15,6 +16,12 @@ SMALL, LARGE = sample(0, 90), sample(1_000, 600)
 
 @pytest.mark.parametrize("setting", SMALL, ids=str)
 def test_drawn_training_equals_the_reference(setting: Setting) -> None:
+    assert_same(run_reference(setting), run_pipelined(setting))
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_schedule_equals_the_reference(name: str) -> None:
+    setting = Setting("Distillation-batch", num_stages=3, num_microbatches=2, schedule=name)
     assert_same(run_reference(setting), run_pipelined(setting))
 
 

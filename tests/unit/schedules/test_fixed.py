@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from itertools import pairwise
 from typing import Any
 
@@ -11,12 +12,10 @@ from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules import gpipe as gpipe_file
-from lightning_tspipe.schedules import sequential as sequential_file
 from lightning_tspipe.schedules import tspipe as tspipe_file
 from lightning_tspipe.schedules import zero_bubble as zero_bubble_file
 from lightning_tspipe.schedules.gpipe import gpipe
-from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.registry import FIXED, build_schedule
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
@@ -37,9 +36,14 @@ def drawn(schedule: Schedule, *, backward: float = 2.0, steps: int = 1) -> str:
     return timeline.draw(2 * round(seconds))
 
 
+@pytest.mark.parametrize("name", FIXED)
+def test_docstring_of_a_fixed_schedule_draws_it(name: str, make_pipeline: Any) -> None:
+    file = sys.modules[FIXED[name].__module__]
+    expected = drawn(FIXED[name](make_pipeline(3, 1, 2)))
+    assert drawings(file) == expected, f"draw this in the docstring of {file.__name__}:\n{expected}"
+
+
 def test_docstrings_show_what_is_built(make_pipeline: Any) -> None:
-    assert drawings(gpipe_file) == drawn(gpipe(make_pipeline(3, 1, 2)))
-    assert drawings(sequential_file) == drawn(sequential(make_pipeline(3, 1, 2)))
     steady = tspipe(make_pipeline(3, 2, 2), teacher_now=False, teacher_next=True)
     assert drawings(tspipe_file) == drawn(steady, backward=1.0)
     whole = gpipe(make_pipeline(2, 1, 2, teacher=False))
