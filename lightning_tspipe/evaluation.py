@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_tspipe.callbacks.features import (
     Features,
     Source,
+    accuracies,
     as_vectors,
     evaluating,
     feature_step,
+    hits_of,
 )
 from lightning_tspipe.callbacks.knn import Neighbours
 from lightning_tspipe.errors import ConfigurationError
@@ -91,7 +93,10 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         if classifier is None:
             raise ConfigurationError("linear_evaluation: there is nothing to train on")
         found = _Images(module, validation, features, batch_size)
-        return _accuracy("linear", ((classifier(v), labels) for v, labels in found))
+        hits = torch.zeros(3, dtype=torch.long, device=classifier.weight.device)
+        for vectors, labels in found:
+            hits += hits_of(classifier(vectors), labels)
+        return accuracies("linear", hits)
 
 
 def _step(
@@ -144,7 +149,7 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         if not neighbours.num_classes:
             raise ConfigurationError("knn_evaluation: the bank is empty")
         scores = neighbours.scores(num_classes or neighbours.num_classes, temperature)
-        return _accuracy("knn", [(scores, torch.cat([labels for _, labels in asked]))])
+        return accuracies("knn", hits_of(scores, torch.cat([labels for _, labels in asked])))
 
 
 class _Images:
@@ -169,12 +174,3 @@ class _Images:
         for batch in self._loader:
             features, labels = self._step(move_data_to_device(batch, self._device))
             yield as_vectors(features), torch.as_tensor(labels).to(features.device).flatten()
-
-
-def _accuracy(name: str, scored: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    top1 = top5 = total = 0
-    for scores, labels in scored:
-        hits = scores.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
-        top1, top5 = top1 + int(hits[:, :1].sum()), top5 + int(hits.sum())
-        total += len(labels)
-    return {f"{name}_top1": top1 / max(total, 1), f"{name}_top5": top5 / max(total, 1)}

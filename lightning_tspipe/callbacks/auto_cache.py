@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +13,11 @@ from typing_extensions import override
 from lightning_tspipe.caching import Worth
 from lightning_tspipe.caching.cache import Counts
 from lightning_tspipe.caching.inputs import Path
-from lightning_tspipe.callbacks.common import Callback, pipelined_of, submodules
+from lightning_tspipe.callbacks.cached_layers import CachedLayers
+from lightning_tspipe.callbacks.common import Restoring, pipelined_of, replaced, submodules
 from lightning_tspipe.callbacks.frozen_front import FrozenFront
 from lightning_tspipe.callbacks.kept_features import KeptFeatures
-from lightning_tspipe.callbacks.shared_cache import CacheSettings, SharedCache, replaced
+from lightning_tspipe.callbacks.shared_cache import CacheSettings, SharedCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.strategy.setup.options import parse_bytes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_tspipe")
 
 
-class AutoCache(Callback):
+class AutoCache(Restoring):
     """Keeps what the frozen beginning of a network returns, by sample; trains the rest on it.
 
     Layers are frozen where ``requires_grad`` is False, from the beginning of the network on, by
@@ -75,12 +75,12 @@ class AutoCache(Callback):
         ids: Path | None = None,
         always: bool = False,
     ) -> None:
+        super().__init__()
         self.network = network
         self.always = always
         settings = CacheSettings(_as_bytes(memory), _as_bytes(disk), folder, _as_dtype(dtype), ids)
         self.shared = SharedCache(settings)
-        self._front: FrozenFront | KeptFeatures | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._layers: CachedLayers | None = None
 
     @property
     @override
@@ -107,36 +107,33 @@ class AutoCache(Callback):
         submodules(pl_module, self.network, "network")
         self.shared.follow(trainer)
         if pipelined is not None:
-            trunk = pl_module.get_submodule(self.network)
-            self._front = KeptFeatures(self.shared, trunk, always=self.keeps_always(trainer))
-            pipelined.use_features(self._front)
+            trunk, always = pl_module.get_submodule(self.network), self.keeps_always(trainer)
+            self._layers = features = KeptFeatures(self.shared, trainer, trunk, always=always)
+            pipelined.use_features(features)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pipelined_of(trainer) is not None:
             return
-        self._release()
+        super().restore()
         assert self.network is not None
-        network = pl_module.get_submodule(self.network)
-        always = self.keeps_always(trainer)
-        self._front = FrozenFront(self.shared, trainer, network, self.network, always=always)
+        network, always = pl_module.get_submodule(self.network), self.keeps_always(trainer)
+        self._layers = front = FrozenFront(
+            self.shared, trainer, network, self.network, always=always
+        )
         step = pl_module.training_step
 
         @functools.wraps(step)
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            assert isinstance(self._front, FrozenFront)
-            with self._front.within(batch):
+            with front.within(batch):
                 return step(batch, *args, **kwargs)
 
-        self._undo.append(replaced(pl_module, "training_step", training_step))
+        self.undo += [front.close, replaced(pl_module, "training_step", training_step)]
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(self._front, FrozenFront):
-            self._front.forget_weights()
-        pipelined = pipelined_of(trainer)
-        if pipelined is not None:
-            pipelined.look_at_trunk()
+        if self._layers is not None:
+            self._layers.start_epoch()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -153,8 +150,8 @@ class AutoCache(Callback):
         cache = self.shared.cache
         if cache is None:
             return 0.0
-        if isinstance(self._front, KeptFeatures):
-            return self._front.take_rate(trainer)
+        if isinstance(self._layers, KeptFeatures):
+            return self._layers.take_rate()
         if trainer.is_global_zero:
             log.info("epoch %d: %s", trainer.current_epoch, repr(cache))
         counts, cache.counts = cache.counts, Counts()
@@ -171,19 +168,8 @@ class AutoCache(Callback):
         return read / max(1.0, read + computed)
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._release()
-        self.shared.close()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._release()
+    def restore(self) -> None:
+        super().restore()
         self.shared.close()
 
     @override
@@ -206,21 +192,15 @@ class AutoCache(Callback):
             is_deterministic = not pipelined.decides_by_times
         return self.always or self.shared.settings.dtype is not None or is_deterministic
 
-    def _release(self) -> None:
-        while self._undo:
-            self._undo.pop()()
-        if isinstance(self._front, FrozenFront):
-            self._front.close()
-
     @property
     def worth(self) -> Worth | None:
         """What was measured in this fit, or in the last one; None before."""
-        return None if self._front is None else self._front.worth
+        return None if self._layers is None else self._layers.worth
 
     @property
     def is_on(self) -> bool | None:
         """Whether activations are cached; None before it was measured."""
-        return None if self._front is None else self._front.is_on
+        return None if self._layers is None else self._layers.is_on
 
 
 def _as_bytes(amount: int | str) -> int | None:

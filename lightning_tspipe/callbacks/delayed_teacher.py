@@ -15,17 +15,22 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, Names, as_names, pipelined_of, submodules
+from lightning_tspipe.callbacks.common import (
+    Names,
+    Restoring,
+    as_names,
+    pipelined_of,
+    refuse_sharding,
+    submodules,
+)
 from lightning_tspipe.callbacks.weights_snapshot import WeightsSnapshot
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
-
-class DelayedTeacherUpdate(Callback):
+class DelayedTeacherUpdate(Restoring):
     """The teacher forward of batch n reads the teacher of the end of batch n-1's backward.
 
     So an EMA inside step n-1 counts and one in a hook at the end of batch n-1 does not: the teacher
@@ -55,6 +60,7 @@ class DelayedTeacherUpdate(Callback):
             )
         if start_step < 0:
             raise ConfigurationError(f"start_step={start_step} is negative")
+        super().__init__()
         self.delay = delay
         self.start_step = start_step
         self.teacher = as_names(teacher)
@@ -66,17 +72,14 @@ class DelayedTeacherUpdate(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.delay == 0 or pipelined_of(trainer) is not None:
             return
-        _check_support(trainer)
+        refuse_sharding(trainer, "DelayedTeacherUpdate")
         self._weights = WeightsSnapshot(submodules(pl_module, self.teacher, "teacher"))
         self._weights.install()
+        self.undo.append(self._weights.remove)
 
     @override
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._weights is None:
             return
@@ -116,12 +119,7 @@ class DelayedTeacherUpdate(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._weights is None:
             return
@@ -133,19 +131,8 @@ class DelayedTeacherUpdate(Callback):
             self._weights.drop()
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._weights is not None:
-            self._weights.remove()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        if self._weights is not None:
-            self._weights.remove()
-
-    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
         if self._weights is not None:  # for a checkpoint that is saved after the fit
             self._restored = self._weights.state()
         self._weights = None
@@ -166,12 +153,3 @@ class DelayedTeacherUpdate(Callback):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = dict(state_dict.get("snapshot", {}))
-
-
-def _check_support(trainer: Trainer) -> None:
-    bases = {base.__name__ for base in type(trainer.strategy).__mro__}
-    if bases & _SHARDING:
-        raise ConfigurationError(
-            f"DelayedTeacherUpdate does not work on {type(trainer.strategy).__name__}'s sharded "
-            f"parameters; use strategy='auto', 'ddp' or 'tspipe'"
-        )

@@ -20,12 +20,14 @@ from typing_extensions import override
 
 from lightning_tspipe.callbacks.auto_cache import AutoCache
 from lightning_tspipe.callbacks.common import (
-    Callback,
     Names,
+    Restoring,
     as_names,
+    derives_from,
     is_over,
     may_log,
     pipelined_of,
+    refuse_sharding,
     submodules,
 )
 from lightning_tspipe.callbacks.freeze_policies import (
@@ -44,10 +46,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightning_tspipe")
 
-_SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
-
-class FreezeAndRepack(Callback):
+class FreezeAndRepack(Restoring):
     """Layers freeze from the beginning of the network on, as a policy decides between epochs.
 
     A frozen layer gets no gradients, its BatchNorm and dropout are in eval mode, and what an
@@ -91,6 +91,7 @@ class FreezeAndRepack(Callback):
         num_active: int = 2,
         cache: Literal["auto"] | AutoCache | None = "auto",
     ) -> None:
+        super().__init__()
         self.policy: Policy = GradientNormFreeze() if policy is None else policy
         if not callable(self.policy):
             raise ConfigurationError(
@@ -140,7 +141,7 @@ class FreezeAndRepack(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        _check(trainer)
+        refuse_sharding(trainer, "FreezeAndRepack")
         if self.cache is None:
             return
         shared = self.cache.shared
@@ -252,14 +253,8 @@ class FreezeAndRepack(Callback):
             pl_module.log_dict(metrics, batch_size=1, rank_zero_only=True)
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        if self.cache is not None:
-            self.cache.shared.close()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def restore(self) -> None:
+        super().restore()
         if self.cache is not None:
             self.cache.shared.close()
 
@@ -387,20 +382,6 @@ class FreezeAndRepack(Callback):
 def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
     """DDP waits for the gradients of all that was trained when it was made: make it anew."""
     strategy: Any = trainer.strategy
-    if "DDPStrategy" in {base.__name__ for base in type(strategy).__mro__}:
+    if derives_from(trainer, "DDPStrategy"):
         strategy.model = pl_module
         strategy.configure_ddp()
-
-
-def _check(trainer: Trainer) -> None:
-    """Refuse what freezing doesn't go together with.
-
-    Raises:
-        ConfigurationError: A strategy that shards parameters.
-    """
-    bases = {base.__name__ for base in type(trainer.strategy).__mro__}
-    if bases & _SHARDING:
-        raise ConfigurationError(
-            f"FreezeAndRepack does not work on {type(trainer.strategy).__name__}'s sharded "
-            "parameters; use strategy='auto', 'ddp' or 'tspipe'"
-        )

@@ -1,68 +1,51 @@
-"""The frozen beginning of a network while it trains: read where it is known, else computed."""
+"""The frozen beginning of a network on ordinary strategies: read from the cache, or computed."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure
+from lightning_tspipe.caching import measure
 from lightning_tspipe.caching.absent import is_loaded
+from lightning_tspipe.callbacks.cached_layers import CachedLayers
+from lightning_tspipe.callbacks.common import replaced
 from lightning_tspipe.callbacks.fixed import (
     refuse_other,
     refuse_random,
     tensors_in,
     versions_of,
 )
-from lightning_tspipe.callbacks.shared_cache import SharedCache, replaced
+from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.prefix import DividedNetwork, Middle
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-log = logging.getLogger("lightning_tspipe")
 
-
-class FrozenFront:
-    """The frozen beginning of a network, while a fit lasts.
+class FrozenFront(CachedLayers):
+    """Replaces a network's ``forward`` by one that reads what its frozen atoms returned.
 
     Args:
         shared: The cache of this fit.
         trainer: The trainer.
         network: The network; its ``forward`` is replaced until :meth:`close`.
-        name: Of the network.
+        name: Name of the network, for messages.
         always: Cache without asking whether it is worth it.
-
-    Attributes:
-        worth: What was measured.
-        is_on: Whether activations are cached; None before it was measured.
     """
 
     def __init__(
-        self,
-        shared: SharedCache,
-        trainer: Trainer,
-        network: nn.Module,
-        name: str,
-        *,
-        always: bool,
+        self, shared: SharedCache, trainer: Trainer, network: nn.Module, name: str, *, always: bool
     ) -> None:
-        self.worth: Worth | None = None
-        self.is_on: bool | None = None
-        self._shared = shared
-        self._trainer = trainer
-        self._name = name
-        self._always = always
+        super().__init__(shared, trainer, name, always=always)
         self._divided: DividedNetwork | None = None
-        self._segments: list[Segment] = []
         self._versions: list[tuple[int, int]] = []
-        self._is_verified = False
         self._measured = 0
         self._batch: Any = None
         self._is_within = False
@@ -75,8 +58,8 @@ class FrozenFront:
         """Give the network its own ``forward`` back."""
         self._undo()
 
-    def forget_weights(self) -> None:
-        """Between epochs weights may change in ways that leave no trace: look at them again."""
+    @override
+    def start_epoch(self) -> None:
         self._versions = []
 
     @contextmanager
@@ -90,7 +73,9 @@ class FrozenFront:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """The network's ``forward``; while it runs, the network has its own, to be traced."""
-        above = vars(self._network)["forward"]  # perhaps hung over this one, by heads for instance
+        above = vars(self._network)[
+            "forward"
+        ]  # perhaps a wrapper of this one, by heads for instance
         self._undo()
         try:
             return self._run(*args, **kwargs)
@@ -105,7 +90,8 @@ class FrozenFront:
             return self._forward(*args, **kwargs)
         if self._divided is None:
             self._divided = DividedNetwork(self._network, self._name, args, kwargs)
-        number = self._divided.num_frozen()
+        divided = self._divided
+        number = divided.num_frozen()
         if number == 0:
             return self._forward(*args, **kwargs)
         self._num_calls += 1
@@ -115,83 +101,53 @@ class FrozenFront:
                 "one activation per sample: several views are random augmentation as a rule. Train "
                 "without AutoCache"
             )
-        middle = self._divided.start(args, kwargs)
-        self._update(number)
-        if not self._is_worth_it(number, middle):
+        middle = divided.start(args, kwargs)
+        self._update(divided, number)
+        if not self._is_worth_it(divided.tensors(number), number, middle):
             return self._forward(*args, **kwargs)
-        middle = self._read(middle)
-        return self._divided.end(self._divided.piece(number, len(self._divided.atoms))(middle))
+        return divided.end(divided.piece(number, len(divided.atoms))(self._read(middle)))
 
-    def _update(self, number: int) -> None:
+    def _update(self, divided: DividedNetwork, number: int) -> None:
         """Follow what is frozen, and its weights."""
-        assert self._divided is not None
-        tensors = self._divided.tensors(number)
-        versions = versions_of(tensors)
-        if versions != self._versions or number != self._shared.cuts[-1]:
-            self._versions = versions
-            self._shared.cut(number)
-            self._segments = [
-                Segment(self._boundary(stop), self._divided.piece(start, stop))
-                for start, stop in zip(self._shared.cuts, self._shared.cuts[1:], strict=False)
-            ]
-            if self._is_verified:
-                self._let_skip()
-
-    def _boundary(self, stop: int) -> Boundary:
-        assert self._divided is not None
-        return Boundary(
-            f"{self._name}, {stop} atoms",
-            fingerprint(*self._divided.tensors(stop)),
-            self._shared.settings.dtype,
+        versions = versions_of(divided.tensors(number))
+        if versions == self._versions and number == self._shared.cuts[-1]:
+            return
+        self._versions = versions
+        self._divide(
+            number,
+            lambda start, stop: divided.tensors(stop)[len(divided.tensors(start)) :],
+            divided.piece,
         )
+        if self._is_verified:
+            self._let_skip()
 
     def _whole(self, middle: Middle) -> Middle:
         for segment in self._segments:
             middle = segment.function(middle)
         return middle
 
-    def _is_worth_it(self, number: int, middle: Middle) -> bool:
+    def _is_worth_it(self, tensors: list[Tensor], number: int, middle: Middle) -> bool:
         """Decide at the first batch with these frozen layers; on all ranks alike.
 
         What was worth it for fewer layers is so for more.
         """
-        cache, settings = self._shared.cache, self._shared.settings
-        if self.is_on or self._measured == number:
-            return bool(self.is_on)
-        assert cache is not None
-        self._measured = number
-        assert self._divided is not None
-        refuse_random(self._name, lambda: self._whole(middle), self._divided.tensors(number))
-        worth = measure(
-            self._whole, middle, dtype=settings.dtype, disk=settings.uses_disk,
-            folder=settings.folder,
-        )  # fmt: skip
-        worth = replace(worth, load=self._shared.seconds_saved)
-        worth = self._trainer.strategy.broadcast(worth)
-        in_memory, on_disk = (self._always or by for by in (worth.by_memory, worth.by_disk))
-        is_on = in_memory or (on_disk and settings.uses_disk)
-        cache.use(memory=in_memory, disk=on_disk)
-        self.worth, self.is_on = worth, is_on
-        if self._trainer.is_global_zero:
-            log.info("activations are %s: %s", "cached" if is_on else "not cached", worth)
-        return is_on
+        if not self.is_on and self._measured != number:
+            self._measured = number
+            refuse_random(self._name, lambda: self._whole(middle), tensors)
+            worth = measure(self._whole, middle, **self._shared.settings.how)
+            worth = replace(worth, load=self._shared.seconds_saved)
+            worth = self._trainer.strategy.broadcast(worth)
+            self._decide(worth, speaks=self._trainer.is_global_zero)
+        return bool(self.is_on)
 
     def _read(self, middle: Middle) -> Middle:
-        cache = self._shared.cache
-        assert cache is not None
         ids = self._shared.ids_of(self._batch)
-        if self._is_verified or not cache.num_kept(ids, self._segments):
-            result: Middle = cache.outputs(ids, middle, self._segments)
-            return result
-        kept: Middle = cache.outputs(ids, middle, self._segments)
-        if all(map(is_loaded, tensors_in(middle))):
-            with torch.no_grad():
-                refuse_other(self._name, kept, self._whole(middle), self._shared.settings.dtype)
-        self._is_verified = True
-        self._let_skip()
-        return kept
-
-    def _let_skip(self) -> None:
-        cache = self._shared.cache
-        if cache is not None and self._trainer.local_rank == 0:
-            cache.let_skip(self._segments)
+        is_first = not self._is_verified and any(self._cache.kept(ids, self._segments))
+        cached: Middle = self._cache.outputs(ids, middle, self._segments)
+        if is_first:
+            if all(map(is_loaded, tensors_in(middle))):
+                with torch.no_grad():
+                    refuse_other(self._name, cached, self._whole(middle), self._dtype)
+            self._is_verified = True
+            self._let_skip()
+        return cached

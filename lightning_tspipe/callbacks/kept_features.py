@@ -12,18 +12,19 @@ first is then known to the last::
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure
+from lightning_tspipe.caching import Boundary, Segment, fingerprint, measure_reading
 from lightning_tspipe.caching.absent import check_loaded
 from lightning_tspipe.caching.entries import rounded, rows_of
 from lightning_tspipe.caching.keys import as_ids
+from lightning_tspipe.callbacks.cached_layers import CachedLayers
 from lightning_tspipe.callbacks.common import pipelined_of
 from lightning_tspipe.callbacks.fixed import refuse_other
 from lightning_tspipe.callbacks.shared_cache import SharedCache
@@ -36,24 +37,22 @@ if TYPE_CHECKING:
 
     from lightning_tspipe.ir.pipeline import Pipeline
     from lightning_tspipe.runtime.transport.base import Transport
-
-log = logging.getLogger("lightning_tspipe")
+    from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 _SIZES = 8
 """Batches that are known in part go through the trunk in at most so many sizes: each is planned."""
 
 
-class KeptFeatures:
-    """Knows the features of samples that went through the trunk before, while a fit lasts.
+class KeptFeatures(CachedLayers):
+    """Reads and keeps the features that a trunk returns, by sample.
 
     Args:
         shared: The cache of this fit.
+        trainer: The trainer.
         trunk: The trunk.
         always: Keep without asking whether it is worth it.
 
     Attributes:
-        worth: What was measured; None before, and where nothing was.
-        is_on: Whether features are kept; None before it is decided.
         num_seen: Samples of the batches that the data rank looked at.
         num_known: Of these, those whose features were known.
 
@@ -61,7 +60,10 @@ class KeptFeatures:
         ConfigurationError: The trunk is in train mode, where it may be random.
     """
 
-    def __init__(self, shared: SharedCache, trunk: nn.Module, *, always: bool) -> None:
+    def __init__(
+        self, shared: SharedCache, trainer: Trainer, trunk: nn.Module, *, always: bool
+    ) -> None:
+        super().__init__(shared, trainer, "teacher", always=always)
         training = next((name for name, part in trunk.named_modules() if part.training), None)
         if training is not None:
             where = f"its part {training!r}" if training else "it"
@@ -69,14 +71,21 @@ class KeptFeatures:
                 f"AutoCache keeps what the trunk returns, and {where} is in train mode, where "
                 "dropout and batch statistics return something else each time: self.teacher.eval()"
             )
-        self.worth: Worth | None = None
-        self.is_on: bool | None = True if always else None
+        self.is_on = True if always else None
         self.num_seen = self.num_known = 0
-        self._shared = shared
         self._trunk = trunk
         self._boundary = Boundary("")
         self._writes = False
-        self._is_verified = False
+
+    @override
+    def start_epoch(self) -> None:
+        self._pipelined.look_at_trunk()
+
+    @property
+    def _pipelined(self) -> Pipelined:
+        pipelined = pipelined_of(self._trainer)
+        assert pipelined is not None
+        return pipelined
 
     def consider(self, seconds: float, features: Sequence[Tensor]) -> None:
         """On the data rank: measure whether reading is faster than what the trunk takes.
@@ -85,21 +94,16 @@ class KeptFeatures:
             seconds: Of a step that would be saved.
             features: Stand-ins for those of a batch.
         """
-        settings, values = self._shared.settings, [tensor.cpu() for tensor in features]
-        worth = measure(
-            lambda _: values, values, dtype=settings.dtype, disk=settings.uses_disk,
-            folder=settings.folder,
-        )  # fmt: skip
+        values = [tensor.cpu() for tensor in features]
+        worth = measure_reading(values, len(values[0]), **self._shared.settings.how)
         compute = seconds / len(values[0])
         self.worth = replace(worth, compute=compute, load=self._shared.seconds_saved)
 
-    def take_rate(self, trainer: Trainer) -> float:
+    def take_rate(self) -> float:
         """The share of this epoch's samples that were known, on all ranks; counted anew."""
         rate = self.num_known / self.num_seen if self.num_seen else 0.0
         self.num_seen = self.num_known = 0
-        pipelined = pipelined_of(trainer)
-        assert pipelined is not None
-        told: float = trainer.strategy.broadcast(rate, pipelined.data_rank)
+        told: float = self._trainer.strategy.broadcast(rate, self._pipelined.data_rank)
         return told
 
     def place(self, transport: Transport, pipeline: Pipeline) -> None:
@@ -107,41 +111,26 @@ class KeptFeatures:
 
         What was kept by other weights is not read.
         """
-        cache = self._shared.cache
-        own = fingerprint(*(t for t in self._tensors() if not t.is_meta))
+        tensors = (*self._trunk.parameters(), *self._trunk.buffers())
+        own = fingerprint(*(tensor for tensor in tensors if not tensor.is_meta))
         gathered = transport.gather_object((own, self.worth))
         told = None
         if gathered is not None:
             digest = hashlib.blake2b("".join(part for part, _ in gathered).encode(), digest_size=16)
             told = digest.hexdigest(), gathered[pipeline.data_rank][1]
         whole, self.worth = transport.broadcast_object(told, 0)
-        before, self._boundary = self._boundary, self._boundary_of(whole)
+        before, self._boundary = self._boundary, Boundary("trunk", whole, self._dtype)
         self._writes = transport.rank == min(pipeline.loss_ranks)
-        if cache is None:
+        if self._shared.cache is None:
             return
         if before.name and before != self._boundary:
             self._is_verified = False
-            if (
-                transport.rank == pipeline.data_rank
-            ):  # before it reads on; another rank might be too late
-                cache.let_skip([])
+            # Before the data rank reads on; another rank might be too late.
+            if transport.rank == pipeline.data_rank:
+                self._cache.let_skip([])
         if self.is_on is None:
-            self._decide()
-
-    def _boundary_of(self, whole: str) -> Boundary:
-        return Boundary("trunk", whole, self._shared.settings.dtype)
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self._trunk.parameters(), *self._trunk.buffers()]
-
-    def _decide(self) -> None:
-        worth, settings, cache = self.worth, self._shared.settings, self._shared.cache
-        assert worth is not None
-        assert cache is not None
-        self.is_on = worth.by_memory or (worth.by_disk and settings.uses_disk)
-        cache.use(memory=worth.by_memory, disk=worth.by_disk)
-        if self._writes:
-            log.info("features are %s: %s", "kept" if self.is_on else "not kept", worth)
+            assert self.worth is not None
+            self._decide(self.worth, speaks=self._writes)
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
         """On the data rank: which samples of a batch go through the trunk."""
@@ -165,19 +154,17 @@ class KeptFeatures:
 
     def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """On a rank with heads: the features of a batch, read or computed."""
-        cache = self._shared.cache
-        assert cache is not None
         segment = self._segment(computed, kept.rows)
         rows = torch.arange(len(kept.ids))  # on the host, which looks at them
         if kept.compares:
             self._compare(kept, computed, device)
             return segment.function(rows)  # type: ignore[no-any-return]
         if self._writes or not kept.rows:
-            return list(cache.outputs(kept.ids, rows, [segment], device))
+            return list(self._cache.outputs(kept.ids, rows, [segment], device))
         known = sorted(set(range(len(kept.ids))) - set(kept.rows))
         if not known:
             return segment.function(rows)  # type: ignore[no-any-return]
-        read = cache.outputs([kept.ids[row] for row in known], rows[known], [segment], device)
+        read = self._cache.outputs([kept.ids[row] for row in known], rows[known], [segment], device)
         others = sorted(set(kept.rows))
         order = sent(torch.tensor([*known, *others]).argsort(), device)
         made = segment.function(torch.tensor(others))
@@ -200,20 +187,18 @@ class KeptFeatures:
         Raises:
             ConfigurationError: They differ.
         """
-        cache = self._shared.cache
-        assert cache is not None
         if not self._writes:
             return
         segment = self._segment(computed, kept.rows)
-        known = [row for row, it_is in enumerate(cache.kept(kept.ids, [segment])) if it_is]
-        read = cache.outputs(kept.ids, torch.arange(len(kept.ids)), [segment], device)
+        known = [row for row, it_is in enumerate(self._cache.kept(kept.ids, [segment])) if it_is]
+        read = self._cache.outputs(kept.ids, torch.arange(len(kept.ids)), [segment], device)
         refuse_other(
-            "teacher",
+            self._name,
             [tensor[known] for tensor in read],
             [tensor[known] for tensor in computed],
-            self._shared.settings.dtype,
+            self._dtype,
         )
-        cache.let_skip([segment])
+        self._cache.let_skip([segment])
 
 
 def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:

@@ -15,8 +15,10 @@ from lightning_tspipe.callbacks.features import (
     Features,
     LabelledFeatures,
     Source,
+    accuracies,
     check_features,
     evaluating,
+    hits_of,
 )
 from lightning_tspipe.callbacks.peers import Peers
 from lightning_tspipe.callbacks.progress import SideProgress
@@ -238,12 +240,7 @@ class KNNEvaluator(Callback):
         if not neighbours.num_classes:
             raise ConfigurationError("KNNEvaluator: the bank yields no batch")
         scores = neighbours.scores(self.num_classes or neighbours.num_classes, self.temperature)
-        hits = scores.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
-        total = max(len(labels), 1)
-        return {
-            f"{self.name}_top1": int(hits[:, :1].sum()) / total,
-            f"{self.name}_top5": int(hits.sum()) / total,
-        }
+        return accuracies(self.name, hits_of(scores, labels))
 
     def _vectors(
         self, trainer: Trainer, images: LabelledFeatures, source: Source

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
-    Callback,
     Names,
+    Restoring,
     as_names,
     may_log,
     pipelined_of,
@@ -23,7 +23,6 @@ from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from torch.utils.hooks import RemovableHandle
 
 Momentum = float | tuple[float, float] | Callable[[int, int], float]
 BuffersPolicy = Literal["keep", "copy", "average"]
@@ -60,7 +59,7 @@ def cosine_momentum(step: int, num_steps: int, start: float, end: float) -> floa
     return end - (end - start) * (math.cos(math.pi * step / (num_steps - 1)) + 1) / 2
 
 
-class MomentumEMA(Callback):
+class MomentumEMA(Restoring):
     """``teacher = m * teacher + (1 - m) * student`` after every optimizer step.
 
     Parameters are matched by name; the student may have more of them (a predictor). Accumulated
@@ -92,6 +91,7 @@ class MomentumEMA(Callback):
         *,
         log_momentum: bool = False,
     ) -> None:
+        super().__init__()
         self.student = as_names(student)
         self.teacher = as_names(teacher)
         if len(self.student) != len(self.teacher):
@@ -110,7 +110,6 @@ class MomentumEMA(Callback):
         self._has_stepped = False
         self._parameters: list[Pair] = []
         self._buffers: list[Pair] = []
-        self._handles: list[RemovableHandle] = []
 
     def momentum_at(self, step: int, num_steps: int) -> float:
         """The momentum of update ``step`` (from 0) of ``num_steps``.
@@ -153,24 +152,19 @@ class MomentumEMA(Callback):
         self._num_steps = self._planned_steps(trainer)
         self._global_step = trainer.global_step
         self._has_stepped = False
-        self._remove_handles()
+        self.restore()
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
-                self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_step))
+                self.undo.append(optimizer.register_step_post_hook(self._on_optimizer_step).remove)
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         # Lightning counts a step that the gradient scaler skipped, the optimizer's own hook does
         # not see it: only both together mean that the student has changed.
         advanced = trainer.global_step > self._global_step
-        if advanced and (self._has_stepped or not self._handles):
+        if advanced and (self._has_stepped or not self.undo):
             value = self.momentum_at(trainer.global_step - 1, self._num_steps)
             self.update(value)
             if self.log_momentum and may_log(trainer):
@@ -178,16 +172,6 @@ class MomentumEMA(Callback):
         if advanced:
             self._global_step = trainer.global_step
             self._has_stepped = False
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_handles()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._remove_handles()
 
     @torch.no_grad()
     def update(self, momentum: float) -> None:
@@ -227,11 +211,6 @@ class MomentumEMA(Callback):
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not bool(found_inf):
             self._has_stepped = True
-
-    def _remove_handles(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
 
 def _check_momentum(momentum: Momentum) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.callbacks.common import pipelined_of
+from lightning_tspipe.callbacks.common import derives_from, pipelined_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -36,7 +36,7 @@ class Peers:
         self.index, self.number = 0, 1
         if self._pipelined is not None:
             self.index, self.number = self._pipelined.replica, self._pipelined.data_parallel_size
-        elif any(kind.__name__ == "DDPStrategy" for kind in type(trainer.strategy).__mro__):
+        elif derives_from(trainer, "DDPStrategy"):
             self.index, self.number = trainer.global_rank, trainer.world_size
 
     def gather(self, tensor: Tensor) -> list[Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprints, measure_reading
+from lightning_tspipe.caching import Worth, measure_reading
 from lightning_tspipe.caching.absent import absent_rows, check_loaded, is_loaded
 from lightning_tspipe.caching.entries import rounded, rows_of
+from lightning_tspipe.callbacks.cached_layers import CachedLayers
 from lightning_tspipe.callbacks.fixed import refuse_other, refuse_random, versions_of
 from lightning_tspipe.callbacks.shared_cache import SharedCache
 from lightning_tspipe.errors import ConfigurationError
@@ -40,32 +43,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_tspipe")
 
 
-class PipelineFront:
-    """Reads and keeps what a pipeline's frozen part returns, by sample.
-
-    Args:
-        shared: The cache of this fit.
-        trainer: The trainer.
-        name: Of the network, for messages.
-        always: Cache without asking whether it is worth it.
-
-    Attributes:
-        worth: What was measured.
-        is_on: Whether activations are cached; None before it was decided.
-    """
+class PipelineFront(CachedLayers):
+    """Reads and keeps what a pipeline's frozen part returns, by sample."""
 
     def __init__(self, shared: SharedCache, trainer: Trainer, name: str, *, always: bool) -> None:
-        self.worth: Worth | None = None
-        self.is_on: bool | None = None
-        self._shared = shared
-        self._trainer = trainer
-        self._name = name
-        self._always = always
-        self._segments: list[Segment] = []
+        super().__init__(shared, trainer, name, always=always)
         self._samples: dict[int, Samples] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
         self._tried: set[tuple[int, int]] = set()
-        self._is_checked = False
         self._device: torch.device | None = None
 
     @property
@@ -74,14 +59,10 @@ class PipelineFront:
         return self._shared.cuts[-1] if self.is_on else 0
 
     @property
-    def _dtype(self) -> torch.dtype | None:
-        return self._shared.settings.dtype
-
-    @property
+    @override
     def _speaks(self) -> bool:
         """Whether this is the first rank of its machine that reads data."""
-        pipelined = self._pipelined
-        return bool(self._trainer.local_rank == pipelined.data_rank)
+        return bool(self._trainer.local_rank == self._pipelined.data_rank)
 
     @property
     def _pipelined(self) -> Any:
@@ -99,21 +80,13 @@ class PipelineFront:
             return False
         self._versions, self._tried, self._samples = {}, set(), {}
         if not self.is_on:
-            self._decide(calls[0], part.device)
+            self._measure(calls[0], part.device)
         if not self.is_on:
             return False
-        self._shared.cut(part.num_frozen)
-        own = _tensors_of(part, self._trainer.lightning_module)
-        prints = fingerprints([own(start, stop) for start, stop in pairwise(self._shared.cuts)])
-        self._segments = [
-            Segment(
-                Boundary(f"{self._name}, {stop} atoms", fingerprint, self._dtype),
-                _function(part, start, stop),
-            )
-            for (start, stop), fingerprint in zip(pairwise(self._shared.cuts), prints, strict=True)
-        ]
-        if self._is_checked and self._speaks:
-            self._shared.cache.let_skip(self._segments)
+        tensors = _tensors_of(part, self._trainer.lightning_module)
+        self._divide(part.num_frozen, tensors, partial(_function, part))
+        if self._is_verified:
+            self._let_skip()
         return True
 
     def _can(self, calls: Sequence[Call]) -> bool:
@@ -132,13 +105,11 @@ class PipelineFront:
             log.info("activations are not cached: %s", why)
         return not why
 
-    def _decide(self, call: Call, device: torch.device) -> None:
-        """Whether reading is faster than computing, as measured on rank 0.
+    def _measure(self, call: Call, device: torch.device) -> None:
+        """Decide whether reading is faster than computing, as measured on rank 0.
 
         What was worth it for fewer layers is so for more.
         """
-        cache, settings = self._shared.cache, self._shared.settings
-        assert cache is not None
         if self._always:
             self.is_on = True
             return
@@ -148,30 +119,21 @@ class PipelineFront:
             made = tuple(
                 torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
             )
-            worth = measure_reading(
-                (made, {}), num_samples, dtype=self._dtype, disk=settings.uses_disk,
-                folder=settings.folder,
-            )  # fmt: skip
+            worth = measure_reading((made, {}), num_samples, **self._shared.settings.how)
             load = self._shared.seconds_saved
             box = replace(worth, compute=call.seconds() / num_samples, load=load)
         found: Any = self._trainer.strategy.broadcast(box)
-        cache.use(memory=found.by_memory, disk=found.by_disk)
-        self.worth, self.is_on = found, found.by_memory or (found.by_disk and settings.uses_disk)
-        if self._trainer.is_global_zero:
-            log.info("activations are %s: %s", "cached" if self.is_on else "not cached", found)
+        self._decide(found, speaks=self._trainer.is_global_zero)
 
     # While it runs
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
-        cache = self._shared.cache
-        assert cache is not None
         ids = self._shared.ids_of(batch)
-        behind = cache.behind(ids, self._segments)
-        if behind.any() and not self._is_checked:
-            self._is_checked = True
-            if self._speaks:
-                cache.let_skip(self._segments)
+        behind = self._cache.behind(ids, self._segments)
+        if behind.any() and not self._is_verified:
+            self._is_verified = True
+            self._let_skip()
             if all(map(is_loaded, inputs)):
                 return Samples(ids, is_checked=True)
         return Samples(ids, self._shared.cuts[int(behind.min())])
@@ -191,8 +153,7 @@ class PipelineFront:
             received: What the first atom gets; nothing where it is known.
             atoms: The first one, and one after the last.
         """
-        cache, (number, rows) = self._shared.cache, place
-        assert cache is not None
+        cache, (number, rows) = self._cache, place
         self._device = part.device
         samples, (start, stop) = self._samples[number], atoms
         ids = samples.ids[rows]
@@ -235,10 +196,10 @@ class PipelineFront:
         kept = np.flatnonzero(behind == number)
         if value is not None and not len(kept):
             return value
-        cache = self._shared.cache
-        assert cache is not None
         chosen = ids[torch.from_numpy(kept)] if isinstance(ids, Tensor) else [ids[k] for k in kept]
-        read: Tensors = cache.read(chosen, self._segments[number - 1].boundary, self._device)[0]
+        read: Tensors = self._cache.read(chosen, self._segments[number - 1].boundary, self._device)[
+            0
+        ]
         if is_checked:
             assert value is not None
             fresh = rows_of(value, kept)

@@ -13,17 +13,20 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
-    Callback,
+    Restoring,
     log_accuracy,
     may_log,
     pipelined_of,
+    replaced,
     submodules,
 )
 from lightning_tspipe.callbacks.features import (
     LabelledFeatures,
     Source,
+    accuracies,
     as_vectors,
     evaluating,
+    hits_of,
 )
 from lightning_tspipe.callbacks.peers import Peers
 from lightning_tspipe.callbacks.progress import SideProgress
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class OnlineLinearProbe(Callback):
+class OnlineLinearProbe(Restoring):
     """Trains a linear classifier on detached features while the module trains; logs its accuracy.
 
     The features are what a submodule returns in its first call of each ``training_step``; if they
@@ -84,6 +87,7 @@ class OnlineLinearProbe(Callback):
                 f"num_classes={num_classes} must be at least 2, every_n_epochs={every_n_epochs} at "
                 f"least 1, lr={lr} above 0"
             )
+        super().__init__()
         self.num_classes = num_classes
         self.queries = queries
         self.features = features
@@ -96,7 +100,6 @@ class OnlineLinearProbe(Callback):
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] = {}
         self._kept: tuple[Tensor, Tensor] | None = None
-        self._undo: Callable[[], None] | None = None
         self._progress = SideProgress("probe")
 
     @override
@@ -104,23 +107,13 @@ class OnlineLinearProbe(Callback):
         self._watch(pl_module, submodules(pl_module, self.features, "features")[self.features])
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._release()
+    def restore(self) -> None:
+        super().restore()
+        self._kept = None
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         kept, self._kept = self._kept, None
         if not (self._is_here(trainer) and kept is not None):
@@ -152,14 +145,10 @@ class OnlineLinearProbe(Callback):
             results, length = images.of(self.queries)
             for result in self._progress.track(trainer, results, length):
                 if result is not None and self.classifier is not None:
-                    hits += _hits(self.classifier(result[0]), result[1])
+                    hits += hits_of(self.classifier(result[0]), result[1])
         if not self._is_here(trainer) or self.classifier is None:
             return {}
-        top1, top5, total = torch.stack(peers.gather(hits)).sum(dim=0).tolist()
-        return {
-            f"val_{self.name}_top1": top1 / max(total, 1),
-            f"val_{self.name}_top5": top5 / max(total, 1),
-        }
+        return accuracies(f"val_{self.name}", torch.stack(peers.gather(hits)).sum(dim=0))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -210,21 +199,7 @@ class OnlineLinearProbe(Callback):
             self._kept = seen[0].detach().clone(), self._labels_of(batch).clone()
             return result
 
-        own = vars(pl_module).get("training_step")
-        vars(pl_module)["training_step"] = training_step
-
-        def undo() -> None:
-            if own is None:
-                vars(pl_module).pop("training_step", None)
-            else:
-                vars(pl_module)["training_step"] = own
-
-        self._undo = undo
-
-    def _release(self) -> None:
-        if self._undo is not None:
-            self._undo()
-        self._undo = self._kept = None
+        self.undo.append(replaced(pl_module, "training_step", training_step))
 
     def _labels_of(self, batch: Any) -> Tensor:
         labels = self.labels(batch) if callable(self.labels) else batch[self.labels]
@@ -273,10 +248,3 @@ class OnlineLinearProbe(Callback):
                 self._restored = {}
             self.classifier = classifier
         return self.classifier, self._optimizer
-
-
-def _hits(scores: Tensor, labels: Tensor) -> Tensor:
-    """(correct at the first guess, among the first five, all), as integers."""
-    best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
-    total = torch.tensor(len(labels), device=scores.device)
-    return torch.stack([best[:, 0].sum(), best.sum(), total])

@@ -16,6 +16,7 @@ from lightning_tspipe.caching import ActivationCache, WithIds, check_repeatable
 from lightning_tspipe.caching.arena import available_disk, available_memory, megabytes
 from lightning_tspipe.caching.inputs import Path, ids_of
 from lightning_tspipe.caching.on_host import OnHost
+from lightning_tspipe.callbacks.common import replaced
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class CacheSettings:
     folder: str | os.PathLike[str] | None = None
     dtype: torch.dtype | None = None
     ids: Path | None = None
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """Keyword arguments for measuring how long reading takes."""
+        return {"dtype": self.dtype, "disk": self.uses_disk, "folder": self.folder}
 
     @property
     def uses_disk(self) -> bool:
@@ -228,17 +234,3 @@ def _seconds_to_load(loader: Any) -> float:
         dataset[index]
     workers = max(1, getattr(loader, "num_workers", 0))
     return (time.perf_counter() - started) / num / workers
-
-
-def replaced(owner: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Hang a function over a method of one object; the way back."""
-    own = vars(owner).get(name)
-    vars(owner)[name] = function
-
-    def undo() -> None:
-        if own is None:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = own
-
-    return undo

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, Pipelined, may_log, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, may_log, pipelined_of
 from lightning_tspipe.callbacks.machine import known_peak_flops, peak_memory
 from lightning_tspipe.callbacks.timeline import PipelineTimeline
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+    from lightning_tspipe.strategy.training.pipelined import Pipelined
+
 
 _RECORDED_STEPS = 4
 
@@ -186,11 +189,7 @@ class PipelineThroughputMonitor(Callback):
 
     @override
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._wait = self.clock() - self._mark
         self._steps = (self._steps[1], trainer.global_step)
@@ -204,12 +203,7 @@ class PipelineThroughputMonitor(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now, pipelined = self.clock(), pipelined_of(trainer)
         self._num_batches += 1

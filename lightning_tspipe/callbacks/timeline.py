@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, Pipelined, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.plots import plot_timeline
 from lightning_tspipe.simulation.figures import figures
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_tspipe.simulation.timeline import Timeline
+    from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 
 class PipelineTimeline(Callback):
@@ -72,11 +73,7 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         pipelined = pipelined_of(trainer)
         if pipelined is None or self._is_recording or trainer.global_step < self.start_step:
@@ -86,12 +83,7 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pipelined = pipelined_of(trainer)
         is_mine = self._is_recording and not self._is_collected  # there may be several windows
