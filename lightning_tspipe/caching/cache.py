@@ -285,10 +285,6 @@ class ActivationCache:
             )
         return self.store.write(words, value, layout, boundary.token)
 
-    def num_kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> int:
-        """How many of these samples are kept behind one of the segments."""
-        return sum(self.kept(ids, segments))
-
     def kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> list[bool]:
         """Which of these samples are kept behind one of the segments."""
         tokens = [np.uint64(segment.boundary.token) for segment in segments]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -114,54 +115,46 @@ class WithIds(Dataset[Any]):
             return self._full(index, name)
         rest = cache.store.rest(name)
         if leave_out and rest is not None:
-            sample, shapes = pickle.loads(rest)  # noqa: S301 - a process of this job wrote it
-            for path, (shape, dtype) in zip(self.inputs, shapes, strict=True):
-                sample[path] = absent(shape, dtype)
-            return _with_id(_thawed(sample), name)
+            sample, specs = pickle.loads(rest)  # noqa: S301 - a process of this job wrote it
+            stands_in = {path: absent(*spec) for path, spec in specs.items()}
+            return _with_id(_with_parts(sample, stands_in), name)
         sample = self._read(index)
         if rest is None:
-            cache.store.keep_rest(name, pickle.dumps(self._without_inputs(sample)))
+            specs = {path: self._spec(sample, path) for path in self.inputs}
+            without = _with_parts(sample, dict.fromkeys(self.inputs))
+            cache.store.keep_rest(name, pickle.dumps((without, specs)))
         return _with_id(sample, name)
 
-    def _without_inputs(self, sample: Any) -> tuple[dict[Any, Any], list[Any]]:
-        parts = _parts(sample)
-        shapes = []
-        for path in self.inputs:
-            tensor = parts.pop(path, None)
-            if not isinstance(tensor, Tensor):
-                raise ConfigurationError(
-                    f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
-                )
-            shapes.append((tuple(tensor.shape), tensor.dtype))
-        return {**parts, _KIND: _kind_of(sample), _ORDER: list(_parts(sample))}, shapes
+    def _spec(self, sample: Any, path: Path) -> tuple[tuple[int, ...], torch.dtype]:
+        parts = sample if isinstance(sample, dict | list | tuple) else (sample,)
+        tensor = part_of(parts, path)
+        if not isinstance(tensor, Tensor):
+            raise ConfigurationError(
+                f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
+            )
+        return tuple(tensor.shape), tensor.dtype
 
     def read_from(self, cache: ActivationCache | None) -> None:
         """Leave out inputs whose activations a cache has, from the next epoch's workers on."""
         self._cache = cache
 
 
-_KIND, _ORDER = "\0kind", "\0order"
-
-
-def _kind_of(sample: Any) -> str:
-    return "dict" if isinstance(sample, dict) else "list" if isinstance(sample, list) else "tuple"
-
-
-def _parts(sample: Any) -> dict[Any, Any]:
-    """The parts of a sample by number or key."""
+def _with_parts(sample: Any, parts: Mapping[Any, Any]) -> Any:
+    """A copy of a sample in which some parts, by number or key, are replaced."""
     if isinstance(sample, dict):
-        return dict(sample)
-    if isinstance(sample, list | tuple):
-        return dict(enumerate(sample))
-    return {0: sample}
+        return {**sample, **parts}
+    values = list(sample) if isinstance(sample, list | tuple) else [sample]
+    for place, part in parts.items():
+        values[place] = part
+    return values if isinstance(sample, list) else tuple(values)
 
 
-def _thawed(parts: dict[Any, Any]) -> Any:
-    kind, order = parts.pop(_KIND), parts.pop(_ORDER)
-    ordered = {name: parts[name] for name in order}
-    if kind == "dict":
-        return ordered
-    return list(ordered.values()) if kind == "list" else tuple(ordered.values())
+def part_of(sample: Any, path: Path) -> Any:
+    """A part of a sample or a batch by its number or key; None if there is none."""
+    try:
+        return sample[path]
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _with_id(sample: Any, name: Hashable) -> Any:
@@ -207,10 +200,7 @@ def ids_of(batch: Any, where: Path | None = None) -> Any:
     """
     if where is None:
         where = ID if isinstance(batch, dict) else -1
-    try:
-        found = batch[where]
-    except (KeyError, IndexError, TypeError):
-        found = None
+    found = part_of(batch, where)
     integers = isinstance(found, Tensor) and found.dim() == 1 and not found.is_floating_point()
     if integers or (isinstance(found, list | tuple) and found and isinstance(found[0], str | int)):
         return found

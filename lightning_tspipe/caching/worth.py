@@ -59,31 +59,19 @@ class Worth:
         )
 
 
-def measure(  # noqa: PLR0913 - what, and how
-    function: Callable[[Any], Any],
-    inputs: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    disk: bool = False,
-    folder: str | PathLike[str] | None = None,
-    repeats: int = 3,
-) -> Worth:
+def measure(function: Callable[[Any], Any], inputs: Any, *, repeats: int = 3, **how: Any) -> Worth:
     """Compute a batch's activations, and read them, some times each; the shortest counts.
 
     Args:
         function: The frozen layers.
         inputs: Of a batch; a structure of tensors.
-        dtype: In which activations would be kept.
-        disk: Whether to try the disk too.
-        folder: On the file system of the disk's part.
         repeats: Runs of each kind, after one that is not counted.
+        how: Other arguments of :func:`measure_reading`.
     """
     num_samples = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
     with torch.no_grad():
         compute, value = _shortest(lambda: function(inputs), repeats)
-    worth = measure_reading(
-        value, num_samples, dtype=dtype, disk=disk, folder=folder, repeats=repeats
-    )
+    worth = measure_reading(value, num_samples, repeats=repeats, **how)
     return replace(worth, compute=compute / num_samples)
 
 

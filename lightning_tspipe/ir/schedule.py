@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,3 +49,23 @@ class Schedule:
         if len(lines) != pipeline.num_ranks:
             raise ScheduleError(f"{len(lines)} lines for {pipeline.num_ranks} ranks")
         return cls(pipeline, tuple(tuple(map(Action.parse, line.split())) for line in lines))
+
+
+def walk(
+    ranks: Sequence[Sequence[Action]], is_ready: Callable[[Action], bool]
+) -> Iterator[tuple[int, Action]]:
+    """Walk all ranks at once, as far as they get: ranks and actions, each as soon as it may run.
+
+    Args:
+        ranks: The actions of each rank, in order.
+        is_ready: Whether an action may run, after all that was yielded before.
+    """
+    places = [0] * len(ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(ranks):
+            while places[rank] < len(actions) and is_ready(actions[places[rank]]):
+                yield rank, actions[places[rank]]
+                places[rank] += 1
+                moved = True

@@ -32,7 +32,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
 from lightning_tspipe.ir.lowering import Message, Program, lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
-from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.ir.schedule import Schedule, walk
 
 
 def validate(checked: Program | Schedule, *, before: Schedule | None = None) -> None:
@@ -257,19 +257,12 @@ def _check_order(schedule: Schedule) -> None:
     """Walk all ranks as far as they get; what is left waits for ever."""
     needs = _needs(schedule)
     done: set[Action] = set()
-    places = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            while places[rank] < len(actions) and needs[actions[places[rank]]] <= done:
-                done.add(actions[places[rank]])
-                places[rank] += 1
-                moved = True
+    for _, ran in walk(schedule.ranks, lambda action: needs[action] <= done):
+        done.add(ran)
     blocked = [
-        (rank, actions[place])
-        for rank, (actions, place) in enumerate(zip(schedule.ranks, places, strict=True))
-        if place < len(actions)
+        (rank, next(action for action in actions if action not in done))
+        for rank, actions in enumerate(schedule.ranks)
+        if not done.issuperset(actions)
     ]
     if blocked:
         raise _deadlock(schedule, blocked, {action: needs[action] - done for _, action in blocked})

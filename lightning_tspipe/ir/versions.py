@@ -11,7 +11,7 @@ from dataclasses import replace
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
-from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.ir.schedule import Schedule, walk
 
 _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD})
 
@@ -43,22 +43,18 @@ def versions(steps: Sequence[Schedule]) -> dict[Action, int]:
     places, updates = [0] * len(lists), [0] * len(lists)
     found: dict[Action, int] = {}
     done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(lists):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
-                if any(need.producer not in done for need in depends_on(action, pipeline, split)):
-                    break
-                if action in done:
-                    raise ScheduleError(f"{action} is done twice")
-                done.add(action)
-                if not action.op.is_rank_wide:
-                    found[action] = updates[rank]
-                updates[rank] += action.op is Op.OPTIMIZER
-                places[rank] += 1
-                moved = True
+
+    def is_ready(action: Action) -> bool:
+        return all(need.producer in done for need in depends_on(action, pipeline, split))
+
+    for rank, action in walk(lists, is_ready):
+        if action in done:
+            raise ScheduleError(f"{action} is done twice")
+        done.add(action)
+        if not action.op.is_rank_wide:
+            found[action] = updates[rank]
+        updates[rank] += action.op is Op.OPTIMIZER
+        places[rank] += 1
     blocked = [str(a[i]) for a, i in zip(lists, places, strict=True) if i < len(a)]
     if blocked:
         raise ScheduleError(f"the ranks wait for each other for ever: at {', '.join(blocked)}")

@@ -91,6 +91,5 @@ def _behind_the_backward(reduction: float, backward: float) -> float:
 def _message(costs: CostTable, source: int, target: int, cost: StageCost) -> float:
     if source == target:
         return 0.0
-    if costs.crosses_nodes(source, target):
-        return costs.inter_node_latency + cost.output_bytes / costs.inter_node_bandwidth
-    return costs.latency + cost.output_bytes / costs.bandwidth
+    latency, bandwidth = costs.link(source, target)
+    return latency + cost.output_bytes / bandwidth

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.partition import megabytes, partition
@@ -109,7 +109,7 @@ class Spread:
         for rank, (seconds, size) in enumerate(zip(self.busy, self.num_bytes, strict=True)):
             atoms = [
                 f"atoms {start}-{stop - 1}"
-                for stage, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False))
+                for stage, (start, stop) in enumerate(pairwise(self.cuts))
                 if self.ranks[stage] == rank
             ]
             own = [h.name for h, where in zip(heads, self.head_ranks, strict=True) if where == rank]
@@ -247,7 +247,7 @@ class _Task:
             joined=trunk.joined,
             names=trunk.names,
         )
-        for stage, rank in enumerate(ranks):
-            seconds[rank] += sum(trunk.seconds[cuts[stage] : cuts[stage + 1]])
-            sizes[rank] += sum(trunk.num_bytes[cuts[stage] : cuts[stage + 1]])
+        for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
+            seconds[rank] += sum(trunk.seconds[start:stop])
+            sizes[rank] += sum(trunk.num_bytes[start:stop])
         return Spread(cuts, ranks, way, tuple(seconds), tuple(sizes))

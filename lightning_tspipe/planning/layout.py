@@ -182,14 +182,8 @@ class Layout:
         overhead = workload.action_overhead
         speeds = workload.ranks.speeds
         own, other = (calls * self.num_microbatches for calls in workload.num_calls)
-        seconds = [
-            a + b
-            for a, b in zip(
-                self._seconds_per_rank(workload.update_sums),
-                self._seconds_per_rank(workload.effect_sums),
-                strict=True,
-            )
-        ]
+        sums = workload.update_sums, workload.effect_sums
+        seconds = list(map(operator.add, *map(self._seconds_per_rank, sums)))
         seconds[0] += workload.loss_seconds / speeds[0]
         seconds[-1] += workload.data_seconds
         for stage, (start, stop, rank) in enumerate(self.student_parts):
@@ -249,21 +243,21 @@ class Layout:
     @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
         """State, what the student keeps from forward to backward, and messages, per rank."""
-        activations = self._in_flight(self._per_rank(self.workload.activation_sums))
-        held = [a + b for a, b in zip(self.state_bytes, activations, strict=True)]
-        samples = sum(self.workload.samples())
-        again = [0.0] * self.workload.num_ranks
+        workload, samples = self.workload, sum(self.workload.samples())
+        again, received = [0.0] * workload.num_ranks, [0.0] * workload.num_ranks
         for start, stop, rank in self.student_parts:
-            need = self.workload.again_bytes(start, stop, self.num_microbatches)
-            again[rank] = max(again[rank], need)
-        held = [a + b for a, b in zip(held, again, strict=True)]
-        # What a stage received stays until its backward.
-        received = [0.0] * self.workload.num_ranks
-        for start, _, rank in self.student_parts[1:]:
-            before = self.workload.student.atoms[start - 1]
-            received[rank] += before.output_bytes_per_sample * samples
-        held = [a + b for a, b in zip(held, self._in_flight(received), strict=True)]
-        return tuple(map(round, map(operator.add, held, self.message_bytes)))
+            again[rank] = max(again[rank], workload.again_bytes(start, stop, self.num_microbatches))
+            if start:  # what a stage received stays until its backward
+                before = workload.student.atoms[start - 1]
+                received[rank] += before.output_bytes_per_sample * samples
+        parts = (
+            self.state_bytes,
+            self._in_flight(self._per_rank(workload.activation_sums)),
+            again,
+            self._in_flight(received),
+            self.message_bytes,
+        )
+        return tuple(round(sum(amounts)) for amounts in zip(*parts, strict=True))
 
     def _in_flight(self, amounts: Sequence[float]) -> list[float]:
         """What each rank holds of all its batches, of what it holds of one."""

@@ -17,7 +17,7 @@ wait for, but a smaller batch for each, more memory per device, and more gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.search import CutSpace, joined_atoms
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.wishes import Wishes
@@ -56,20 +57,12 @@ class Request:
     Attributes:
         profile: The step; its batch is that of all replicas together.
         cluster: The devices.
-        schedule: Name of the schedule.
-        num_microbatches: Micro-batches per call.
-        memory_limit: Bytes per device for everything; a device may have less.
-        state_limit: Bytes per device for parameters, gradients and optimizer state.
-        weights: The weight policy, for schedule "1f1b".
+        options: As for :meth:`.StepProfile.problem`.
     """
 
     profile: StepProfile
     cluster: Cluster
-    schedule: str = "tspipe"
-    num_microbatches: int | Literal["auto"] = "auto"
-    memory_limit: int | None = None
-    state_limit: int | None = None
-    weights: str = "pipeoptim"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self, num_replicas: int, *, thorough: bool = True) -> Plan:
         """The fastest plan of one division.
@@ -82,17 +75,17 @@ class Request:
             PartitionError: Too few atoms, or no cut fits.
             ConfigurationError: Devices or samples cannot be divided so.
         """
+        return plan(*self.problem(num_replicas), thorough=thorough)
+
+    def problem(self, num_replicas: int) -> tuple[Workload, Wishes]:
+        """One replica's work.
+
+        Raises:
+            ConfigurationError: Devices or samples cannot be divided so.
+        """
         num_ranks = len(self.cluster.ranks(num_replicas).speeds)
-        return self.profile.plan(
-            num_ranks,
-            cluster=self.cluster,
-            num_replicas=num_replicas,
-            schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
-            memory_limit=self.memory_limit,
-            state_limit=self.state_limit,
-            weights=self.weights,
-            thorough=thorough,
+        return self.profile.problem(
+            num_ranks, cluster=self.cluster, num_replicas=num_replicas, **self.options
         )
 
 
@@ -101,7 +94,7 @@ def plan_cluster(
     cluster: Cluster,
     *,
     num_replicas: int | Literal["auto"] = "auto",
-    **wishes: Any,  # noqa: ANN401 - as in `Request`
+    **options: Any,  # noqa: ANN401 - as in `StepProfile.problem`
 ) -> Plan:
     """The fastest plan for all devices of a cluster, and how it divides them.
 
@@ -109,13 +102,13 @@ def plan_cluster(
         profile: The step; its batch is that of all replicas together.
         cluster: The devices.
         num_replicas: Replicas of the pipeline; "auto" finds the fastest number.
-        wishes: The other fields of :class:`Request`.
+        options: As for :meth:`.StepProfile.problem`.
 
     Raises:
         PartitionError: No division has enough atoms and fits the memory; says what each lacks.
         ConfigurationError: The devices or the batch cannot be divided as wished.
     """
-    request = Request(profile, cluster, **wishes)
+    request = Request(profile, cluster, options)
     if num_replicas != "auto":
         return request.plan(num_replicas)
     return _fastest(request)
@@ -191,18 +184,11 @@ def _planned(request: Request, times: dict[_Division, float]) -> tuple[_Division
 def _bounded(request: Request, division: _Division) -> _Division:
     """Bound a division, or say why it is impossible."""
     try:
-        workload = request.profile.workload(
-            division.num_ranks,
-            division.num_replicas,
-            cluster=request.cluster,
-            memory_limit=_unless_none(request.memory_limit),
-            state_limit=_unless_none(request.state_limit),
-        )
+        workload, wishes = request.problem(division.num_replicas)
         _check(workload)
     except (ConfigurationError, PartitionError) as error:
         return replace(division, failure=str(error))
-    evaluator = Evaluator(request.schedule)
-    wishes = Wishes(request.schedule, True, request.num_microbatches, None, "auto")
+    evaluator = Evaluator(wishes.schedule)
     layouts = sorted(_layouts(workload, wishes), key=evaluator.bound)
     return replace(
         division, layouts=tuple(layouts[:_NUM_ESTIMATES]), bound=evaluator.bound(layouts[0])
@@ -227,7 +213,7 @@ def _estimate(request: Request, division: _Division) -> float:
     fitting = [layout for layout in division.layouts if layout.fits]
     if not fitting:
         return request.plan(division.num_replicas, thorough=False).step_seconds
-    evaluator = Evaluator(request.schedule)
+    evaluator = Evaluator(request.options.get("schedule", "tspipe"))
     return min(map(evaluator.estimate, fitting))
 
 
@@ -274,7 +260,3 @@ def _check(workload: Workload) -> None:
     limits = workload.memory_limits
     if state > workload.state_limit * len(limits) or needed > sum(limits):
         raise does_not_fit(CutSpace(workload, workload.num_ranks, 1).balanced())
-
-
-def _unless_none(limit: int | None) -> float:
-    return math.inf if limit is None else limit

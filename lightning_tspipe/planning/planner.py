@@ -11,17 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import partition as cut_evenly
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.reason import TIE, as_plan
 from lightning_tspipe.planning.search import (
     MAX_STARTS,
@@ -31,7 +27,7 @@ from lightning_tspipe.planning.search import (
     folded_cuts,
     joined_atoms,
 )
-from lightning_tspipe.planning.wishes import Wishes, explicit_cuts
+from lightning_tspipe.planning.wishes import Wishes
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
@@ -68,116 +64,19 @@ _FOLDING = ("tspipe", "gpipe")
 """Schedules that gain by even ranks."""
 
 
-def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
-    student: NetworkProfile,
-    teacher: NetworkProfile | None,
-    *,
-    num_ranks: int,
-    num_calls: tuple[int, int],
-    batch_sizes: Sequence[int],
-    paired: bool = True,
-    memory_limit: int | None = None,
-    state_limit: int | None = None,
-    optimizer_bytes_per_parameter_byte: float = 1.0,
-    schedule: str = "tspipe",
-    ahead: bool = True,
-    num_microbatches: int | Literal["auto"] = "auto",
-    partition: Sequence[int] | Literal["auto"] = "auto",
-    split: bool | Literal["auto"] = "auto",
-    link: tuple[float, float] = (0.0, math.inf),
-    cluster: Cluster | None = None,
-    num_replicas: int = 1,
-    thorough: bool = True,
-    loss_seconds: float = 0.0,
-    data_seconds: float = 0.0,
-    action_overhead: float = 0.0,
-    update_seconds_per_byte: float = 0.0,
-    input_bytes_per_sample: int = 0,
-    frozen: bool = False,
-    num_stages: int | None = None,
-    weights: str = "pipeoptim",
-) -> Plan:
+def plan(workload: Workload, wishes: Wishes, *, thorough: bool = True) -> Plan:
     """Find the plan with the smallest simulated steady step time that fits the memory.
 
     Args:
-        student: Profile of the trainable network.
-        teacher: Profile of the forward-only network, or None.
-        num_ranks: Ranks of the pipeline.
-        num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student, of all replicas together; the teacher's
-            are the first of them. One number serves all.
-        paired: Whether the teacher's atoms are the student's first ones, and must lie on the same
-            ranks (an EMA); otherwise the teacher is cut where that is best.
-        memory_limit: Bytes per rank for state and activations.
-        state_limit: Bytes per rank for parameters, gradients and optimizer state.
-        optimizer_bytes_per_parameter_byte: 0 for SGD, 1 with momentum, 2 for Adam.
-        schedule: Name of the schedule.
-        ahead: Whether the teacher may run ahead, if the schedule does that.
-        num_microbatches: Micro-batches per call.
-        partition: Number of atoms in each stage of the student.
-        split: Whether backwards run in halves; "auto" decides by cost, for "tspipe" only.
-        link: Seconds of latency, and bytes per second.
-        cluster: Devices that differ, or several nodes; then ``link`` says nothing.
-        num_replicas: Pipelines beside each other, of ``num_ranks`` each: every one gets an equal
-            part of the batch, and gradients are summed over them.
+        workload: The step, and the devices.
+        wishes: What is decided already.
         thorough: Whether to search for seconds rather than for about one.
-        loss_seconds: The loss of the whole batch.
-        data_seconds: Reading one batch.
-        action_overhead: Seconds that each action costs besides its computation.
-        update_seconds_per_byte: Of the optimizer step, per byte of trained parameters.
-        input_bytes_per_sample: One sample of a call's input.
-        frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
-        num_stages: Stages of the student; None: one for each rank, or, behind a frozen part, fewer
-            if it has not as many atoms.
-        weights: The weight policy, for schedule "1f1b".
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
-        ConfigurationError: A partition, a number of micro-batches or of replicas that cannot be.
+        ConfigurationError: A partition that cannot be.
     """
-    workload = Workload(
-        student=student,
-        teacher=teacher,
-        num_ranks=num_ranks,
-        num_calls=num_calls,
-        batch_sizes=per_replica(batch_sizes, num_replicas),
-        paired=paired,
-        memory_limit=math.inf if memory_limit is None else memory_limit,
-        state_limit=math.inf if state_limit is None else state_limit,
-        optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte,
-        cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
-        num_replicas=num_replicas,
-        loss_seconds=loss_seconds,
-        data_seconds=data_seconds,
-        action_overhead=action_overhead,
-        update_seconds_per_byte=update_seconds_per_byte,
-        input_bytes_per_sample=input_bytes_per_sample,
-        frozen=frozen,
-        weights=weights if schedule == ASYNCHRONOUS else None,
-    )
-    wishes = Wishes(
-        schedule=schedule,
-        ahead=ahead,
-        num_microbatches=num_microbatches,
-        cuts=None if partition == "auto" else explicit_cuts(partition, workload),
-        split=split,
-        num_stages=num_stages,
-    )
     return _Planner(workload, wishes, share=1 if thorough else _QUICK).plan()
-
-
-def per_replica(batch_sizes: Sequence[int], num_replicas: int) -> tuple[int, ...]:
-    """What one of several replicas gets of each call.
-
-    Raises:
-        ConfigurationError: The samples can't be divided evenly.
-    """
-    for size in batch_sizes:
-        if num_replicas < 1 or size % num_replicas:
-            raise ConfigurationError(
-                f"a batch of {size} samples cannot be divided evenly among {num_replicas} replicas"
-            )
-    return tuple(size // num_replicas for size in batch_sizes)
 
 
 @dataclass(frozen=True)
@@ -194,6 +93,7 @@ class _Planner:
 
     def __init__(self, workload: Workload, wishes: Wishes, *, share: int) -> None:
         self._workload, self._wishes = workload, wishes
+        self._cuts = wishes.cuts(workload)
         self._most_exact = _NUM_EXACT if share == 1 else _FEW_EXACT
         self._num_promising = _NUM_PROMISING // share
         self._refined_actions = _REFINED_ACTIONS // share
@@ -293,7 +193,7 @@ class _Planner:
         return found
 
     def _spaces(self) -> Iterator[CutSpace]:
-        workload, fixed = self._workload, self._wishes.cuts
+        workload, fixed = self._workload, self._cuts
         counts = self._wishes.microbatch_counts(workload)
         if fixed is not None:
             yield from (CutSpace(workload, len(fixed) - 1, n, fixed) for n in counts)

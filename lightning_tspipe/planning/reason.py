@@ -55,7 +55,7 @@ def _reasons(
     ]
     if num_equal > 1:
         found.append(f"the simplest of {num_equal} that are equally fast, within {TIE - 1:.0%}")
-    if layout.cuts.num_stages > layout.workload.num_ranks and wishes.cuts is None:
+    if layout.cuts.num_stages > layout.workload.num_ranks and wishes.partition == "auto":
         found.append("stages are folded over the ranks, which makes them fit or evener")
     if layout.reduction:
         longest = max(layout.reduction) * 1e3

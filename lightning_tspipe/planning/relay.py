@@ -15,7 +15,7 @@ any number of either.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -193,7 +193,7 @@ def _distributions(
 
 def described(plan: RelayPlan, profile: RelayProfile) -> RelayPlan:
     """A plan with what its stages take and hold."""
-    stages = list(zip(plan.cuts, plan.cuts[1:], plan.widths, strict=False))
+    stages = list(zip(plan.cuts[:-1], plan.cuts[1:], plan.widths, strict=True))
     return RelayPlan(
         plan.cuts,
         plan.widths,
@@ -230,28 +230,53 @@ def distribute(
             "block: use fewer devices, more blocks, or let more devices share one"
         )
     _check_blocks(profile, max(limits), widest)
-    # Slowest stage, then all stages' work, so that of equals the one with less to do wins.
+
+    def fits(first: int, last: int, devices: range) -> bool:
+        room = min(limits[devices.start : devices.stop])
+        return profile.stage_bytes(first, last, len(devices)) <= room
+
+    found = fastest(num_blocks, num_devices, widest, profile.stage_seconds, fits)
+    if found is None:
+        raise PartitionError(_too_little(profile, num_devices, min(limits), widest))
+    return described(found, profile)
+
+
+def fastest(
+    num_blocks: int,
+    num_devices: int,
+    max_width: int,
+    seconds: Callable[[int, int, int], float],
+    fits: Callable[[int, int, range], bool],
+) -> RelayPlan | None:
+    """The distribution whose slowest stage is fastest; of equals, the one with less work.
+
+    Args:
+        num_blocks: Blocks.
+        num_devices: All of them get something to do.
+        max_width: Devices that may share a stage.
+        seconds: What a stage takes: by its first block, one after its last, and its width.
+        fits: Whether a stage fits some devices.
+    """
     best: dict[tuple[int, int], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
         (0, 0): (0.0, 0.0, (), ())
     }
     for blocks in range(1, num_blocks + 1):
         for devices in range(1, num_devices + 1):
             found = [
-                (max(known[0], seconds), known[1] + width * seconds,
+                (max(known[0], taken), known[1] + width * taken,
                  (*known[2], first), (*known[3], width))
                 for first in range(blocks)
-                for width in range(1, min(widest, devices) + 1)
+                for width in range(1, min(max_width, devices) + 1)
                 if (known := best.get((first, devices - width))) is not None
-                and profile.stage_bytes(first, blocks, width)
-                <= min(limits[devices - width : devices])
-                for seconds in [profile.stage_seconds(first, blocks, width)]
+                and fits(first, blocks, range(devices - width, devices))
+                for taken in [seconds(first, blocks, width)]
             ]  # fmt: skip
             if found:
                 best[blocks, devices] = min(found)
     if (num_blocks, num_devices) not in best:
-        raise PartitionError(_too_little(profile, num_devices, min(limits), widest))
+        return None
     _, _, cuts, widths = best[num_blocks, num_devices]
-    return described(RelayPlan((*cuts, num_blocks), widths), profile)
+    return RelayPlan((*cuts, num_blocks), widths)
 
 
 def _check_blocks(profile: RelayProfile, limit: float, widest: int) -> None:

@@ -6,12 +6,18 @@ training block by block, as data parallelism does, one for each block.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.relay import RelayPlan, RelayProfile, described, distribute
+from lightning_tspipe.planning.relay import (
+    RelayPlan,
+    RelayProfile,
+    described,
+    distribute,
+    fastest,
+)
 
 Mode = Literal["tr", "dpu", "ahd", "ir", "dp", "ls"]
 MODES: tuple[Mode, ...] = ("tr", "dpu", "ahd", "ir", "dp", "ls")
@@ -118,36 +124,16 @@ def within(memory_limit: int | None, plan: RelayPlan) -> RelayPlan:
 def _packed(profile: RelayProfile, num_devices: int) -> RelayPlan:
     """Contiguous blocks, counting the teacher from its beginning for each device."""
     batch, blocks = profile.batch_size, profile.blocks
-    if len(blocks) < num_devices:
+
+    def seconds(first: int, last: int, _width: int = 1) -> float:
+        students = sum(block.student[batch] + block.update for block in blocks[first:last])
+        return sum(block.teacher[batch] for block in blocks[:last]) + students
+
+    found = fastest(len(blocks), num_devices, 1, seconds, lambda *_: True)
+    if found is None:
         raise PartitionError(f"{len(blocks)} blocks for {num_devices} devices: use fewer devices")
-    known: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
-    for last in range(1, len(blocks) + 1):
-        prefix = sum(block.teacher[batch] for block in blocks[:last])
-        for devices in range(1, num_devices + 1):
-            found = [
-                (max(known[first, devices - 1][0], prefix + _students(profile, first, last)),
-                 (*known[first, devices - 1][1], first))
-                for first in range(last)
-                if (first, devices - 1) in known
-            ]  # fmt: skip
-            if found:
-                known[last, devices] = min(found)
-    cuts = (*known[len(blocks), num_devices][1], len(blocks))
-    return RelayPlan(
-        cuts,
-        (1,) * num_devices,
-        tuple(
-            sum(block.teacher[batch] for block in blocks[:last]) + _students(profile, first, last)
-            for first, last in pairwise(cuts)
-        ),
-        tuple(profile.stage_bytes(first, last, 1) for first, last in pairwise(cuts)),
-        tuple(block.name for block in blocks),
-    )
-
-
-def _students(profile: RelayProfile, first: int, last: int) -> float:
-    blocks = profile.blocks[first:last]
-    return sum(block.student[profile.batch_size] + block.update for block in blocks)
+    times = tuple(seconds(first, last) for first, last in pairwise(found.cuts))
+    return replace(described(found, profile), stage_seconds=times)
 
 
 def seconds_per_batch(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> float:

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.planner import per_replica, plan
+from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.step import Step, per_replica
+from lightning_tspipe.planning.wishes import Wishes
 from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 
 @dataclass(frozen=True)
-class StepProfile:
-    """What a step does and what its networks cost, on the device where they were measured.
-
-    Attributes:
-        student: Profile of the trainable network.
-        teacher: Profile of the forward-only network, or None.
-        num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student.
-        paired: Whether the teacher is built like the beginning of the student, and follows it.
-        optimizer_bytes_per_parameter_byte: 0 for SGD, 1 with momentum, 2 for Adam.
-        input_bytes_per_sample: One sample of a call's input.
-        update_seconds_per_byte: Of the optimizer step, per byte of trained parameters.
-        frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
-    """
-
-    student: NetworkProfile
-    teacher: NetworkProfile | None
-    num_calls: tuple[int, int]
-    batch_sizes: tuple[int, ...]
-    paired: bool
-    optimizer_bytes_per_parameter_byte: float = 1.0
-    input_bytes_per_sample: int = 0
-    update_seconds_per_byte: float = 0.0
-    frozen: bool = False
+class StepProfile(Step):
+    """A step as it was measured: can be changed, planned and saved."""
 
     @property
     def state_bytes(self) -> int:
@@ -66,47 +49,63 @@ class StepProfile:
             frozen=True,
         )
 
-    def plan(self, num_ranks: int, **wishes: Any) -> Plan:  # noqa: ANN401 - as in `plan`
-        """The fastest plan over ``num_ranks`` ranks; see :func:`~.planner.plan` for the wishes.
+    def plan(self, num_ranks: int, *, thorough: bool = True, **options: Any) -> Plan:  # noqa: ANN401 - as in `problem`
+        """The fastest plan over ``num_ranks`` ranks.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            thorough: Whether to search for seconds rather than for about one.
+            options: As for :meth:`problem`.
 
         Raises:
             PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
-            ConfigurationError: A wish that cannot be.
+            ConfigurationError: An option that cannot be.
         """
-        return plan(
-            self.student,
-            self.teacher,
-            num_ranks=num_ranks,
-            num_calls=self.num_calls,
-            batch_sizes=self.batch_sizes,
-            paired=self.paired,
-            optimizer_bytes_per_parameter_byte=self.optimizer_bytes_per_parameter_byte,
-            input_bytes_per_sample=self.input_bytes_per_sample,
-            update_seconds_per_byte=self.update_seconds_per_byte,
-            frozen=self.frozen,
-            **wishes,
-        )
+        return plan(*self.problem(num_ranks, **options), thorough=thorough)
 
-    def workload(self, num_ranks: int, num_replicas: int, **limits: Any) -> Workload:  # noqa: ANN401
-        """What one replica has to do, and on what; other fields of ``Workload`` are ``limits``.
+    def problem(  # noqa: PLR0913 - what is converted, and the rest
+        self,
+        num_ranks: int,
+        *,
+        num_replicas: int = 1,
+        link: tuple[float, float] = (0.0, math.inf),
+        cluster: Cluster | None = None,
+        memory_limit: int | None = None,
+        state_limit: int | None = None,
+        weights: str = "pipeoptim",
+        **options: Any,  # noqa: ANN401 - fields of two classes
+    ) -> tuple[Workload, Wishes]:
+        """What is to be planned: one replica's work, and what is decided already.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            num_replicas: Pipelines beside each other, of ``num_ranks`` each: every one gets an
+                equal part of the batch, and gradients are summed over them.
+            link: Seconds of latency, and bytes per second.
+            cluster: Devices that differ, or several nodes; then ``link`` says nothing.
+            memory_limit: Bytes per rank for state and activations.
+            state_limit: Bytes per rank for parameters, gradients and optimizer state.
+            weights: The weight policy, for schedule "1f1b".
+            options: Other fields of :class:`~.workload.Workload` and of :class:`~.wishes.Wishes`.
 
         Raises:
             ConfigurationError: The samples can't be divided evenly.
         """
-        return Workload(
-            student=self.student,
-            teacher=self.teacher,
+        names = {field.name for field in fields(Wishes)} & options.keys()
+        wishes = Wishes(**{name: options.pop(name) for name in names})
+        step = {field.name: getattr(self, field.name) for field in fields(Step)}
+        step["batch_sizes"] = per_replica(self.batch_sizes, num_replicas)
+        workload = Workload(
+            **step,
+            **options,
             num_ranks=num_ranks,
-            num_calls=self.num_calls,
-            batch_sizes=per_replica(self.batch_sizes, num_replicas),
-            paired=self.paired,
-            optimizer_bytes_per_parameter_byte=self.optimizer_bytes_per_parameter_byte,
             num_replicas=num_replicas,
-            update_seconds_per_byte=self.update_seconds_per_byte,
-            input_bytes_per_sample=self.input_bytes_per_sample,
-            frozen=self.frozen,
-            **limits,
+            cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
+            memory_limit=math.inf if memory_limit is None else memory_limit,
+            state_limit=math.inf if state_limit is None else state_limit,
+            weights=weights if wishes.schedule == ASYNCHRONOUS else None,
         )
+        return workload, wishes
 
     def with_batch(self, samples: int) -> StepProfile:
         """The same step with ``samples`` in its largest calls, the others in proportion.

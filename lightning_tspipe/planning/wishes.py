@@ -33,17 +33,41 @@ class Wishes:
         schedule: Name of the schedule.
         ahead: Whether the teacher may run ahead, if the schedule does that.
         num_microbatches: Micro-batches per call.
-        cuts: First atom of each student stage, and the number of atoms; None to choose.
-        split: Whether backwards run in halves.
-        num_stages: Stages of the student; None: one for each rank.
+        partition: Number of atoms in each stage of the student.
+        split: Whether backwards run in halves; "auto" decides by cost, for "tspipe" only.
+        num_stages: Stages of the student; None: one for each rank, or, behind a frozen part, fewer
+            if it has not as many atoms.
     """
 
-    schedule: str
-    ahead: bool
-    num_microbatches: int | Literal["auto"]
-    cuts: tuple[int, ...] | None
-    split: bool | Literal["auto"]
+    schedule: str = "tspipe"
+    ahead: bool = True
+    num_microbatches: int | Literal["auto"] = "auto"
+    partition: Sequence[int] | Literal["auto"] = "auto"
+    split: bool | Literal["auto"] = "auto"
     num_stages: int | None = None
+
+    def cuts(self, workload: Workload) -> tuple[int, ...] | None:
+        """First atom of each student stage, and the number of atoms; None to choose.
+
+        Raises:
+            ConfigurationError: Not at least one stage for each rank, and one atom for each stage.
+            PartitionError: Not the number of atoms that there are; names them.
+        """
+        if self.partition == "auto":
+            return None
+        counts, num_atoms = list(self.partition), workload.student.num_atoms
+        if any(count < 1 for count in counts) or len(counts) < workload.num_ranks:
+            raise ConfigurationError(
+                f"partition={counts}: give at least one atom to each stage, and at least "
+                f"{workload.num_ranks} stages, one for each device"
+            )
+        if sum(counts) != num_atoms:
+            names = ", ".join(atom.name for atom in workload.student.atoms)
+            raise PartitionError(
+                f"partition={counts} cuts {sum(counts)} atoms, and the student has {num_atoms}: "
+                f"{names}"
+            )
+        return tuple(accumulate(counts, initial=0))
 
     def microbatch_counts(self, workload: Workload) -> tuple[int, ...]:
         """Numbers of micro-batches to try: their units must have been measured.
@@ -98,25 +122,3 @@ def _filling(workload: Workload) -> int:
     units = (max(sums.forward[-1], teacher) + sums.backward[-1]) / teacher
     needed = (workload.num_ranks - 1) * math.ceil(min(units, _MAX_ACTIONS))
     return math.ceil(needed / workload.num_calls[1])
-
-
-def explicit_cuts(counts: Sequence[int], workload: Workload) -> tuple[int, ...]:
-    """Cuts from the user's numbers of atoms per stage.
-
-    Raises:
-        ConfigurationError: Not at least one stage for each rank, and one atom for each stage.
-        PartitionError: Not the number of atoms that there are; names them.
-    """
-    num_atoms = workload.student.num_atoms
-    if any(count < 1 for count in counts) or len(counts) < workload.num_ranks:
-        raise ConfigurationError(
-            f"partition={list(counts)}: give at least one atom to each stage, and at least "
-            f"{workload.num_ranks} stages, one for each device"
-        )
-    if sum(counts) != num_atoms:
-        names = ", ".join(atom.name for atom in workload.student.atoms)
-        raise PartitionError(
-            f"partition={list(counts)} cuts {sum(counts)} atoms, and the student has {num_atoms}: "
-            f"{names}"
-        )
-    return tuple(accumulate(counts, initial=0))

@@ -10,52 +10,34 @@ from functools import cached_property
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Cluster, Ranks
 from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.step import Step
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What has to be done in a step, and on what. Arguments of :func:`~.planner.plan`.
+@dataclass(frozen=True, kw_only=True)
+class Workload(Step):
+    """A step of one replica, and the devices that have to do it.
 
     Attributes:
-        student: Profile of the trainable network.
-        teacher: Profile of the forward-only network, or None.
         num_ranks: Ranks of the pipeline.
-        num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student, in one replica; the teacher's calls are
-            the first of them. A single number serves all calls.
-        paired: Whether the teacher is cut where the student is.
-        frozen: Whether it is the student's frozen part, which the rest of the student reads.
         memory_limit: Bytes per rank for everything; a device may have less.
         state_limit: Bytes per rank for parameters, gradients and optimizer state of both networks.
-        optimizer_bytes_per_parameter_byte: 1 for momentum, 2 for Adam.
         cluster: Devices and links; None for equal devices and links that cost nothing.
-        num_replicas: Replicas of the pipeline: together they have the cluster's devices.
+        num_replicas: Replicas of the pipeline: together they have the cluster's devices, and
+            gradients are summed over them.
         loss_seconds: The loss of the whole batch.
         data_seconds: Reading a batch.
         action_overhead: Seconds that running any one action costs besides its computation.
-        update_seconds_per_byte: Optimizer step, per byte of trained parameters; a paired teacher's
-            update costs as much per byte.
-        input_bytes_per_sample: One sample of a call's input.
-        weights: The weight policy, where batches follow each other; None where they don't.
+        weights: The weight policy of an asynchronous schedule; else None.
     """
 
-    student: NetworkProfile
-    teacher: NetworkProfile | None
     num_ranks: int
-    num_calls: tuple[int, int]
-    batch_sizes: tuple[int, ...]
-    paired: bool = True
     memory_limit: float = math.inf
     state_limit: float = math.inf
-    optimizer_bytes_per_parameter_byte: float = 1.0
     cluster: Cluster | None = None
     num_replicas: int = 1
     loss_seconds: float = 0.0
     data_seconds: float = 0.0
     action_overhead: float = 0.0
-    update_seconds_per_byte: float = 0.0
-    input_bytes_per_sample: int = 0
-    frozen: bool = False
     weights: str | None = None
     _units: dict[int, UnitSums] = field(default_factory=dict, repr=False, compare=False)
 

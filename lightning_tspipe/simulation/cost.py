@@ -148,24 +148,23 @@ class CostTable:
             case _:
                 return self._stage(producer).output_bytes
 
+    def link(self, source: int, target: int) -> tuple[float, float]:
+        """Latency in seconds, and bytes per second, between two ranks."""
+        if self.nodes and self.nodes[source] != self.nodes[target]:
+            return self.inter_node_latency, self.inter_node_bandwidth
+        return self.latency, self.bandwidth
+
     def occupancy_seconds(self, message: Message) -> float:
         """Seconds that ``message`` keeps its link busy: the next one waits."""
-        between = self.crosses_nodes(message.source, message.target)
-        bandwidth = self.inter_node_bandwidth if between else self.bandwidth
-        return self.message_bytes(message) / bandwidth
+        return self.message_bytes(message) / self.link(message.source, message.target)[1]
 
     def latency_seconds(self, message: Message) -> float:
         """Seconds from the end of sending ``message`` to its arrival."""
-        between = self.crosses_nodes(message.source, message.target)
-        return self.inter_node_latency if between else self.latency
+        return self.link(message.source, message.target)[0]
 
     def transfer_seconds(self, message: Message) -> float:
         """Seconds from sending ``message`` over an idle link to its arrival."""
         return self.latency_seconds(message) + self.occupancy_seconds(message)
-
-    def crosses_nodes(self, source: int, target: int) -> bool:
-        """Whether two ranks are on different nodes."""
-        return bool(self.nodes) and self.nodes[source] != self.nodes[target]
 
     def _stage(self, action: Action) -> StageCost:
         network = self.teacher if action.op is Op.TEACHER else self.student

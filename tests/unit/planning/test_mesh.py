@@ -91,7 +91,7 @@ def test_is_the_fastest_of_all_divisions(
 ) -> None:
     cluster = Cluster(8, FAST, speeds=speeds, num_nodes=2, inter_node_link=between)
     step = profile(megabytes=5, fixed=4)
-    request = Request(step, cluster, schedule, num_microbatches=4)
+    request = Request(step, cluster, {"schedule": schedule, "num_microbatches": 4})
     all_plans = [request.plan(num_replicas) for num_replicas in (1, 2, 4, 8)]
     plan = plan_cluster(step, cluster, schedule=schedule, num_microbatches=4)
     best = min(one.step_seconds for one in all_plans)
