@@ -13,11 +13,11 @@ from typing_extensions import override
 from lightning_tspipe.caching import Worth
 from lightning_tspipe.caching.cache import Counts
 from lightning_tspipe.caching.inputs import Path
+from lightning_tspipe.callbacks.cached_features import CachedFeatures
+from lightning_tspipe.callbacks.cached_forward import CachedForward
 from lightning_tspipe.callbacks.cached_layers import CachedLayers
 from lightning_tspipe.callbacks.common import Restoring, pipelined_of, replaced, submodules
-from lightning_tspipe.callbacks.frozen_front import FrozenFront
-from lightning_tspipe.callbacks.kept_features import KeptFeatures
-from lightning_tspipe.callbacks.shared_cache import CacheSettings, SharedCache
+from lightning_tspipe.callbacks.fit_cache import CacheSettings, FitCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.strategy.setup.options import parse_bytes
@@ -79,7 +79,7 @@ class AutoCache(Restoring):
         self.network = network
         self.always = always
         settings = CacheSettings(_as_bytes(memory), _as_bytes(disk), folder, _as_dtype(dtype), ids)
-        self.shared = SharedCache(settings)
+        self.shared = FitCache(settings)
         self._layers: CachedLayers | None = None
 
     @property
@@ -108,7 +108,7 @@ class AutoCache(Restoring):
         self.shared.follow(trainer)
         if pipelined is not None:
             trunk, always = pl_module.get_submodule(self.network), self.keeps_always(trainer)
-            self._layers = features = KeptFeatures(self.shared, trainer, trunk, always=always)
+            self._layers = features = CachedFeatures(self.shared, trainer, trunk, always=always)
             pipelined.use_features(features)
 
     @override
@@ -118,7 +118,7 @@ class AutoCache(Restoring):
         super().restore()
         assert self.network is not None
         network, always = pl_module.get_submodule(self.network), self.keeps_always(trainer)
-        self._layers = front = FrozenFront(
+        self._layers = front = CachedForward(
             self.shared, trainer, network, self.network, always=always
         )
         step = pl_module.training_step
@@ -150,7 +150,7 @@ class AutoCache(Restoring):
         cache = self.shared.cache
         if cache is None:
             return 0.0
-        if isinstance(self._layers, KeptFeatures):
+        if isinstance(self._layers, CachedFeatures):
             return self._layers.take_rate()
         if trainer.is_global_zero:
             log.info("epoch %d: %s", trainer.current_epoch, repr(cache))

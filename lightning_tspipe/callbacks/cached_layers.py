@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.caching import ActivationCache, Boundary, Segment, Worth, fingerprints
-from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.callbacks.fit_cache import FitCache
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -33,7 +33,7 @@ class CachedLayers:
         is_on: Whether activations are cached; None before it is decided.
     """
 
-    def __init__(self, shared: SharedCache, trainer: Trainer, name: str, *, always: bool) -> None:
+    def __init__(self, shared: FitCache, trainer: Trainer, name: str, *, always: bool) -> None:
         self.worth: Worth | None = None
         self.is_on: bool | None = None
         self._shared = shared

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tspipe.callbacks.common import pipelined_of, submodules
-from lightning_tspipe.callbacks.peers import Peers
+from lightning_tspipe.callbacks.data_parallel import DataParallelGroup
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class LabelledFeatures:
         trainer: The trainer; its strategy may be a pipeline.
         pl_module: The module, in the mode in which the features are wanted.
         features: Which features.
-        peers: Who else goes through the same images: each takes its share of the batches.
-        limit: At most so many batches, of all peers together.
+        group: Who else goes through the same images: each takes its share of the batches.
+        limit: At most so many batches, of the whole group together.
         batch_size: Of datasets; loaders have their own.
     """
 
@@ -142,14 +142,14 @@ class LabelledFeatures:
         trainer: Trainer,
         pl_module: LightningModule,
         features: Features,
-        peers: Peers,
+        group: DataParallelGroup,
         limit: int | None = None,
         batch_size: int = 256,
     ) -> None:
         self._trainer = trainer
         self._module = pl_module
         self._features = features
-        self._peers = peers
+        self._group = group
         self._limit = limit
         self._batch_size = batch_size
 
@@ -160,7 +160,7 @@ class LabelledFeatures:
             The iterator over ``((num_samples, dim), (num_samples,))``, and how many items it has,
             if that is known.
         """
-        loader, length = _share(source, self._batch_size, self._limit, self._peers)
+        loader, length = _share(source, self._batch_size, self._limit, self._group)
         return self._vectors(loader), length
 
     def _vectors(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor] | None]:
@@ -191,28 +191,28 @@ class _Share:
 
     Args:
         loader: The loader.
-        peers: Whose share it is.
-        limit: Where the loader ends for all peers.
+        group: Whose share it is.
+        limit: Where the loader ends for the whole group.
     """
 
-    def __init__(self, loader: Iterable[Any], peers: Peers, limit: int | None) -> None:
+    def __init__(self, loader: Iterable[Any], group: DataParallelGroup, limit: int | None) -> None:
         self._loader = loader
-        self._peers = peers
+        self._group = group
         self._limit = limit
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(self._loader, self._peers.index, self._limit, self._peers.number)
+        return islice(self._loader, self._group.rank, self._limit, self._group.size)
 
 
 def _share(
-    source: Source, batch_size: int, limit: int | None, peers: Peers
+    source: Source, batch_size: int, limit: int | None, group: DataParallelGroup
 ) -> tuple[Iterable[Any], int | None]:
     """This peer's batches, and their number if it is known."""
     # A Dataset has no protocol that tells it from a loader, except that it is not iterable.
     if isinstance(source, Dataset):
         size = len(source)  # type: ignore[arg-type]
         starts = range(0, size, batch_size)[: limit if limit is not None else size]
-        mine = starts[peers.index :: peers.number]
+        mine = starts[group.rank :: group.size]
         batches = [list(range(start, min(start + batch_size, size))) for start in mine]
         return DataLoader(source, batch_sampler=batches), len(batches)
     try:
@@ -221,8 +221,8 @@ def _share(
         length = limit
     if length is not None:
         length = length if limit is None else min(length, limit)
-        length = len(range(peers.index, length, peers.number))
-    return _Share(source, peers, limit), length
+        length = len(range(group.rank, length, group.size))
+    return _Share(source, group, limit), length
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.auto_cache import AutoCache
+from lightning_tspipe.callbacks.cached_prefix import CachedPrefix
 from lightning_tspipe.callbacks.common import (
     Names,
     Restoring,
@@ -38,7 +39,6 @@ from lightning_tspipe.callbacks.freeze_policies import (
     decide,
 )
 from lightning_tspipe.callbacks.layers import Layer, freeze, layers_of
-from lightning_tspipe.callbacks.pipeline_front import PipelineFront
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class FreezeAndRepack(Restoring):
             )
         self.cache = AutoCache() if isinstance(cache, str) else cache
         if self.cache is not None and cache == "auto":
-            self.cache.shared.is_asked_for = False
+            self.cache.shared.is_required = False
         self.student = None if student is None else as_names(student)
         self.num_active = num_active
         self.num_frozen = 0
@@ -130,7 +130,7 @@ class FreezeAndRepack(Restoring):
         self._num_ranks = 0
         self._epoch = 0
         self._has_ended = False
-        self._front: PipelineFront | None = None
+        self._front: CachedPrefix | None = None
 
     @property
     def num_freezable(self) -> int:
@@ -148,7 +148,7 @@ class FreezeAndRepack(Restoring):
         if pipelined_of(trainer) is not None:
             shared.follow(trainer)
             return
-        if not shared.is_asked_for:
+        if not shared.is_required:
             names = self.student or ("student",)
             others = [other for other in trainer.callbacks if isinstance(other, AutoCache)]  # type: ignore[attr-defined]
             if len(names) > 1 or any(other is not self.cache for other in others):
@@ -175,7 +175,7 @@ class FreezeAndRepack(Restoring):
             pipelined.freezes(repack=bool(self.repack))
             if self.cache is not None:
                 shared, always = self.cache.shared, self.cache.keeps_always(trainer)
-                self._front = PipelineFront(shared, trainer, ", ".join(names), always=always)
+                self._front = CachedPrefix(shared, trainer, ", ".join(names), always=always)
                 pipelined.use_front(self._front)
         self._place = {name: i for i, layer in enumerate(self._layers) for name in layer.parameters}
         if self.num_frozen > self.num_freezable:

@@ -11,6 +11,7 @@ from torch.nn.functional import normalize, pad
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import Callback, log_accuracy, pipelined_of
+from lightning_tspipe.callbacks.data_parallel import DataParallelGroup
 from lightning_tspipe.callbacks.features import (
     Features,
     LabelledFeatures,
@@ -20,7 +21,6 @@ from lightning_tspipe.callbacks.features import (
     evaluating,
     hits_of,
 )
-from lightning_tspipe.callbacks.peers import Peers
 from lightning_tspipe.callbacks.progress import SideProgress
 from lightning_tspipe.errors import ConfigurationError
 
@@ -70,15 +70,15 @@ class Neighbours:
             parts.append(self._merged(part, similarity, labels.expand(len(similarity), -1)))
         self._keep(parts)
 
-    def joined(self, peers: Peers) -> Neighbours:
-        """With what all peers found in their parts of the bank; the same on each of them."""
+    def joined(self, group: DataParallelGroup) -> Neighbours:
+        """With what the whole group found in their parts of the bank; the same on each of them."""
         missing = (0, self._k - self.values.shape[1])
-        values = peers.gather(pad(self.values, missing, value=-torch.inf))
-        labels = peers.gather(pad(self.labels, missing))
+        values = group.gather(pad(self.values, missing, value=-torch.inf))
+        labels = group.gather(pad(self.labels, missing))
         found = Neighbours(self._queries, self._k)
         for part in zip(values, labels, strict=True):
             found._keep([found._merged(slice(None), *part)])
-        num_classes = peers.gather(torch.tensor([self.num_classes], device=self.labels.device))
+        num_classes = group.gather(torch.tensor([self.num_classes], device=self.labels.device))
         found.num_classes = int(torch.cat(num_classes).max())
         return found
 
@@ -214,27 +214,27 @@ class KNNEvaluator(Callback):
             ``{name}_top1`` and ``{name}_top5`` as fractions; empty on a pipeline's ranks other
             than the loss rank.
         """
-        peers, pipelined = Peers(trainer), pipelined_of(trainer)
+        group, pipelined = DataParallelGroup(trainer), pipelined_of(trainer)
         images = LabelledFeatures(
-            trainer, pl_module, self.features, peers, self.limit, self.batch_size
+            trainer, pl_module, self.features, group, self.limit, self.batch_size
         )
-        with evaluating(pl_module), peers.buffers_of_first(pl_module):
+        with evaluating(pl_module), group.buffers_of_first(pl_module):
             queries = list(self._vectors(trainer, images, self.queries))
             if pipelined is not None and not pipelined.is_loss_rank:
                 for _ in self._vectors(trainer, images, self.bank):
                     """The loss rank compares."""
                 return {}
             device = pl_module.device
-            vectors = _gathered([v for v, _ in queries], torch.empty(0, 0, device=device), peers)
+            vectors = _gathered([v for v, _ in queries], torch.empty(0, 0, device=device), group)
             labels = _gathered(
                 [labels for _, labels in queries],
                 torch.empty(0, dtype=torch.long, device=device),
-                peers,
+                group,
             )
             neighbours = Neighbours(vectors, self.k)
             for part in self._vectors(trainer, images, self.bank):
                 neighbours.add(*part)
-        return self._accuracy(neighbours.joined(peers), labels)
+        return self._accuracy(neighbours.joined(group), labels)
 
     def _accuracy(self, neighbours: Neighbours, labels: Tensor) -> dict[str, float]:
         if not neighbours.num_classes:
@@ -252,6 +252,6 @@ class KNNEvaluator(Callback):
                 yield normalize(result[0], dim=1), result[1]
 
 
-def _gathered(parts: list[Tensor], nothing: Tensor, peers: Peers) -> Tensor:
-    """All parts of all peers, one below the other."""
-    return torch.cat(peers.gather(torch.cat(parts) if parts else nothing))
+def _gathered(parts: list[Tensor], nothing: Tensor, group: DataParallelGroup) -> Tensor:
+    """All parts of the whole group, one below the other."""
+    return torch.cat(group.gather(torch.cat(parts) if parts else nothing))

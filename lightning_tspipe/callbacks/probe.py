@@ -20,6 +20,7 @@ from lightning_tspipe.callbacks.common import (
     replaced,
     submodules,
 )
+from lightning_tspipe.callbacks.data_parallel import DataParallelGroup
 from lightning_tspipe.callbacks.features import (
     LabelledFeatures,
     Source,
@@ -28,7 +29,6 @@ from lightning_tspipe.callbacks.features import (
     evaluating,
     hits_of,
 )
-from lightning_tspipe.callbacks.peers import Peers
 from lightning_tspipe.callbacks.progress import SideProgress
 from lightning_tspipe.errors import ConfigurationError
 
@@ -136,19 +136,19 @@ class OnlineLinearProbe(Restoring):
             other than the loss rank, and before the first training batch.
         """
         assert self.queries is not None
-        peers = Peers(trainer)
+        group = DataParallelGroup(trainer)
         images = LabelledFeatures(
-            trainer, pl_module, self.features, peers, batch_size=self.batch_size
+            trainer, pl_module, self.features, group, batch_size=self.batch_size
         )
         hits = torch.zeros(3, dtype=torch.long, device=pl_module.device)
-        with evaluating(pl_module), peers.buffers_of_first(pl_module):
+        with evaluating(pl_module), group.buffers_of_first(pl_module):
             results, length = images.of(self.queries)
             for result in self._progress.track(trainer, results, length):
                 if result is not None and self.classifier is not None:
                     hits += hits_of(self.classifier(result[0]), result[1])
         if not self._is_here(trainer) or self.classifier is None:
             return {}
-        return accuracies(f"val_{self.name}", torch.stack(peers.gather(hits)).sum(dim=0))
+        return accuracies(f"val_{self.name}", torch.stack(group.gather(hits)).sum(dim=0))
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -310,17 +310,17 @@ def _num_replicas(options: argparse.Namespace) -> int | Literal["auto"]:
 def _outcome(
     name: str, profile: StepProfile, cluster: Cluster, options: argparse.Namespace
 ) -> Outcome:
-    wishes: dict[str, Any] = {
+    constraints: dict[str, Any] = {
         "schedule": name,
         "weights": options.weights,
         "memory_limit": parse_bytes(options.memory),
         "state_limit": parse_bytes(options.state),
     }
     if options.microbatches is not None:
-        wishes["num_microbatches"] = options.microbatches
+        constraints["num_microbatches"] = options.microbatches
 
     def best(profile: StepProfile) -> Plan:
-        return plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **wishes)
+        return plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **constraints)
 
     try:
         if options.activation_checkpointing == "auto":

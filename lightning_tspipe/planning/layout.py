@@ -246,7 +246,9 @@ class Layout:
         workload, samples = self.workload, sum(self.workload.samples())
         again, received = [0.0] * workload.num_ranks, [0.0] * workload.num_ranks
         for start, stop, rank in self.student_parts:
-            again[rank] = max(again[rank], workload.again_bytes(start, stop, self.num_microbatches))
+            again[rank] = max(
+                again[rank], workload.recompute_bytes(start, stop, self.num_microbatches)
+            )
             if start:  # what a stage received stays until its backward
                 before = workload.student.atoms[start - 1]
                 received[rank] += before.output_bytes_per_sample * samples

@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, divisors
+from lightning_tspipe.planning.constraints import Constraints
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
@@ -31,7 +32,6 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.search import CutSpace, joined_atoms
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.planning.wishes import Wishes
 from lightning_tspipe.planning.workload import Workload
 
 _MAX_PLANNED = 2
@@ -77,7 +77,7 @@ class Request:
         """
         return plan(*self.problem(num_replicas), thorough=thorough)
 
-    def problem(self, num_replicas: int) -> tuple[Workload, Wishes]:
+    def problem(self, num_replicas: int) -> tuple[Workload, Constraints]:
         """One replica's work.
 
         Raises:
@@ -184,23 +184,23 @@ def _planned(request: Request, times: dict[_Division, float]) -> tuple[_Division
 def _bounded(request: Request, division: _Division) -> _Division:
     """Bound a division, or say why it is impossible."""
     try:
-        workload, wishes = request.problem(division.num_replicas)
+        workload, constraints = request.problem(division.num_replicas)
         _check(workload)
     except (ConfigurationError, PartitionError) as error:
         return replace(division, failure=str(error))
-    evaluator = Evaluator(wishes.schedule)
-    layouts = sorted(_layouts(workload, wishes), key=evaluator.bound)
+    evaluator = Evaluator(constraints.schedule)
+    layouts = sorted(_layouts(workload, constraints), key=evaluator.bound)
     return replace(
         division, layouts=tuple(layouts[:_NUM_ESTIMATES]), bound=evaluator.bound(layouts[0])
     )
 
 
-def _layouts(workload: Workload, wishes: Wishes) -> Iterator[Layout]:
+def _layouts(workload: Workload, constraints: Constraints) -> Iterator[Layout]:
     """The most even cuts, for each number of micro-batches and choice of halves."""
-    counts = wishes.microbatch_counts(workload)
+    counts = constraints.microbatch_counts(workload)
     even = CutSpace(workload, workload.num_ranks, counts[0]).balanced()
     for count in counts:
-        for split in wishes.splits(workload, workload.num_ranks):
+        for split in constraints.splits(workload, workload.num_ranks):
             yield replace(even, num_microbatches=count, split=split)
 
 

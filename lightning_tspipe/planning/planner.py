@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from lightning_tspipe.planning.constraints import Constraints
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
@@ -27,7 +28,6 @@ from lightning_tspipe.planning.search import (
     folded_cuts,
     joined_atoms,
 )
-from lightning_tspipe.planning.wishes import Wishes
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
@@ -64,19 +64,19 @@ _FOLDING = ("tspipe", "gpipe")
 """Schedules that gain by even ranks."""
 
 
-def plan(workload: Workload, wishes: Wishes, *, thorough: bool = True) -> Plan:
+def plan(workload: Workload, constraints: Constraints, *, thorough: bool = True) -> Plan:
     """Find the plan with the smallest simulated steady step time that fits the memory.
 
     Args:
         workload: The step, and the devices.
-        wishes: What is decided already.
+        constraints: What is decided already.
         thorough: Whether to search for seconds rather than for about one.
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
         ConfigurationError: A partition that cannot be.
     """
-    return _Planner(workload, wishes, share=1 if thorough else _QUICK).plan()
+    return _Planner(workload, constraints, share=1 if thorough else _QUICK).plan()
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,19 @@ class _Scored:
 class _Planner:
     """The search, from all possibilities to one plan."""
 
-    def __init__(self, workload: Workload, wishes: Wishes, *, share: int) -> None:
-        self._workload, self._wishes = workload, wishes
-        self._cuts = wishes.cuts(workload)
+    def __init__(self, workload: Workload, constraints: Constraints, *, share: int) -> None:
+        self._workload, self._constraints = workload, constraints
+        self._cuts = constraints.cuts(workload)
         self._most_exact = _NUM_EXACT if share == 1 else _FEW_EXACT
         self._num_promising = _NUM_PROMISING // share
         self._refined_actions = _REFINED_ACTIONS // share
         self._num_starts = MAX_STARTS // share
         self._most_folded = _MAX_FOLDED // share
-        self._evaluator = Evaluator(wishes.schedule, ahead=wishes.ahead)
+        self._evaluator = Evaluator(constraints.schedule, ahead=constraints.ahead)
 
     def plan(self) -> Plan:
         found = self._simulate_starts()
-        if self._wishes.schedule != "sequential":
+        if self._constraints.schedule != "sequential":
             found = self._refine_best(found)
         fastest = min(map(_seconds, found))
         finalists = sorted(
@@ -120,7 +120,7 @@ class _Planner:
         return as_plan(
             best.layout,
             best.seconds,
-            self._wishes,
+            self._constraints,
             num_simulated=self._evaluator.num_simulated,
             num_equal=len(equal),
         )
@@ -135,14 +135,14 @@ class _Planner:
         starts = self._starts(spaces)
         if not starts:
             raise does_not_fit(spaces[0].closest())
-        if self._wishes.schedule == "sequential":
+        if self._constraints.schedule == "sequential":
             # One rank works at a time, so cuts differ in memory only: take the most even one.
             starts = [(space, layouts[:1]) for space, layouts in starts]
         starts = [(space, layouts[: self._num_starts]) for space, layouts in starts]
         found: list[_Scored] = []
         best = math.inf
         for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
-            splits = self._wishes.splits(self._workload, space.num_stages)
+            splits = self._constraints.splits(self._workload, space.num_stages)
             if space.start is not None:
                 splits = splits[-1:]  # the most that is wished for: a unit's way is long
             for split in splits:
@@ -194,12 +194,12 @@ class _Planner:
 
     def _spaces(self) -> Iterator[CutSpace]:
         workload, fixed = self._workload, self._cuts
-        counts = self._wishes.microbatch_counts(workload)
+        counts = self._constraints.microbatch_counts(workload)
         if fixed is not None:
             yield from (CutSpace(workload, len(fixed) - 1, n, fixed) for n in counts)
             return
         num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
-        wanted = self._wishes.num_stages or (1 if workload.frozen else workload.num_ranks)
+        wanted = self._constraints.num_stages or (1 if workload.frozen else workload.num_ranks)
         if num_pieces < wanted:
             raise too_few_atoms(num_pieces, wanted)
         for num_stages in self._stage_counts(num_pieces, counts[0]):
@@ -210,8 +210,8 @@ class _Planner:
 
     def _folded(self, num_microbatches: int) -> list[tuple[int, ...]]:
         """Cuts with two stages on some ranks, if they may be worth it."""
-        wishes, num_ranks = self._wishes, self._workload.num_ranks
-        is_free = wishes.schedule in _FOLDING and wishes.num_stages is None
+        constraints, num_ranks = self._constraints, self._workload.num_ranks
+        is_free = constraints.schedule in _FOLDING and constraints.num_stages is None
         if not is_free or not _SEARCHED < num_ranks <= self._most_folded:
             return []
         return folded_cuts(self._workload, num_microbatches)
@@ -220,15 +220,15 @@ class _Planner:
         """As many stages as ranks; more, to be folded, if the most even cut doesn't fit."""
         workload = self._workload
         num_ranks = workload.num_ranks
-        if self._wishes.num_stages is not None:
-            return [self._wishes.num_stages]
+        if self._constraints.num_stages is not None:
+            return [self._constraints.num_stages]
         if num_pieces < num_ranks:
             return [num_pieces]
         even = cut_evenly(
             atom_seconds(workload, num_microbatches), num_ranks, joined=joined_atoms(workload)
         )
         unlimited = CutSpace(workload, num_ranks, num_microbatches, even)
-        if num_ranks == 1 or self._wishes.schedule == ASYNCHRONOUS or unlimited.starts():
+        if num_ranks == 1 or self._constraints.schedule == ASYNCHRONOUS or unlimited.starts():
             return [num_ranks]
         folded = sorted({num_ranks + 1, 2 * num_ranks - 1, 2 * num_ranks})
         return [num_ranks, *(count for count in folded if count <= num_pieces)]

@@ -115,7 +115,7 @@ class NetworkProfile:
             tuple(replace(a, recomputed=place in atoms) for place, a in enumerate(self.atoms))
         )
 
-    def kept_sums(self) -> tuple[int, ...]:
+    def saved_sums(self) -> tuple[int, ...]:
         """Running sums over the atoms, from 0: bytes per sample kept from forward to backward.
 
         Of neighbours that run again, what the first one got; at the beginning of a stage it has
@@ -127,7 +127,7 @@ class NetworkProfile:
                 kept[place] = self.atoms[place - 1].output_bytes_per_sample
         return tuple(accumulate(kept, initial=0))
 
-    def again_sums(self) -> tuple[int, ...]:
+    def recompute_sums(self) -> tuple[int, ...]:
         """Running sums over the atoms, from 0: bytes per sample that running again needs."""
         needs = (atom.activation_bytes_per_sample * atom.recomputed for atom in self.atoms)
         return tuple(accumulate(needs, initial=0))

@@ -160,7 +160,7 @@ class CutSpace:
         if start:
             received = workload.student.atoms[start - 1].output_bytes_per_sample
             kept += received * sum(workload.samples())
-        kept += workload.again_bytes(start, stop, self.num_microbatches)
+        kept += workload.recompute_bytes(start, stop, self.num_microbatches)
         return round(state + kept) <= limit
 
     def _of_stages(self, by_rank: Sequence[float]) -> list[float]:

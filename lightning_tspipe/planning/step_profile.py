@@ -10,11 +10,11 @@ from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Cluster, Link
+from lightning_tspipe.planning.constraints import Constraints
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step import Step, per_replica
-from lightning_tspipe.planning.wishes import Wishes
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
@@ -74,7 +74,7 @@ class StepProfile(Step):
         state_limit: int | None = None,
         weights: str = "pipeoptim",
         **options: Any,  # noqa: ANN401 - fields of two classes
-    ) -> tuple[Workload, Wishes]:
+    ) -> tuple[Workload, Constraints]:
         """What is to be planned: one replica's work, and what is decided already.
 
         Args:
@@ -86,13 +86,13 @@ class StepProfile(Step):
             memory_limit: Bytes per rank for state and activations.
             state_limit: Bytes per rank for parameters, gradients and optimizer state.
             weights: The weight policy, for schedule "1f1b".
-            options: Other fields of :class:`~.workload.Workload` and of :class:`~.wishes.Wishes`.
+            options: Other fields of :class:`~.workload.Workload` and of :class:`~.constraints.Constraints`.
 
         Raises:
             ConfigurationError: The samples can't be divided evenly.
         """
-        names = {field.name for field in fields(Wishes)} & options.keys()
-        wishes = Wishes(**{name: options.pop(name) for name in names})
+        names = {field.name for field in fields(Constraints)} & options.keys()
+        constraints = Constraints(**{name: options.pop(name) for name in names})
         step = {field.name: getattr(self, field.name) for field in fields(Step)}
         step["batch_sizes"] = per_replica(self.batch_sizes, num_replicas)
         workload = Workload(
@@ -103,9 +103,9 @@ class StepProfile(Step):
             cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
             memory_limit=math.inf if memory_limit is None else memory_limit,
             state_limit=math.inf if state_limit is None else state_limit,
-            weights=weights if wishes.schedule == ASYNCHRONOUS else None,
+            weights=weights if constraints.schedule == ASYNCHRONOUS else None,
         )
-        return workload, wishes
+        return workload, constraints
 
     def with_batch(self, samples: int) -> StepProfile:
         """The same step with ``samples`` in its largest calls, the others in proportion.

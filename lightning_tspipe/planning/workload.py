@@ -118,17 +118,17 @@ class Workload(Step):
     def activation_sums(self) -> tuple[float, ...]:
         """Running sums of what the student keeps for its backward: of all units, at the loss."""
         samples = sum(self.samples())
-        return tuple(float(samples * amount) for amount in self.student.kept_sums())
+        return tuple(float(samples * amount) for amount in self.student.saved_sums())
 
     @cached_property
-    def again_sums(self) -> tuple[int, ...]:
+    def recompute_sums(self) -> tuple[int, ...]:
         """Running sums of what running again needs, per sample of the one unit that does."""
-        return self.student.again_sums()
+        return self.student.recompute_sums()
 
-    def again_bytes(self, start: int, stop: int, num_microbatches: int) -> float:
+    def recompute_bytes(self, start: int, stop: int, num_microbatches: int) -> float:
         """What the backward of one unit needs to run atoms again."""
         samples = math.ceil(max(self.samples()) / num_microbatches)
-        return float(samples * (self.again_sums[stop] - self.again_sums[start]))
+        return float(samples * (self.recompute_sums[stop] - self.recompute_sums[start]))
 
     @cached_property
     def gradient_sums(self) -> tuple[float, ...]:

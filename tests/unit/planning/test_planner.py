@@ -321,8 +321,8 @@ def test_one_view_gets_as_many_micro_batches_as_fill_the_bubble(
             tuple(AtomProfile(f"layer{n}", forward, backward, forward, forward) for n in range(8))
         )
 
-    wishes = {"num_calls": (1, 1), "batch_sizes": [64], "paired": False}
-    found = planned(fine(1), fine(teacher), num_ranks=num_ranks, **wishes)
+    constraints = {"num_calls": (1, 1), "batch_sizes": [64], "paired": False}
+    found = planned(fine(1), fine(teacher), num_ranks=num_ranks, **constraints)
     assert found.num_microbatches > 8 or num_ranks == 2
     assert found.bubble_ratio < 0.01
 

@@ -71,12 +71,12 @@ class CacheSettings:
         return memory, disk
 
 
-class SharedCache:
+class FitCache:
     """Opens a cache when a training loader is there, before its workers start.
 
     Args:
         settings: How activations are kept.
-        is_asked_for: Whether it is an error if nothing can be kept, instead of a line in the log.
+        is_required: Whether it is an error if nothing can be kept, instead of a line in the log.
 
     Attributes:
         cache: The cache; None before and after, and where nothing can be kept.
@@ -86,9 +86,9 @@ class SharedCache:
         seconds_saved: To load and decode a sample, if a hit makes that unnecessary; else 0.
     """
 
-    def __init__(self, settings: CacheSettings, *, is_asked_for: bool = True) -> None:
+    def __init__(self, settings: CacheSettings, *, is_required: bool = True) -> None:
         self.settings = settings
-        self.is_asked_for = is_asked_for
+        self.is_required = is_required
         self.cache: ActivationCache | None = None
         self.dataset: Any = None
         self.cuts = [0]
@@ -187,7 +187,7 @@ class SharedCache:
             dataset.read_from(self.cache)
 
     def _give_up(self, trainer: Trainer, why: Exception) -> None:
-        if self.is_asked_for or not isinstance(why, ConfigurationError):
+        if self.is_required or not isinstance(why, ConfigurationError):
             raise why
         if self.cache is not None:
             self.cache.close()

@@ -24,7 +24,7 @@ def versions_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(id(tensor), tensor._version) for tensor in tensors]  # noqa: SLF001 - no other way
 
 
-def refuse_random(name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
+def check_deterministic(name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
     """Run frozen layers twice; what they return.
 
     Args:
@@ -50,7 +50,7 @@ def refuse_random(name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) 
     )
 
 
-def refuse_other(name: str, kept: Any, fresh: Any, dtype: torch.dtype | None) -> None:
+def check_unchanged_outputs(name: str, kept: Any, fresh: Any, dtype: torch.dtype | None) -> None:
     """Compare what was kept of samples with what their inputs give now.
 
     Args:

@@ -26,8 +26,8 @@ from lightning_tspipe.caching.entries import rounded, rows_of
 from lightning_tspipe.caching.keys import as_ids
 from lightning_tspipe.callbacks.cached_layers import CachedLayers
 from lightning_tspipe.callbacks.common import pipelined_of
-from lightning_tspipe.callbacks.fixed import refuse_other
-from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.callbacks.determinism import check_unchanged_outputs
+from lightning_tspipe.callbacks.fit_cache import FitCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
 from lightning_tspipe.runtime.batches.metadata import Kept
@@ -43,7 +43,7 @@ _SIZES = 8
 """Batches that are known in part go through the trunk in at most so many sizes: each is planned."""
 
 
-class KeptFeatures(CachedLayers):
+class CachedFeatures(CachedLayers):
     """Reads and keeps the features that a trunk returns, by sample.
 
     Args:
@@ -61,7 +61,7 @@ class KeptFeatures(CachedLayers):
     """
 
     def __init__(
-        self, shared: SharedCache, trainer: Trainer, trunk: nn.Module, *, always: bool
+        self, shared: FitCache, trainer: Trainer, trunk: nn.Module, *, always: bool
     ) -> None:
         super().__init__(shared, trainer, "teacher", always=always)
         training = next((name for name, part in trunk.named_modules() if part.training), None)
@@ -192,7 +192,7 @@ class KeptFeatures(CachedLayers):
         segment = self._segment(computed, kept.rows)
         known = [row for row, it_is in enumerate(self._cache.kept(kept.ids, [segment])) if it_is]
         read = self._cache.outputs(kept.ids, torch.arange(len(kept.ids)), [segment], device)
-        refuse_other(
+        check_unchanged_outputs(
             self._name,
             [tensor[known] for tensor in read],
             [tensor[known] for tensor in computed],

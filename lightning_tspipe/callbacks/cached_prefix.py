@@ -27,8 +27,12 @@ from lightning_tspipe.caching import Worth, measure_reading
 from lightning_tspipe.caching.absent import absent_rows, check_loaded, is_loaded
 from lightning_tspipe.caching.entries import rounded, rows_of
 from lightning_tspipe.callbacks.cached_layers import CachedLayers
-from lightning_tspipe.callbacks.fixed import refuse_other, refuse_random, versions_of
-from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.callbacks.determinism import (
+    check_deterministic,
+    check_unchanged_outputs,
+    versions_of,
+)
+from lightning_tspipe.callbacks.fit_cache import FitCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
@@ -43,10 +47,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_tspipe")
 
 
-class PipelineFront(CachedLayers):
+class CachedPrefix(CachedLayers):
     """Reads and keeps what a pipeline's frozen part returns, by sample."""
 
-    def __init__(self, shared: SharedCache, trainer: Trainer, name: str, *, always: bool) -> None:
+    def __init__(self, shared: FitCache, trainer: Trainer, name: str, *, always: bool) -> None:
         super().__init__(shared, trainer, name, always=always)
         self._samples: dict[int, Samples] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
@@ -99,7 +103,7 @@ class PipelineFront(CachedLayers):
             )
         elif self._trainer.num_nodes > 1 and self._trainer.num_devices % self._pipelined.num_ranks:
             why = "a pipeline lies on several machines, which don't share memory"
-        if why and self._shared.is_asked_for:
+        if why and self._shared.is_required:
             raise ConfigurationError(f"{why}. Train with FreezeAndRepack(cache=None)")
         if why:
             log.info("activations are not cached: %s", why)
@@ -203,7 +207,7 @@ class PipelineFront(CachedLayers):
         if is_checked:
             assert value is not None
             fresh = rows_of(value, kept)
-            refuse_other(self._name, read, fresh, self._dtype)
+            check_unchanged_outputs(self._name, read, fresh, self._dtype)
             return value
         if len(kept) == len(behind):
             return read
@@ -225,7 +229,7 @@ class PipelineFront(CachedLayers):
             )
         if received and atoms not in self._tried and all(map(is_loaded, received)):
             self._tried.add(atoms)
-            refuse_random(self._name, lambda: part.compute(received, *atoms), tensors)
+            check_deterministic(self._name, lambda: part.compute(received, *atoms), tensors)
 
 
 def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:

@@ -26,7 +26,7 @@ _MAX_SUBSETS = 3
 
 
 @dataclass(frozen=True)
-class Wishes:
+class Constraints:
     """What the user decided already.
 
     Attributes:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class Peers:
-    """The peers, as one of them sees them.
+class DataParallelGroup:
+    """The group, as one of them sees them.
 
     A strategy that spreads a module over its processes (FSDP) needs all of them for each batch:
     there everybody does everything.
@@ -33,20 +33,20 @@ class Peers:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._pipelined = pipelined_of(trainer)
-        self.index, self.number = 0, 1
+        self.rank, self.size = 0, 1
         if self._pipelined is not None:
-            self.index, self.number = self._pipelined.replica, self._pipelined.data_parallel_size
+            self.rank, self.size = self._pipelined.replica, self._pipelined.data_parallel_size
         elif derives_from(trainer, "DDPStrategy"):
-            self.index, self.number = trainer.global_rank, trainer.world_size
+            self.rank, self.size = trainer.global_rank, trainer.world_size
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all peers, on each of them.
+        """The tensors of the whole group, on each of them.
 
         Args:
             tensor: Of as many dimensions on all of them, and of equal shape but for the first one;
                 who has nothing may give an empty tensor of any shape.
         """
-        if self.number == 1:
+        if self.size == 1:
             return [tensor]
         is_double = tensor.dtype == torch.float64 and len(tensor) > 0
         header = torch.tensor([is_double, *tensor.shape], device=tensor.device)
@@ -72,7 +72,7 @@ class Peers:
 
         So it is one network whose features are compared, and the one that is saved.
         """
-        if self.number == 1:
+        if self.size == 1:
             yield
             return
         own = {k: b for k, b in module.named_buffers() if not b.is_meta}

@@ -15,13 +15,13 @@ from lightning_tspipe.caching import measure
 from lightning_tspipe.caching.absent import is_loaded
 from lightning_tspipe.callbacks.cached_layers import CachedLayers
 from lightning_tspipe.callbacks.common import replaced
-from lightning_tspipe.callbacks.fixed import (
-    refuse_other,
-    refuse_random,
+from lightning_tspipe.callbacks.determinism import (
+    check_deterministic,
+    check_unchanged_outputs,
     tensors_in,
     versions_of,
 )
-from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.callbacks.fit_cache import FitCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.prefix import DividedNetwork, Middle
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class FrozenFront(CachedLayers):
+class CachedForward(CachedLayers):
     """Replaces a network's ``forward`` by one that reads what its frozen atoms returned.
 
     Args:
@@ -41,7 +41,7 @@ class FrozenFront(CachedLayers):
     """
 
     def __init__(
-        self, shared: SharedCache, trainer: Trainer, network: nn.Module, name: str, *, always: bool
+        self, shared: FitCache, trainer: Trainer, network: nn.Module, name: str, *, always: bool
     ) -> None:
         super().__init__(shared, trainer, name, always=always)
         self._divided: DividedNetwork | None = None
@@ -133,7 +133,7 @@ class FrozenFront(CachedLayers):
         """
         if not self.is_on and self._measured != number:
             self._measured = number
-            refuse_random(self._name, lambda: self._whole(middle), tensors)
+            check_deterministic(self._name, lambda: self._whole(middle), tensors)
             worth = measure(self._whole, middle, **self._shared.settings.how)
             worth = replace(worth, load=self._shared.seconds_saved)
             worth = self._trainer.strategy.broadcast(worth)
@@ -147,7 +147,7 @@ class FrozenFront(CachedLayers):
         if is_first:
             if all(map(is_loaded, tensors_in(middle))):
                 with torch.no_grad():
-                    refuse_other(self._name, cached, self._whole(middle), self._dtype)
+                    check_unchanged_outputs(self._name, cached, self._whole(middle), self._dtype)
             self._is_verified = True
             self._let_skip()
         return cached
