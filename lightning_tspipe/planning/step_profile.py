@@ -86,7 +86,8 @@ class StepProfile(Step):
             memory_limit: Bytes per rank for state and activations.
             state_limit: Bytes per rank for parameters, gradients and optimizer state.
             weights: The weight policy, for schedule "1f1b".
-            options: Other fields of :class:`~.workload.Workload` and of :class:`~.constraints.Constraints`.
+            options: Other fields of :class:`~.workload.Workload` and
+                :class:`~.constraints.Constraints`.
 
         Raises:
             ConfigurationError: The samples can't be divided evenly.
