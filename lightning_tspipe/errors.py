@@ -1,4 +1,4 @@
-"""Every error a user can meet, each with a message that names the remedy."""
+"""Errors that users can meet; each message names the remedy."""
 
 from __future__ import annotations
 

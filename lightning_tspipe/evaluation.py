@@ -1,4 +1,4 @@
-"""How good features are, after training: k-NN and linear classification, the features frozen."""
+"""Evaluation of frozen features after training: k-NN and linear classification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that a device computes and the host looks at later, so that neither waits.
+"""Asynchronous copies between device and host, so that neither waits for the other.
 
 A host that asks a GPU for a number (``item``, ``bool``, ``cpu``) is held until everything that was
 launched before has run, and then the GPU waits for the host. So a number's copy is launched behind

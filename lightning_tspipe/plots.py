@@ -1,4 +1,4 @@
-"""Drawings. They need matplotlib: ``pip install lightning-tspipe[plots]``."""
+"""Drawings of timelines and metrics. They need ``pip install lightning-tspipe[plots]``."""
 
 from __future__ import annotations
 

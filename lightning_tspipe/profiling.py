@@ -1,4 +1,4 @@
-"""What a captured step costs: measured on a device, or calculated for one that is not here."""
+"""Costs of a captured step: measured on a device, or calculated for one that is not here."""
 
 from __future__ import annotations
 

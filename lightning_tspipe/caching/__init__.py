@@ -1,4 +1,4 @@
-"""Activations of frozen layers, kept instead of computed again; knows nothing of Lightning.
+"""Activation cache of frozen layers; independent of Lightning.
 
 Frozen layers give the same output for the same input in every epoch. Where a sample's input does
 not change either, what they return is kept under the sample's id, in memory that all processes of

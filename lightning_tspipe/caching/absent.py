@@ -1,4 +1,4 @@
-"""What stands for inputs that were not loaded, and how it is noticed when someone reads it."""
+"""Placeholders for inputs that were not loaded, and checks that nobody computes with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Space without a name, in memory or on disk, that the processes of a machine share.
+"""Anonymous shared space, in memory or on disk, for the processes of one machine.
 
 The files have no names: the system takes them back when the last process that has them open ends,
 however it ends. So there is nothing to clean up, and nothing that the next run could find.

@@ -1,4 +1,4 @@
-"""Reads what frozen layers returned, and computes and keeps what is not there yet."""
+"""The activation cache: reads what frozen layers returned, computes and stores what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which entry lies where: one table in shared memory, the same for all processes of a machine.
+"""The index of the cache: one table in shared memory, the same for all processes of a machine.
 
 An entry's number says that it may be read, and it is written last, in one store. So an entry that
 a process was writing when it ended is not there::

@@ -1,4 +1,4 @@
-"""What a kept activation depends on: the sample, and everything between it and the boundary."""
+"""Cache keys: the sample, and everything between it and the boundary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample ids that went to the device with their batch, and that the host still knows."""
+"""Host copies of sample ids that were moved to the device with their batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses data that is another one each time it is read: its activations can't be cached."""
+"""Checks that a dataset gives the same sample each time it is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bytes of samples lie: a table, and memory and disk that its rows point into.
+"""Storage of the cache: a table, and the memory and disk space that its rows point into.
 
 All processes of a machine see the same. What a row points to is whole, or the row says that there
 is nothing: its token is written last::

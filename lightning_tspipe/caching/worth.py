@@ -1,4 +1,4 @@
-"""Whether reading activations takes less time than computing them: measured, not guessed."""
+"""Measured times of reading and of computing activations: is caching worth it?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what frozen layers returned for a sample in an earlier epoch, instead of computing it."""
+"""Activation cache for frozen layers: read what they returned in an earlier epoch."""
 
 from __future__ import annotations
 

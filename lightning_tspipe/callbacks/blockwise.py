@@ -1,4 +1,4 @@
-"""Blockwise distillation as a LightningModule writes it: one step, on one device or relayed."""
+"""Blockwise distillation as a LightningModule: one step, on one device or relayed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How blockwise distillation is spread over the devices of a pipeline."""
+"""Callback that spreads blockwise distillation over the devices of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trunk returned for a sample, kept for the heads of a pipeline.
+"""Cached features of a trunk, for the heads of a pipeline.
 
 The rank that reads the data decides, batch by batch, what is known. Every rank with heads reads
 that by itself, in memory which all of them share, and only one of them writes: what is known to the

@@ -1,4 +1,4 @@
-"""The frozen beginning of a network on ordinary strategies: read from the cache, or computed."""
+"""Cached frozen layers of a network on ordinary strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Base of what reads frozen activations from the cache, or else computes and keeps them."""
+"""Base of the readers of cached activations: frozen layers, read or else computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The frozen beginning of a pipelined network: read where it is known, else computed.
+"""Cached frozen prefix of a pipelined network.
 
 The data rank sees which samples come, and tells all ranks how far all of them are known. Stages
 before that have nothing to do, and the stage where it ends reads what the last rank kept::

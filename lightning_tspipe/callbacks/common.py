@@ -1,4 +1,4 @@
-"""What the callbacks share: one base for both Lightning worlds, and how they see the strategy."""
+"""Base classes of the callbacks, and their view of the trainer and its strategy."""
 
 from __future__ import annotations
 

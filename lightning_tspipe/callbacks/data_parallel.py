@@ -1,4 +1,4 @@
-"""Those who do the same work on other samples: replicas of a pipeline, or processes of DDP."""
+"""Data-parallel groups: replicas of a pipeline, or the processes of DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline's teacher, one update late, on ordinary strategies.
+"""A teacher that is one update late, as in the pipeline, on ordinary strategies.
 
 TSPipe (Lim et al., ICML 2022, section 4.2) runs the teacher forward of batch n during step n-1,
 with the teacher as it is then. Here the same mathematics on one device or under DDP::

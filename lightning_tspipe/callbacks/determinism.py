@@ -1,4 +1,4 @@
-"""What cached layers must be: the same for the same sample, whenever they run."""
+"""Checks that cached layers return the same for the same sample, whenever they run."""
 
 from __future__ import annotations
 

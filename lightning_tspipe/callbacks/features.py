@@ -1,4 +1,4 @@
-"""Features of images: which module gives them, and how a callback gets them out of a pipeline."""
+"""Features of labelled images, computed by a submodule, through the pipeline if there is one."""
 
 from __future__ import annotations
 

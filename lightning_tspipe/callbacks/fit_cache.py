@@ -1,4 +1,4 @@
-"""A cache of activations that all processes of a fit share, machine by machine."""
+"""The activation cache of one fit, shared by all processes of a machine."""
 
 from __future__ import annotations
 

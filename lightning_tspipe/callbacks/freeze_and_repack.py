@@ -1,4 +1,4 @@
-"""Freezes layers between epochs, and lets the pipeline shrink around what is left.
+"""Freeze layers between epochs, and shrink the pipeline to the layers that are still trained.
 
 PipeTransformer (He et al., ICML 2021). On one device and under DDP the layers freeze, and that is
 all; so the mathematics of a pipeline can be compared with it::

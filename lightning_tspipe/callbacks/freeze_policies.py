@@ -1,4 +1,4 @@
-"""Which layers freeze, decided between epochs.
+"""Policies that decide between epochs how many layers freeze.
 
 The rule of PipeTransformer (He et al., ICML 2021, section 3.1, equation 1): with ``L`` layers, of
 which ``L_before`` are frozen, at the beginning of an epoch

@@ -1,4 +1,4 @@
-"""k-nearest-neighbour accuracy of the features: how good a representation is, without training."""
+"""k-nearest-neighbour accuracy of features: the quality of a representation without training."""
 
 from __future__ import annotations
 

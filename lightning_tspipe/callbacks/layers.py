@@ -1,4 +1,4 @@
-"""The layers of a network, in the order of its forward: what freezes as a whole.
+"""Layers of a network in forward order: the units that freeze as a whole.
 
 A layer is a child of a container: of a ``Sequential``, a ``ModuleList``, and of whatever has one of
 blocks somewhere inside. So the blocks of a ViT or a ResNet are layers, and their parts are not::

@@ -1,4 +1,4 @@
-"""What a device can do, and what it has used."""
+"""Peak memory and peak FLOP/s of a device."""
 
 from __future__ import annotations
 

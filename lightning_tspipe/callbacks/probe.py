@@ -1,4 +1,4 @@
-"""A linear classifier that learns along, on features that it cannot change."""
+"""An online linear probe: a classifier trained on detached features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A progress bar of one's own beside Lightning's."""
+"""A second progress bar below Lightning's."""
 
 from __future__ import annotations
 

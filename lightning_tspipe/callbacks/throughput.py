@@ -1,4 +1,4 @@
-"""How fast training is, without slowing it down."""
+"""Training throughput, measured without slowing training down."""
 
 from __future__ import annotations
 

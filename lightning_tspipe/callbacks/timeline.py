@@ -1,4 +1,4 @@
-"""What every rank did when, for a few steps of a real run."""
+"""A timeline of all ranks, recorded over a few steps of a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The teacher of a pipeline, late by one update, predicted one update ahead."""
+"""Prediction of a late teacher, one update ahead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An earlier version of some modules' weights, which their forwards can read instead."""
+"""A snapshot of some modules' weights, which their forwards can read instead."""
 
 from __future__ import annotations
 

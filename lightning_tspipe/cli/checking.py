@@ -1,4 +1,4 @@
-"""``tspipe check``: does the pipeline train what one device trains? In float64, step by step."""
+"""``tspipe check``: compare a pipeline with one device, in float64, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tspipe simulate`` and ``tspipe timeline``: what every rank does when, and what it waits for."""
+"""``tspipe simulate`` and ``tspipe timeline``: draw every rank's actions and idle time."""
 
 from __future__ import annotations
 

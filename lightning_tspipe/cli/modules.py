@@ -1,4 +1,4 @@
-"""The user's module and data, from a file of theirs; and what one of its steps costs here."""
+"""Load the user's module and data from a file, and measure one of its steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tspipe plan``: which schedule, cuts and micro-batches are fastest, and what they need."""
+"""``tspipe plan``: find the fastest schedule, cuts and micro-batches, and their memory."""
 
 from __future__ import annotations
 

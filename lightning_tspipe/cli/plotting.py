@@ -1,4 +1,4 @@
-"""``tspipe plot``: what a logger has written, against steps and against time."""
+"""``tspipe plot``: draw what a logger has written, against steps and against time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Amounts as people write them: ``32GiB``, ``50GB/s``, ``20us``."""
+"""Quantities with units, parsed and formatted: ``32GiB``, ``50GB/s``, ``20us``."""
 
 from __future__ import annotations
 

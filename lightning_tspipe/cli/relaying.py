@@ -1,4 +1,4 @@
-"""``tspipe plan --schedule relay``: which devices get which blocks, and what other ways take."""
+"""``tspipe plan --schedule relay``: distribute blocks over devices, and compare the modes."""
 
 from __future__ import annotations
 

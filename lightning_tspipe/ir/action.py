@@ -1,4 +1,4 @@
-"""One thing that one stage (or one rank) does to one unit of work.
+"""Actions: one operation of one stage (or one rank) on one unit of work.
 
 An action prints and parses in the grammar of PyTorch's pipeline schedules, extended with the
 teacher, the batch offset and the rank-wide actions::

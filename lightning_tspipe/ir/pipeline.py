@@ -1,4 +1,4 @@
-"""Which rank holds which stage, and how many units flow: what a schedule is made for."""
+"""The pipeline that a schedule is made for: ranks, stages and units."""
 
 from __future__ import annotations
 

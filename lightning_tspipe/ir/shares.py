@@ -1,4 +1,4 @@
-"""A batch that several ranks share, and what one share has in common with another.
+"""Shares of a batch that several ranks divide, and their overlaps.
 
 A stage of width r divides the samples of a batch into r contiguous shares that differ by one sample
 at most. What a stage of another width needs of them is an intersection of intervals, for any two

@@ -1,4 +1,4 @@
-"""Proof, before anything runs, that a schedule computes the right thing and comes to an end.
+"""Validation of a schedule before it runs: it computes the right thing, and it terminates.
 
 Five checks, in this order, so that each may rely on those before it:
 

@@ -1,4 +1,4 @@
-"""Which version of the weights everything in an epoch reads, and that everything is done once.
+"""Weight versions that the actions of an epoch read; each action runs exactly once.
 
 One step can't tell whether a forward that it lacks ran before; the steps of an epoch together can.
 """

@@ -1,4 +1,4 @@
-"""What no order of a step undercuts: fill condition and work, in a few additions.
+"""Lower bounds of the step time, from the work of each rank and the fill condition.
 
 The teacher hides what a stage waits for, as far as it takes as long (TSPipe, section 3.2): between
 its last forward and its first backward, stage s waits for the stages behind it and for the loss,

@@ -1,4 +1,4 @@
-"""The machine on paper: how fast each device is, what it holds, and what links it to the others.
+"""Devices and links of a cluster: speeds, memories, latencies, bandwidths.
 
 Devices are numbered node by node. R replicas of a pipeline of P ranks lie on them as a mesh
 [replica][rank]: rank p of replica r is device ``r * P + p``. So a pipeline is within a node as long

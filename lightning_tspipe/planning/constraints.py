@@ -1,4 +1,4 @@
-"""What the user left to the planner, and what not."""
+"""Constraints of the user on a plan, and the values that are left to try."""
 
 from __future__ import annotations
 

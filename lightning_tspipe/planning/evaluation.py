@@ -1,4 +1,4 @@
-"""How long a step takes under a layout: quickly, for searching; exactly, for what was found."""
+"""Step time of a layout: estimated quickly for the search, simulated exactly for the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to tell a user whose network fits no device."""
+"""Error messages for networks that fit no device."""
 
 from __future__ import annotations
 

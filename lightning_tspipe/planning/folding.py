@@ -1,4 +1,4 @@
-"""Two stages for each rank, where atoms are too coarse for one.
+"""Folded pipelines: two stages per rank, where atoms are too coarse for one.
 
 Twelve equal layers cannot be shared evenly by eight ranks, nor can their thirds be cut wherever one
 likes. A rank that holds two short pieces, one of each half of the network, can be given what is

@@ -1,4 +1,4 @@
-"""Where the heads of a fan-out go, and the trunk's cuts beside them.
+"""Placement of the heads of a fan-out, and of the trunk's cuts beside them.
 
 A rank is busy with its part of the trunk and with the steps of its heads, the one that reads the
 data with that too, and all ranks take as long as the busiest. Few heads on few ranks are tried in

@@ -1,4 +1,4 @@
-"""What a rank holds besides its weights and one batch, where batches follow each other.
+"""Memory of batches in flight: activations and weight versions of asynchronous schedules.
 
 The rank that is w ranks before the loss has w + 1 batches between forward and backward, and as
 many versions of its weights as the weight policy reads. By rank, of three (rank 0 has the loss)::

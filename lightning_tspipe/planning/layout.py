@@ -1,4 +1,4 @@
-"""One way to cut the networks and place the stages, and what it costs."""
+"""A layout: one way to cut the networks and place the stages, with its costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the memory of each device is needed for."""
+"""Breakdown of the memory of each device."""
 
 from __future__ import annotations
 

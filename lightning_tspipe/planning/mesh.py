@@ -1,4 +1,4 @@
-"""How to divide many devices: replicas of the pipeline, times its depth.
+"""Division of many devices into replicas of a pipeline.
 
 N devices are R replicas of a pipeline of P ranks, ``R * P = N``. More replicas mean fewer stages to
 wait for, but a smaller batch for each, more memory per device, and more gradients to sum::

@@ -1,4 +1,4 @@
-"""Of a trunk that is never trained: the first atoms, which a batch goes through in pieces.
+"""Micro-batching of the first atoms of a frozen trunk.
 
 Much lies between the first layers of a network, little between the last: pictures are large, and
 features are small. Pieces of a batch need less memory, and where that is much, they also stay in

@@ -1,4 +1,4 @@
-"""Who holds which atoms: the decision that a plan makes and an engine carries out."""
+"""Placement of atoms on ranks: decided by a plan, carried out by an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner decided, and what it expects."""
+"""A plan: the decisions of the planner, and the step time and memory that it expects."""
 
 from __future__ import annotations
 

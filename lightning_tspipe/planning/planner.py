@@ -1,4 +1,4 @@
-"""Chooses cuts, micro-batches and halves together: by simulated step time, under memory limits.
+"""Search for cuts, micro-batches and backward halves, by simulated step time.
 
 1. For every number of micro-batches and of stages: cuts whose ranks are evenly busy.
 2. Each with and without halves of the backward: one quick simulation, best bounds first.

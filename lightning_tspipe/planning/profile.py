@@ -1,4 +1,4 @@
-"""What the atoms of a network cost, as measured: the planner's only knowledge of a network."""
+"""Measured costs of the atoms of a network."""
 
 from __future__ import annotations
 

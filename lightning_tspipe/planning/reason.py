@@ -1,4 +1,4 @@
-"""What the search found, as a plan that says why."""
+"""Conversion of the search's result into a plan, with the reasons for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activations that are kept, or computed again in the backward: part of the search."""
+"""Activation checkpointing as a choice of the planner: keep activations, or recompute them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which devices get which blocks in blockwise distillation: automatic hybrid distribution.
+"""Automatic hybrid distribution: assign blocks to devices in blockwise distillation.
 
 Blocks don't wait for each other, so a step takes as long as its slowest stage (Jang et al.,
 *Pipe-BD*, DATE 2023, section 4.3). A stage is some contiguous blocks on some contiguous devices,

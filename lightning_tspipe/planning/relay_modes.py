@@ -1,4 +1,4 @@
-"""The ways to train blocks on several devices: Pipe-BD's, and those that it is compared with.
+"""Modes of blockwise training on several devices: Pipe-BD's, and its baselines.
 
 A *pass* is one walk of the teacher and what students do beside it. Relaying needs one per batch;
 training block by block, as data parallelism does, one for each block.

@@ -1,4 +1,4 @@
-"""The plan of a run as its checkpoints keep it: plain text, so that another run can go by it.
+"""Plans in checkpoints: stored as text, so that a resumed run can follow them.
 
 Which rank has what decides more than how long a step takes: where updates don't wait for batches, a
 stage's place says which version of its weights it reads, a micro-batch has the batch statistics of

@@ -1,4 +1,4 @@
-"""Cuts worth simulating: balanced ones to start from, and their neighbours.
+"""Candidate cuts for the planner: balanced ones to start from, and their neighbours.
 
 No schedule is faster than its busiest rank, so cuts are tried in the order of that bound, and those
 whose bound is above the best time so far are never simulated::

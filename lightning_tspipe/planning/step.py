@@ -1,4 +1,4 @@
-"""A training step as planning sees it: its networks, its calls and their samples."""
+"""A training step as the planner sees it: networks, calls and samples."""
 
 from __future__ import annotations
 

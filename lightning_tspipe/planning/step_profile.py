@@ -1,4 +1,4 @@
-"""Everything that planning needs to know about a training step: saved, it plans elsewhere."""
+"""Measured costs of a training step, which can be saved and planned elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiles of one training step, summed such that any cut is priced in a few additions."""
+"""Running sums over the profiles of a step, so that any cut is priced in a few additions."""
 
 from __future__ import annotations
 

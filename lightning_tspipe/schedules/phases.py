@@ -1,4 +1,4 @@
-"""What fixed orders are made of: phases, and the frame around them.
+"""Building blocks of fixed orders: phases, and the frame around them.
 
 A fixed order is one list for the whole pipeline in which everything comes after what it waits for;
 each rank keeps its own part of it. So several stages on one rank merge without a deadlock.

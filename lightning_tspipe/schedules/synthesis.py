@@ -1,4 +1,4 @@
-"""The best order known for the costs at hand: a fixed one, or one that list scheduling finds.
+"""Schedule synthesis: the best of the fixed orders and of those that list scheduling finds.
 
 The fixed ones are the paper's, and GPipe's with the next batch's teacher instead of this one's. So
 what is found is never slower than either.

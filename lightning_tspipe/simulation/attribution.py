@@ -1,4 +1,4 @@
-"""Why a rank was idle: every moment between two actions goes to one cause.
+"""Causes of idle time: every moment between two actions is attributed to one cause.
 
 A gap before an action that another rank's work must reach first falls into two::
 

@@ -1,4 +1,4 @@
-"""What each action and each message of a pipeline costs."""
+"""Costs of the actions and messages of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A timeline in a few numbers, for a logger."""
+"""Metrics of a timeline, for a logger."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program as integers: what the simulator and the list scheduler walk, many times over.
+"""A program as a graph of integers, for the simulator and the list scheduler.
 
 Every action and every message of a step has a *slot*, which holds when the action ended or when
 the message arrived::

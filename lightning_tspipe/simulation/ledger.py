@@ -1,4 +1,4 @@
-"""When everything of several consecutive steps ended or arrived, as far as it is known.
+"""Event times of consecutive steps: the ends of actions and the arrivals of messages.
 
 The simulator and the list scheduler walk the ranks differently and book every action here. With
 replicas of the pipeline, a rank's optimizer step waits until its gradients are summed over them.

@@ -1,4 +1,4 @@
-"""What a schedule would take: every rank in order, transfers beside the computation.
+"""Simulation of a schedule: every rank in order, transfers beside the computation.
 
 A rank starts its next action as soon as the one before has ended and all that it waits for is
 there. A message leaves when its producer ends, queues for its link, and takes

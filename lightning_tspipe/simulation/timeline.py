@@ -1,4 +1,4 @@
-"""When each rank did what: simulated or measured, drawn and stored alike.
+"""Timelines: the actions of each rank over time, simulated or measured.
 
 Over the steady window (all steps but the first and the last) the drawing of a step shows::
 
