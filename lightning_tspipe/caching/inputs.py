@@ -16,30 +16,30 @@ from lightning_tspipe.caching.repeatable import fixed_random_numbers
 from lightning_tspipe.errors import ConfigurationError
 
 Path = int | str
-"""Where something is in a sample: its number, or its key."""
+"""A part of a sample: its number, or its key."""
 ID = "id"
 """The key of the id in samples that are dictionaries."""
 
 
 class WithIds(Dataset[Any]):
-    """The same dataset with an id for each sample, behind the sample's other parts.
+    """A dataset that appends an id to each sample of another dataset.
 
     A sample ``(picture, label)`` becomes ``(picture, label, id)``, a dictionary gets a key
     ``"id"``, anything else becomes ``(sample, id)``.
 
     Args:
-        dataset: With a length, and samples by index.
-        ids: One for each sample, the same in every run: whole numbers or strings; None: the index.
-        views: So many fixed random views of each sample, for datasets that augment: the dataset is
-            as many times as long, and gives each view with random numbers of its own, the same
+        dataset: A dataset with a length, and samples by index.
+        ids: An integer or a string for each sample, the same in every run; None: the index.
+        views: Number of fixed random views of each sample, for datasets that augment: the dataset
+            becomes this many times as long, and each view has random numbers of its own, the same
             each time.
-        inputs: Where in a sample are the tensors that only the frozen layers read: ``0`` or
-            ``"tokens"``, or several of them. While their activations are cached they are not
-            loaded, and in their place stand NaN or numbers out of range. None: all is loaded.
+        inputs: The parts of a sample that only the frozen layers read: ``0`` or ``"tokens"``, or
+            several of them. While their activations are cached they are not loaded, and replaced by
+            NaN or by numbers out of range. None: everything is loaded.
 
     Raises:
         ConfigurationError: A dataset without length or index; ids that are too few or not unique;
-            less than one view.
+            fewer than one view.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class WithIds(Dataset[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigurationError(
-                f"{type(dataset).__name__} gives samples in a row only; activations are cached by "
-                "sample, so that a dataset with __getitem__ and __len__ is needed"
+                f"{type(dataset).__name__} only iterates over samples; activations are cached by "
+                "sample, which needs a dataset with __getitem__ and __len__"
             )
         if ids is not None:
             _check_unique(ids, len(dataset))
         if views is not None and views < 1:
             raise ConfigurationError(
-                f"WithIds(views={views}): so many fixed random views of each sample, from 1 on; "
-                "None gives the samples as they are"
+                f"WithIds(views={views}): the number of fixed random views of each sample must be "
+                "at least 1; None gives the samples as they are"
             )
         self.dataset = dataset
         self.views = views
@@ -135,7 +135,7 @@ class WithIds(Dataset[Any]):
         return tuple(tensor.shape), tensor.dtype
 
     def read_from(self, cache: ActivationCache | None) -> None:
-        """Leave out inputs whose activations a cache has, from the next epoch's workers on."""
+        """Leave out inputs whose activations are cached, from the next epoch's workers on."""
         self._cache = cache
 
 
@@ -182,21 +182,21 @@ def _check_unique(ids: Sequence[Hashable], length: int) -> None:
     for name in ids:
         if name in seen:
             raise ConfigurationError(
-                f"duplicate sample id {name!r}: activations are kept by id, and two samples would "
-                "share them. Without ids=, samples are numbered"
+                f"duplicate sample id {name!r}: activations are cached by id, and two samples "
+                "would share them. Without ids=, samples are numbered"
             )
         seen.add(name)
 
 
 def ids_of(batch: Any, where: Path | None = None) -> Any:
-    """The ids in a batch of a dataset with ids.
+    """The sample ids of a batch.
 
     Args:
-        batch: As the loader gives it.
-        where: Number or key of the ids in it; None: as :class:`WithIds` puts them.
+        batch: A batch of the loader.
+        where: Number or key of the ids in it; None: where :class:`WithIds` puts them.
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: The batch has none.
     """
     if where is None:
         where = ID if isinstance(batch, dict) else -1

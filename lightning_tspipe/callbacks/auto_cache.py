@@ -29,39 +29,40 @@ log = logging.getLogger("lightning_tspipe")
 
 
 class AutoCache(Restoring):
-    """Keeps what the frozen beginning of a network returns, by sample; trains the rest on it.
+    """Caches the activations of a network's frozen first layers by sample; trains the rest on them.
 
-    Layers are frozen where ``requires_grad`` is False, from the beginning of the network on, by
-    whatever means and at whatever time: by hand, by ``FreezeAndRepack``, by Lightning's finetuning
-    callbacks. In the epoch after, their activations are read. The mathematics stays what it is, so
-    that the inputs have to be the same in every epoch, and the frozen layers have to be in eval
-    mode: with random augmentation or dropout there is an error that says so.
+    Frozen layers are those at the beginning of the network whose ``requires_grad`` is False,
+    however and whenever that happened: by hand, by ``FreezeAndRepack``, by Lightning's finetuning
+    callbacks. From the next epoch on their activations are read. The mathematics does not change,
+    so the inputs must be the same in every epoch and the frozen layers must be in eval mode; random
+    augmentation and dropout raise an error.
 
-    The samples need ids: ``DataLoader(WithIds(dataset))``. With ``WithIds(dataset, inputs=0)`` the
-    inputs whose activations are there are not even loaded.
+    The samples need ids: ``DataLoader(WithIds(dataset))``. With ``WithIds(dataset, inputs=0)``,
+    inputs whose activations are cached are not even loaded.
 
-    At the first batch with frozen layers it is measured whether reading is faster than computing;
-    if it is not, nothing is cached. ``cache_hit_rate`` is logged at the end of epochs.
+    The first batch with frozen layers measures whether reading is faster than computing; if it is
+    not, nothing is cached. ``cache_hit_rate`` is logged at the end of each epoch.
 
     Args:
         network: Dotted name of the network; None: the trunk ``teacher`` of heads
             (``StudentFanout``), else ``student``.
         memory: Bytes of memory on each machine, or a text such as ``"4GiB"``; ``"auto"``: a quarter
-            of what is left.
-        disk: Bytes on disk, or a text, or ``"auto"``: a quarter of what is left there.
-        folder: On the file system to use; None: the system's temporary one.
-        dtype: In which activations are kept, such as ``torch.bfloat16`` or ``"bfloat16"``; None: as
-            they are. All are rounded then, read or computed, so that it does not matter to the
-            result what was kept; and nothing is measured, as with ``always``.
+            of the free memory.
+        disk: Bytes on disk, or a text, or ``"auto"``: a quarter of the free space.
+        folder: A folder on the file system to use; None: the system's temporary folder.
+        dtype: Type in which activations are stored, such as ``torch.bfloat16`` or ``"bfloat16"``;
+            None: their own. With a type, all activations are rounded to it, whether read or
+            computed, so that the result does not depend on what was cached; and nothing is
+            measured, as with ``always``.
         ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
         always: Cache without measuring, as with ``Trainer(deterministic=True)``.
 
     Attributes:
-        shared: The cache of this fit, and its settings.
+        shared: The cache of the fit, and its settings.
 
     Raises:
-        ConfigurationError: A network that is not there; samples without ids; inputs or layers that
-            are random; budgets that are not there.
+        ConfigurationError: There is no such network; samples have no ids; inputs or layers are
+            random; a budget exceeds what is free.
     """
 
     def __init__(  # noqa: PLR0913 - settings by keyword
@@ -96,12 +97,12 @@ class AutoCache(Restoring):
         if pipelined is not None and not (has_heads and self.network in {None, "teacher"}):
             raise ConfigurationError(
                 "AutoCache works on ordinary strategies, and under a pipeline on the trunk of "
-                "heads (StudentFanout); elsewhere FreezeAndRepack has its own argument for it"
+                "heads (StudentFanout). For other pipelines use FreezeAndRepack(cache=...)"
             )
         if pipelined is not None and trainer.num_nodes > 1:
             raise ConfigurationError(
-                "AutoCache keeps features in one machine's memory, and heads of a pipeline over "
-                f"{trainer.num_nodes} machines could not read them. Leave it out"
+                "AutoCache stores features in the memory of one machine, and heads of a pipeline "
+                f"over {trainer.num_nodes} machines could not read them. Remove the callback"
             )
         self.network = self.network or ("teacher" if has_heads else "student")
         submodules(pl_module, self.network, "network")
@@ -143,9 +144,9 @@ class AutoCache(Restoring):
             pl_module.log("cache_hit_rate", rate, sync_dist=is_ordinary, batch_size=1)
 
     def take_hit_rate(self, trainer: Trainer) -> float:
-        """The share of this epoch's samples that were read; they are counted anew.
+        """The share of this epoch's samples that were read from the cache; resets the counts.
 
-        Of this rank's samples, or, under a pipeline, of all.
+        Of the samples of this rank, or under a pipeline of all ranks.
         """
         cache = self.shared.cache
         if cache is None:
@@ -157,8 +158,8 @@ class AutoCache(Restoring):
         counts, cache.counts = cache.counts, Counts()
         if counts.refused:
             log.warning(
-                "epoch %d: %d samples found no space in the cache, and are computed in each epoch: "
-                "give AutoCache more memory, or a disk budget",
+                "epoch %d: %d samples found no space in the cache and are computed in every epoch. "
+                "Give AutoCache more memory, or a disk budget",
                 trainer.current_epoch, counts.refused,
             )  # fmt: skip
         pipelined = pipelined_of(trainer)
@@ -174,7 +175,7 @@ class AutoCache(Restoring):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Where the network was frozen, one step after the other."""
+        """The numbers of frozen atoms, one for each step of freezing."""
         return {"cuts": self.shared.cuts}
 
     @override
@@ -182,9 +183,10 @@ class AutoCache(Restoring):
         self.shared.cuts = list(state_dict["cuts"])
 
     def keeps_always(self, trainer: Trainer) -> bool:
-        """Whether to cache without measuring: as said, or where nothing may follow from times.
+        """Whether to cache without measuring.
 
-        Where activations are rounded, the result follows from whether they are.
+        That is so if the user says it, if decisions must not depend on measured times, and if
+        activations are rounded: then the result depends on whether they are cached.
         """
         pipelined = pipelined_of(trainer)
         is_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -194,17 +196,17 @@ class AutoCache(Restoring):
 
     @property
     def worth(self) -> Worth | None:
-        """What was measured in this fit, or in the last one; None before."""
+        """The measured times of this fit, or of the last one; None before."""
         return None if self._layers is None else self._layers.worth
 
     @property
     def is_on(self) -> bool | None:
-        """Whether activations are cached; None before it was measured."""
+        """Whether activations are cached; None before that is decided."""
         return None if self._layers is None else self._layers.is_on
 
 
 def _as_bytes(amount: int | str) -> int | None:
-    """A budget; None for one that follows from what is left."""
+    """A budget in bytes; None for a share of what is free."""
     return None if amount == "auto" else parse_bytes(amount)
 
 

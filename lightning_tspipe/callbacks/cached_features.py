@@ -1,12 +1,11 @@
 """Cached features of a trunk, for the heads of a pipeline.
 
-The rank that reads the data decides, batch by batch, what is known. Every rank with heads reads
-that by itself, in memory which all of them share, and only one of them writes: what is known to the
-first is then known to the last::
+The rank that reads the data decides for each batch which samples are cached. All ranks with heads
+read from shared memory, and only one of them writes, so that they agree on what is cached::
 
-    data rank   which samples are kept? the others' inputs ──► trunk
-    rank 0      reads the kept ones, keeps what the trunk gave for the others
-    rank 1      reads the kept ones, takes the others from the trunk
+    data rank   which samples are cached? the others' inputs ──► trunk
+    rank 0      reads the cached ones, stores what the trunk returns for the others
+    rank 1      reads the cached ones, takes the others from the trunk
 """
 
 from __future__ import annotations
@@ -40,21 +39,21 @@ if TYPE_CHECKING:
     from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 _SIZES = 8
-"""Batches that are known in part go through the trunk in at most so many sizes: each is planned."""
+"""Number of sizes of partly cached batches that go through the trunk: each size is planned."""
 
 
 class CachedFeatures(CachedLayers):
-    """Reads and keeps the features that a trunk returns, by sample.
+    """Reads and stores the features that a trunk returns, by sample.
 
     Args:
         shared: The cache of this fit.
         trainer: The trainer.
         trunk: The trunk.
-        always: Keep without asking whether it is worth it.
+        always: Cache without asking whether it is worth it.
 
     Attributes:
         num_seen: Samples of the batches that the data rank looked at.
-        num_known: Of these, those whose features were known.
+        num_known: Cache hits among them.
 
     Raises:
         ConfigurationError: The trunk is in train mode, where it may be random.
@@ -68,8 +67,8 @@ class CachedFeatures(CachedLayers):
         if training is not None:
             where = f"its part {training!r}" if training else "it"
             raise ConfigurationError(
-                f"AutoCache keeps what the trunk returns, and {where} is in train mode, where "
-                "dropout and batch statistics return something else each time: self.teacher.eval()"
+                f"AutoCache caches what the trunk returns, and {where} is in train mode, where "
+                "dropout and batch statistics change its output each time: call self.teacher.eval()"
             )
         self.is_on = True if always else None
         self.num_seen = self.num_known = 0
@@ -88,11 +87,11 @@ class CachedFeatures(CachedLayers):
         return pipelined
 
     def consider(self, seconds: float, features: Sequence[Tensor]) -> None:
-        """On the data rank: measure whether reading is faster than what the trunk takes.
+        """On the data rank: measure whether reading is faster than running the trunk.
 
         Args:
-            seconds: Of a step that would be saved.
-            features: Stand-ins for those of a batch.
+            seconds: Seconds per step that would be saved.
+            features: Placeholders for the features of a batch.
         """
         values = [tensor.cpu() for tensor in features]
         worth = measure_reading(values, len(values[0]), **self._shared.settings.how)
@@ -100,16 +99,16 @@ class CachedFeatures(CachedLayers):
         self.worth = replace(worth, compute=compute, load=self._shared.seconds_saved)
 
     def take_rate(self) -> float:
-        """The share of this epoch's samples that were known, on all ranks; counted anew."""
+        """The hit rate of this epoch, on all ranks; resets the counts."""
         rate = self.num_known / self.num_seen if self.num_seen else 0.0
         self.num_seen = self.num_known = 0
         told: float = self._trainer.strategy.broadcast(rate, self._pipelined.data_rank)
         return told
 
     def place(self, transport: Transport, pipeline: Pipeline) -> None:
-        """All ranks have their parts of the trunk, or begin an epoch; every rank calls it.
+        """Follow the weights of the trunk, at the first batch and at each epoch; all ranks call it.
 
-        What was kept by other weights is not read.
+        Features of other weights are not read.
         """
         tensors = (*self._trunk.parameters(), *self._trunk.buffers())
         own = fingerprint(*(tensor for tensor in tensors if not tensor.is_meta))
@@ -133,7 +132,7 @@ class CachedFeatures(CachedLayers):
             self._decide(self.worth, speaks=self._writes)
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
-        """On the data rank: which samples of a batch go through the trunk."""
+        """On the data rank: the samples of a batch that must go through the trunk."""
         cache = self._shared.cache
         if cache is None or not self.is_on:
             return None
@@ -171,7 +170,7 @@ class CachedFeatures(CachedLayers):
         return [torch.cat(pair).index_select(0, order) for pair in zip(read, made, strict=True)]
 
     def _segment(self, computed: Sequence[Tensor], rows: Sequence[int] = ()) -> Segment:
-        """The trunk, whose outputs are here for some rows of the batch."""
+        """The trunk as a segment, whose outputs are given for some rows of the batch."""
         first = {row: index for index, row in reversed(list(enumerate(rows)))}
         place = torch.tensor([first.get(row, 0) for row in range(max(rows, default=-1) + 1)])
 
@@ -182,7 +181,7 @@ class CachedFeatures(CachedLayers):
         return Segment(self._boundary, take)
 
     def _compare(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> None:
-        """What was read must be what the inputs give now; then they need not be loaded.
+        """Compare what was read with what the inputs give now; then they need not be loaded.
 
         Raises:
             ConfigurationError: They differ.
@@ -204,11 +203,11 @@ class CachedFeatures(CachedLayers):
 def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:
     if len(inputs) != 1:
         raise ConfigurationError(
-            f"training_step calls the trunk {len(inputs)} times, and AutoCache keeps one entry per "
-            "sample: several views are random augmentation as a rule. Train without AutoCache"
+            f"training_step calls the trunk {len(inputs)} times, and AutoCache has one entry per "
+            "sample: several views usually mean random augmentation. Train without AutoCache"
         )
     if len(inputs[0]) != num_samples:
         raise ConfigurationError(
-            f"the trunk gets {len(inputs[0])} rows for {num_samples} samples, and AutoCache keeps "
-            "one entry per sample. Call the trunk with one row for each, or leave AutoCache out"
+            f"the trunk gets {len(inputs[0])} rows for {num_samples} samples, and AutoCache has "
+            "one entry per sample. Call the trunk with one row per sample, or remove AutoCache"
         )

@@ -64,7 +64,7 @@ class CachedForward(CachedLayers):
 
     @contextmanager
     def within(self, batch: Any) -> Iterator[None]:
-        """A training step: while inside, the network runs on this batch of samples."""
+        """Tell which batch of samples the network runs on while a training step lasts."""
         self._batch, self._is_within, self._num_calls = batch, True, 0
         try:
             yield
@@ -97,9 +97,8 @@ class CachedForward(CachedLayers):
         self._num_calls += 1
         if self._num_calls > 1:
             raise ConfigurationError(
-                f"training_step calls {self._name!r} several times, and AutoCache keeps "
-                "one activation per sample: several views are random augmentation as a rule. Train "
-                "without AutoCache"
+                f"training_step calls {self._name!r} several times, and AutoCache has one entry "
+                "per sample: several views usually mean random augmentation. Train without it"
             )
         middle = divided.start(args, kwargs)
         self._update(divided, number)
@@ -108,7 +107,7 @@ class CachedForward(CachedLayers):
         return divided.end(divided.piece(number, len(divided.atoms))(self._read(middle)))
 
     def _update(self, divided: DividedNetwork, number: int) -> None:
-        """Follow what is frozen, and its weights."""
+        """Make the segments anew if other atoms are frozen, or their weights have changed."""
         versions = versions_of(divided.tensors(number))
         if versions == self._versions and number == self._shared.cuts[-1]:
             return

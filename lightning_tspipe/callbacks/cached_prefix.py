@@ -1,11 +1,11 @@
 """Cached frozen prefix of a pipelined network.
 
-The data rank sees which samples come, and tells all ranks how far all of them are known. Stages
-before that have nothing to do, and the stage where it ends reads what the last rank kept::
+The data rank looks up the samples of a batch, and tells all ranks up to which layer all of them are
+cached. The stages before that have nothing to do; the next one reads what the last rank stored::
 
-    epoch 1, layers 0-3 froze     rank 1 | inputs ─► 0 1 |─► rank 0 | 2 3 ─► keep, trained layers |
+    epoch 1, layers 0-3 froze     rank 1 | inputs ─► 0 1 |─► rank 0 | 2 3 ─► store, trained layers|
     epoch 2                       rank 1 |               |   rank 0 |   read ─► trained layers    |
-    epoch 3, layers 4-5 froze     rank 1 |  read ─► 4 5  |─► rank 0 |   keep, trained layers      |
+    epoch 3, layers 4-5 froze     rank 1 |  read ─► 4 5  |─► rank 0 |   store, trained layers     |
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger("lightning_tspipe")
 
 
 class CachedPrefix(CachedLayers):
-    """Reads and keeps what a pipeline's frozen part returns, by sample."""
+    """Reads and stores what a pipeline's frozen prefix returns, by sample."""
 
     def __init__(self, shared: FitCache, trainer: Trainer, name: str, *, always: bool) -> None:
         super().__init__(shared, trainer, name, always=always)
@@ -59,7 +59,7 @@ class CachedPrefix(CachedLayers):
 
     @property
     def num_known(self) -> int:
-        """Behind so many atoms something may be known."""
+        """Number of atoms behind which outputs may be cached."""
         return self._shared.cuts[-1] if self.is_on else 0
 
     @property
@@ -72,13 +72,13 @@ class CachedPrefix(CachedLayers):
     def _pipelined(self) -> Any:
         return self._trainer.strategy.pipelined  # type: ignore[attr-defined]
 
-    # Before the part is cut; on all ranks
+    # Before the prefix is cut; on all ranks
 
     def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
-        """A part is about to be cut, and all its values are here; every rank calls it.
+        """Prepare for a prefix that is about to be cut; its values are still here, on all ranks.
 
         Returns:
-            Whether anything is going to be known of it.
+            Whether its outputs are going to be cached.
         """
         if self._shared.cache is None or not self._can(calls):
             return False
@@ -94,15 +94,15 @@ class CachedPrefix(CachedLayers):
         return True
 
     def _can(self, calls: Sequence[Call]) -> bool:
-        """Whether one process can read what another one keeps, and one entry is enough."""
+        """Whether processes can share a cache, and one entry per sample is enough."""
         why = ""
         if len(calls) > 1:
             why = (
-                f"training_step calls {self._name!r} several times, and one activation is kept per "
-                "sample: several views are random augmentation as a rule"
+                f"training_step calls {self._name!r} several times, and there is one entry per "
+                "sample: several views usually mean random augmentation"
             )
         elif self._trainer.num_nodes > 1 and self._trainer.num_devices % self._pipelined.num_ranks:
-            why = "a pipeline lies on several machines, which don't share memory"
+            why = "a pipeline spans several machines, which don't share memory"
         if why and self._shared.is_required:
             raise ConfigurationError(f"{why}. Train with FreezeAndRepack(cache=None)")
         if why:
@@ -132,7 +132,7 @@ class CachedPrefix(CachedLayers):
     # While it runs
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
-        """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
+        """On the data rank: look up the samples of a batch, given the inputs of its calls."""
         ids = self._shared.ids_of(batch)
         behind = self._cache.behind(ids, self._segments)
         if behind.any() and not self._is_verified:
@@ -143,18 +143,18 @@ class CachedPrefix(CachedLayers):
         return Samples(ids, self._shared.cuts[int(behind.min())])
 
     def expect(self, batches: Mapping[int, Samples | None]) -> None:
-        """The batches, by their numbers, that a step has to do with."""
+        """Set the batches of a step, by their numbers."""
         self._samples = {number: x for number, x in batches.items() if x is not None}
 
     def run(
         self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
     ) -> Tensors:
-        """What some atoms return for some samples of a batch.
+        """The output of some atoms for some samples of a batch.
 
         Args:
             part: The frozen part.
             place: The batch, and the rows in it.
-            received: What the first atom gets; nothing where it is known.
+            received: Inputs of the first atom; nothing if they are cached.
             atoms: The first one, and one after the last.
         """
         cache, (number, rows) = self._cache, place
@@ -187,13 +187,13 @@ class CachedPrefix(CachedLayers):
     def _merged(
         self, value: Tensors | None, ids: Any, behind: Any, cut: int, *, is_checked: bool = False
     ) -> Tensors:
-        """What comes out at a cut, with what was kept there of some of the samples.
+        """The outputs at a cut: computed ones, with those that are cached there filled in.
 
         Args:
-            value: What was computed; None if all of it was kept.
-            ids: Of the samples.
-            behind: The number of segments behind which each sample is kept.
-            cut: Atoms in front.
+            value: The computed outputs; None if all samples are cached.
+            ids: Ids of the samples.
+            behind: The number of segments behind which each sample is cached.
+            cut: Number of atoms before the cut.
             is_checked: Only compare, and change nothing.
         """
         number = self._shared.cuts.index(cut)
@@ -211,21 +211,21 @@ class CachedPrefix(CachedLayers):
             return value
         if len(kept) == len(behind):
             return read
-        if value is None:  # the others were kept further behind, and are put in there
+        if value is None:  # the others are cached at a later cut, and are filled in there
             value = tuple(t.new_zeros(len(behind), *t.shape[1:]) for t in read)
         into = sent(torch.from_numpy(kept), value[0].device)
         return tuple(t.index_copy(0, into, r) for t, r in zip(value, read, strict=True))
 
     def _check(self, part: FrozenPart, received: Tensors, atoms: tuple[int, int]) -> None:
-        """Refuse layers that are random, and weights that have changed since they froze."""
+        """Refuse random layers, and weights that have changed since they were frozen."""
         if atoms not in self._versions:
             found = _tensors_of(part, self._trainer.lightning_module)(*atoms)
             self._versions[atoms] = found, versions_of(found)
         tensors, before = self._versions[atoms]
         if before != versions_of(tensors):
             raise ConfigurationError(
-                f"frozen weights of {self._name!r} have changed since their outputs were kept: "
-                "leave them as they are, or train with FreezeAndRepack(cache=None)"
+                f"frozen weights of {self._name!r} have changed since their outputs were cached. "
+                "Leave them unchanged, or train with FreezeAndRepack(cache=None)"
             )
         if received and atoms not in self._tried and all(map(is_loaded, received)):
             self._tried.add(atoms)
@@ -233,7 +233,7 @@ class CachedPrefix(CachedLayers):
 
 
 def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
-    """A function that gives parameters and buffers of some atoms."""
+    """A function that returns the parameters and buffers of a range of atoms."""
     own: dict[str, Tensor] = {}
     own.update(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))
@@ -249,12 +249,12 @@ def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
 
 
 def _function(part: FrozenPart, start: int, stop: int) -> Any:
-    """Some atoms as the cache calls them: on tensors, and an empty structure beside."""
+    """Some atoms as the cache calls them: on tensors, beside an empty structure."""
     return lambda value: (part.compute(value[0], start, stop), {})
 
 
 def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
-    """Inputs with zeros where they were left out, of samples that are known further behind."""
+    """Inputs with zeros for samples that were not loaded, since they are cached at a later cut."""
     filled = []
     for tensor in received:
         gone = absent_rows(tensor)

@@ -19,13 +19,12 @@ else:
     from lightning.pytorch import Callback
 
     if find_spec("pytorch_lightning") is not None:
-        # ``lightning.pytorch`` and ``pytorch_lightning`` are separate worlds: each Trainer asks
-        # whether a callback is an instance of *its* base. One that derives from both is at home
-        # in both.
+        # ``lightning.pytorch`` and ``pytorch_lightning`` are separate namespaces: each Trainer asks
+        # whether a callback is an instance of *its* base class, so callbacks derive from both.
         from pytorch_lightning import Callback as OtherCallback
 
         class Callback(Callback, OtherCallback):
-            """The callback base of both Lightning worlds."""
+            """Callback base class for both Lightning namespaces."""
 
 
 __all__ = [
@@ -97,7 +96,7 @@ def pipelined_of(trainer: Trainer) -> Pipelined | None:
 
 
 def may_log(trainer: Trainer) -> bool:
-    """Whether this rank speaks: the loss rank of a pipeline, else global rank 0."""
+    """Whether this rank logs: the loss rank of a pipeline, else global rank 0."""
     pipelined = pipelined_of(trainer)
     return trainer.is_global_zero if pipelined is None else pipelined.is_loss_rank
 
@@ -121,15 +120,15 @@ def refuse_sharding(trainer: Trainer, callback: str) -> None:
 
 
 def is_over(trainer: Trainer) -> bool:
-    """Whether no epoch follows: a run may be resumed from where it had ended."""
+    """Whether no epoch follows, as when a finished run is resumed."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
     return 0 <= steps <= trainer.global_step or 0 <= (epochs or -1) <= trainer.current_epoch
 
 
 def log_accuracy(trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]) -> None:
-    """Log what an evaluation at an epoch's end found; nothing if it is empty.
+    """Log the metrics of an evaluation at the end of an epoch, if there are any.
 
-    Ranks of DDP agree already; of a pipeline only one logs, and must not wait for others.
+    Ranks of DDP agree already; in a pipeline one rank logs, which must not wait for the others.
     """
     if metrics:
         pl_module.log_dict(
@@ -145,7 +144,7 @@ def as_names(names: Names) -> tuple[str, ...]:
     """One dotted name or several, as a tuple.
 
     Raises:
-        ConfigurationError: Something other than names, or none at all.
+        ConfigurationError: No names, or something else.
 
     >>> as_names("teacher")
     ('teacher',)
@@ -157,7 +156,7 @@ def as_names(names: Names) -> tuple[str, ...]:
 
 
 def submodules(pl_module: LightningModule, names: Names, argument: str) -> dict[str, nn.Module]:
-    """The submodules of those dotted names, in that order.
+    """The submodules with these dotted names, in order.
 
     Args:
         pl_module: The module that holds them.

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class DataParallelGroup:
-    """The group, as one of them sees them.
+    """The members that do the same work on different samples, as seen by one of them.
 
-    A strategy that spreads a module over its processes (FSDP) needs all of them for each batch:
-    there everybody does everything.
+    A strategy that shards a module over its processes (FSDP) needs all of them for each batch:
+    there the group has one member, and every process does everything.
 
     Args:
-        trainer: Its strategy tells.
+        trainer: The trainer, whose strategy decides.
 
     Attributes:
-        index: This peer.
-        number: Of them all.
+        rank: Rank of this member.
+        size: Number of members.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -40,11 +40,11 @@ class DataParallelGroup:
             self.rank, self.size = trainer.global_rank, trainer.world_size
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of the whole group, on each of them.
+        """The tensors of all members, on each of them.
 
         Args:
-            tensor: Of as many dimensions on all of them, and of equal shape but for the first one;
-                who has nothing may give an empty tensor of any shape.
+            tensor: Of equal shape on all members except in the first dimension; a member without
+                data may give an empty tensor with any other sizes.
         """
         if self.size == 1:
             return [tensor]
@@ -68,9 +68,10 @@ class DataParallelGroup:
 
     @contextmanager
     def buffers_of_first(self, module: nn.Module) -> Iterator[None]:
-        """While inside, all have the buffers of the first peer: BatchNorm counts on each its own.
+        """Give all members the buffers of the first one, for as long as the context lasts.
 
-        So it is one network whose features are compared, and the one that is saved.
+        BatchNorm statistics differ between members. With this, features come from one network: the
+        one that is saved.
         """
         if self.size == 1:
             yield

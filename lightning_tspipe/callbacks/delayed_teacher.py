@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 
 class DelayedTeacherUpdate(Restoring):
-    """The teacher forward of batch n reads the teacher of the end of batch n-1's backward.
+    """Lets the teacher forward of batch n read the weights at the end of batch n-1's backward.
 
-    So an EMA inside step n-1 counts and one in a hook at the end of batch n-1 does not: the teacher
-    is exactly one update late, as in the pipeline. The first batch of an epoch, where a pipeline
-    has nothing to run ahead of, uses the newest teacher. Parameters are delayed, and the buffers of
-    teacher modules in eval mode (they are read only); buffers of modules in train mode stay live.
-    Of a batch with several backwards (optimization by hand), the last one counts.
+    So an EMA inside step n-1 is included, and one in a hook at the end of batch n-1 is not: the
+    teacher is exactly one update late, as in the pipeline. The first batch of an epoch, for which a
+    pipeline cannot run ahead, uses the newest teacher. Delayed are the parameters, and the buffers
+    of teacher modules in eval mode, which are only read; buffers of modules in train mode are
+    current. If a batch has several backwards (manual optimization), the last one counts.
 
     Under a pipelining strategy the callback is a declaration that the strategy reads: ``delay=1``
     lets the teacher run ahead, ``delay=0`` asks for the newest teacher at the price of bubbles.
-    There it also holds the late teacher of a checkpoint that another strategy made within an epoch.
+    There it also holds the late teacher of a checkpoint that another strategy saved mid-epoch.
 
     Args:
         delay: 1, or 0 to change nothing on ordinary strategies.
@@ -49,8 +49,8 @@ class DelayedTeacherUpdate(Restoring):
         teacher: Dotted name of the teacher, or several.
 
     Raises:
-        ConfigurationError: Another delay; a teacher that is missing or that would be trained;
-            several closures per step or a sharding strategy.
+        ConfigurationError: Another delay; a teacher that is missing or would be trained; several
+            closures per step; a strategy that shards parameters.
     """
 
     def __init__(self, delay: int = 1, start_step: int = 0, teacher: Names = "teacher") -> None:
@@ -139,14 +139,14 @@ class DelayedTeacherUpdate(Restoring):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The late teacher by name, needed to resume within an epoch; empty between epochs."""
+        """The late teacher by name, needed to resume mid-epoch; empty between epochs."""
         snapshot = self._restored
         if self._weights is not None and not snapshot:
             snapshot = self._weights.state()
         return {"snapshot": snapshot} if snapshot else {}
 
     def take_restored(self) -> dict[str, Tensor]:
-        """The late teacher of the checkpoint that the run goes on from, once; else empty."""
+        """The late teacher of the checkpoint that is resumed, the first time; empty otherwise."""
         restored, self._restored = self._restored, {}
         return restored
 

@@ -27,27 +27,27 @@ Extractor = Callable[[Any, Tensor], Tensor]
 Features = str | Extractor
 """Dotted name of the submodule whose output is the feature, or ``fn(pl_module, images)``.
 
-A part of a network is asked while the network runs, which ends there.
+For a part of a network, the network runs until that part has returned.
 """
 
 
 def check_features(pl_module: LightningModule, features: Features) -> None:
-    """Refuse the name of a submodule that isn't there.
+    """Refuse the name of a submodule that does not exist.
 
     Raises:
-        ConfigurationError: That is so.
+        ConfigurationError: There is no such submodule.
     """
     if isinstance(features, str):
         submodules(pl_module, features, "features")
 
 
 def feature_step(pl_module: nn.Module, features: Features) -> Callable[[Any], tuple[Any, Any]]:
-    """The function that gives features and labels of a batch ``(images, labels, ...)``."""
+    """The function that returns features and labels of a batch ``(images, labels, ...)``."""
 
     def step(batch: Any) -> tuple[Any, Any]:
         if not isinstance(batch, list | tuple) or len(batch) < 2:
             raise ConfigurationError(
-                "labelled images are batches (images, labels, ...); this one is a "
+                "labelled images must come in batches (images, labels, ...); this one is a "
                 f"{type(batch).__name__}"
             )
         if isinstance(features, str):
@@ -58,7 +58,7 @@ def feature_step(pl_module: nn.Module, features: Features) -> Callable[[Any], tu
 
 
 class _FoundError(BaseException):
-    """Leaves a network where its feature is known; users' ``except Exception`` do not catch it."""
+    """Leaves a network once its feature is known; not caught by a user's ``except Exception``."""
 
     def __init__(self, feature: Tensor) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _FoundError(BaseException):
 
 
 def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
-    """What a submodule returns when the network that it belongs to is given images."""
+    """The output of a submodule when the network that it belongs to runs on images."""
     network, inner = _network_of(pl_module, name), pl_module.get_submodule(name)
     if network is inner:
         feature: Tensor = network(images)
@@ -83,12 +83,12 @@ def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
     finally:
         handle.remove()
     raise ConfigurationError(
-        f"{name!r} is not called when the network that it is a part of is given images"
+        f"{name!r} is not called when the network that contains it runs on images"
     )
 
 
 def _network_of(pl_module: nn.Module, name: str) -> nn.Module:
-    """The outermost submodule on the way to ``name`` that can be called."""
+    """The outermost submodule on the path to ``name`` that can be called."""
     module = pl_module
     for part in name.split("."):
         module = module.get_submodule(part)
@@ -98,7 +98,7 @@ def _network_of(pl_module: nn.Module, name: str) -> nn.Module:
 
 
 def as_vectors(features: Tensor) -> Tensor:
-    """Detached, flattened, in float32 or what is more precise; shape (num_samples, dim)."""
+    """Features, detached and flattened, in float32 or float64; shape (num_samples, dim)."""
     flat = features.detach().flatten(1)
     return flat if flat.dtype == torch.float64 else flat.float()
 
@@ -126,15 +126,15 @@ def accuracies(name: str, hits: Tensor) -> dict[str, float]:
 
 
 class LabelledFeatures:
-    """Goes through labelled images and gives their features, through the pipeline if there is one.
+    """Computes the features of labelled images, through the pipeline if there is one.
 
     Args:
         trainer: The trainer; its strategy may be a pipeline.
         pl_module: The module, in the mode in which the features are wanted.
-        features: Which features.
-        group: Who else goes through the same images: each takes its share of the batches.
-        limit: At most so many batches, of the whole group together.
-        batch_size: Of datasets; loaders have their own.
+        features: The features.
+        group: The members that divide the batches among them.
+        limit: Largest number of batches, of the whole group together.
+        batch_size: For datasets; loaders have their own.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - who, what and how much
@@ -154,7 +154,7 @@ class LabelledFeatures:
         self._batch_size = batch_size
 
     def of(self, source: Source) -> tuple[Iterator[tuple[Tensor, Tensor] | None], int | None]:
-        """Features and labels, batch by batch: None where a pipeline delivers them elsewhere.
+        """Features and labels, batch by batch; None on ranks to which a pipeline sends none.
 
         Returns:
             The iterator over ``((num_samples, dim), (num_samples,))``, and how many items it has,
@@ -191,7 +191,7 @@ class _Share:
 
     Args:
         loader: The loader.
-        group: Whose share it is.
+        group: The members that share the loader.
         limit: Where the loader ends for the whole group.
     """
 
@@ -207,7 +207,7 @@ class _Share:
 def _share(
     source: Source, batch_size: int, limit: int | None, group: DataParallelGroup
 ) -> tuple[Iterable[Any], int | None]:
-    """This peer's batches, and their number if it is known."""
+    """This member's batches, and their number if it is known."""
     # A Dataset has no protocol that tells it from a loader, except that it is not iterable.
     if isinstance(source, Dataset):
         size = len(source)  # type: ignore[arg-type]
@@ -227,7 +227,7 @@ def _share(
 
 @contextmanager
 def evaluating(pl_module: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; modes and random state come back afterwards."""
+    """Evaluate without gradients; modes and random state are restored afterwards."""
     modes = {module: module.training for module in pl_module.modules()}
     try:
         with isolate_rng(), torch.no_grad():

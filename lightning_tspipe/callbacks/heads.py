@@ -26,14 +26,14 @@ Mode = Literal["min", "max"]
 
 @dataclass
 class _Best:
-    """The best value of one head, and how many looks ago it was."""
+    """The best value of one head, and the number of checks since then."""
 
     value: float = math.nan
     waited: int = 0
 
 
 class _EachHead(Callback):
-    """Looks at one metric of each head after every validation, or training epoch without one."""
+    """Checks one metric of each head after every validation, or else after every training epoch."""
 
     decides_by_metrics = True
 
@@ -59,7 +59,7 @@ class _EachHead(Callback):
     @property
     @override
     def state_key(self) -> str:
-        """Lightning's: several callbacks that watch other metrics are told apart."""
+        """Lightning's key, which tells callbacks apart that monitor different metrics."""
         return f"{type(self).__qualname__}[{self.monitor},{self.mode}]"
 
     @override
@@ -91,13 +91,13 @@ class _EachHead(Callback):
 
     def _look(self, trainer: Trainer, pl_module: LightningModule) -> None:
         student, known = _student(pl_module), trainer.callback_metrics
-        # What a head that stops now has reached in the end, all look at that are still to come.
+        # A head that stops now is still checked by the callbacks that come after this one.
         names = [name for name in student.names if name not in self._ended]
         values = {n: float(known[key]) for n in names if (key := f"{n}/{self.monitor}") in known}
         if names and not values:
             logged = ", ".join(sorted(known)) or "nothing"
             raise ConfigurationError(
-                f"{type(self).__name__}(monitor={self.monitor!r}): no head logged it; known are "
+                f"{type(self).__name__}(monitor={self.monitor!r}): no head logged it; logged were "
                 f"{logged}. Log it in a step: self.log({self.monitor!r}, ...)"
             )
         for name, value in values.items():
@@ -123,14 +123,14 @@ def _student(pl_module: LightningModule) -> StudentFanout:
 
 
 class HeadEarlyStopping(_EachHead):
-    """Ends the training of each head that gets no better; the run ends with the last head.
+    """Stops each head that no longer improves; the run ends with the last head.
 
     Args:
-        monitor: What to look at, as the steps log it: ``"val_loss"`` is ``animal/val_loss`` of the
-            head ``animal``.
+        monitor: The metric, as the steps log it: ``"val_loss"`` is ``animal/val_loss`` of the head
+            ``animal``.
         mode: Whether smaller or larger is better.
-        patience: So many looks without an improvement are waited for.
-        min_delta: What is less is no improvement.
+        patience: Number of checks without improvement after which a head stops.
+        min_delta: Smallest difference that counts as an improvement.
     """
 
     def __init__(
@@ -175,15 +175,15 @@ class HeadEarlyStopping(_EachHead):
 
 
 class HeadCheckpoint(_EachHead):
-    """Writes each head whenever it is better than ever, to ``dirpath/<head>.ckpt``.
+    """Saves each head whenever it is at its best, to ``dirpath/<head>.ckpt``.
 
-    ``tspipe export dirpath/animal.ckpt --part student.heads.animal`` makes weights of it.
+    ``tspipe export dirpath/animal.ckpt --part student.heads.animal`` exports its weights.
 
     Args:
-        monitor: What to look at, as the steps log it.
+        monitor: The metric, as the steps log it.
         mode: Whether smaller or larger is better.
-        dirpath: Where to; by default ``heads`` below the Trainer's root. In a pipeline over several
-            machines a head is written where it is trained.
+        dirpath: Folder to write to; by default ``heads`` below the Trainer's root. In a pipeline
+            over several machines a head is saved on the machine that trains it.
     """
 
     def __init__(

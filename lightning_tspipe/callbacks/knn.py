@@ -31,9 +31,9 @@ _SIMILARITIES_AT_ONCE = 2**24
 
 
 class Neighbours:
-    """The nearest vectors of a bank, found while the bank passes by: it is never held.
+    """The nearest vectors of a bank, found batch by batch, so that the bank is never held.
 
-    What is held are the queries, and k similarities and labels of each.
+    Only the queries are held, with k similarities and labels for each.
 
     Args:
         queries: Normalised features, (num_queries, dim).
@@ -42,7 +42,7 @@ class Neighbours:
     Attributes:
         values: Similarities of the nearest so far, the largest first, (num_queries, at most k).
         labels: Their classes, of the same shape.
-        num_classes: One more than the largest label that passed by.
+        num_classes: One more than the largest label so far.
     """
 
     def __init__(self, queries: Tensor, k: int) -> None:
@@ -53,7 +53,7 @@ class Neighbours:
         self.num_classes = 0
 
     def add(self, vectors: Tensor, labels: Tensor) -> None:
-        """A part of the bank passes by.
+        """Compare the queries with a part of the bank.
 
         Args:
             vectors: Normalised features, (num_vectors, dim).
@@ -71,7 +71,7 @@ class Neighbours:
         self._keep(parts)
 
     def joined(self, group: DataParallelGroup) -> Neighbours:
-        """With what the whole group found in their parts of the bank; the same on each of them."""
+        """The nearest of all that the members of a group found; the same on each of them."""
         missing = (0, self._k - self.values.shape[1])
         values = group.gather(pad(self.values, missing, value=-torch.inf))
         labels = group.gather(pad(self.labels, missing))
@@ -126,7 +126,7 @@ def knn_scores(  # noqa: PLR0913 - data, then settings by keyword
         num_classes: Number of classes.
         k: Number of neighbours; at most the whole bank votes.
         temperature: Softens (large) or sharpens (small) the weights.
-        chunk_size: Bank vectors compared at a time.
+        chunk_size: Number of bank vectors compared at a time.
 
     Returns:
         Scores up to a factor per query, (num_queries, num_classes).
@@ -142,19 +142,19 @@ class KNNEvaluator(Callback):
     """Logs the weighted k-NN accuracy of the features at the end of training epochs.
 
     Features are flattened, taken in float32 (float64 stays) and normalised, so that the similarity
-    is the cosine. Under a pipeline they are computed by the pipeline; its replicas, and processes
-    of DDP, take a part of the batches each. Only the queries' features are held while the bank
-    passes by, so that a bank may be of any size. The module's train mode and the random state are
-    as before afterwards.
+    is the cosine. Under a pipeline the pipeline computes them; its replicas, and the processes of
+    DDP, divide the batches among them. Only the queries' features are held, not the bank's, so that
+    a bank may be of any size. The module's train mode and the random state are restored afterwards.
 
     Args:
         bank: Labelled images that vote: a loader or a dataset of ``(image, label, ...)``.
         queries: Labelled images that are classified, in the same form.
         features: Dotted name of the submodule whose output is the feature, or
-            ``fn(pl_module, images) -> features``. A part of a network (``"student.layer3"``) is
-            asked while the network runs; a pipeline must know it as one of its submodules.
+            ``fn(pl_module, images) -> features``. For a part of a network
+            (``"student.layer3"``) the network runs up to it; a pipeline must know it as one of its
+            submodules.
         k: Number of neighbours (at most the size of the bank).
-        temperature: Of the votes' weights.
+        temperature: Temperature of the votes' weights.
         num_classes: Number of classes; None counts the bank's labels.
         every_n_epochs: Evaluate after each n-th epoch, and after the last one.
         batch_size: For datasets; loaders come with their own.
@@ -198,7 +198,7 @@ class KNNEvaluator(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_features(pl_module, self.features)  # a wrong name shows now, not after an epoch
+        check_features(pl_module, self.features)  # fail now, not after an epoch
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -222,7 +222,7 @@ class KNNEvaluator(Callback):
             queries = list(self._vectors(trainer, images, self.queries))
             if pipelined is not None and not pipelined.is_loss_rank:
                 for _ in self._vectors(trainer, images, self.bank):
-                    """The loss rank compares."""
+                    """The loss rank compares; the others only compute."""
                 return {}
             device = pl_module.device
             vectors = _gathered([v for v, _ in queries], torch.empty(0, 0, device=device), group)
@@ -253,5 +253,5 @@ class KNNEvaluator(Callback):
 
 
 def _gathered(parts: list[Tensor], nothing: Tensor, group: DataParallelGroup) -> Tensor:
-    """All parts of the whole group, one below the other."""
+    """The parts of all members, concatenated."""
     return torch.cat(group.gather(torch.cat(parts) if parts else nothing))

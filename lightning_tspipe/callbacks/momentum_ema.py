@@ -29,14 +29,14 @@ BuffersPolicy = Literal["keep", "copy", "average"]
 
 
 class Place(NamedTuple):
-    """Where a tensor is found: a pipeline that repacks makes buffers anew."""
+    """A tensor by its module and name: a pipeline that repacks makes new buffers."""
 
     module: nn.Module
     key: str
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is there now."""
+        """The current tensor."""
         tensor: Tensor = getattr(self.module, self.key)
         return tensor
 
@@ -62,9 +62,10 @@ def cosine_momentum(step: int, num_steps: int, start: float, end: float) -> floa
 class MomentumEMA(Restoring):
     """``teacher = m * teacher + (1 - m) * student`` after every optimizer step.
 
-    Parameters are matched by name; the student may have more of them (a predictor). Accumulated
-    batches and optimizer steps that 16-bit mixed precision skipped leave the teacher alone. Under a
-    pipeline each rank averages what it owns, whether the training step calls the teacher or not.
+    Parameters are matched by name; the student may have more of them (a predictor). The teacher
+    does not change on accumulated batches, nor on optimizer steps that 16-bit mixed precision
+    skips. Under a pipeline each rank averages what it owns, whether the training step calls the
+    teacher or not.
 
     Args:
         momentum: A constant, ``(start, end)`` for a cosine over all optimizer steps, or
@@ -78,8 +79,8 @@ class MomentumEMA(Restoring):
         log_momentum: Log the momentum as ``ema_momentum``.
 
     Raises:
-        ConfigurationError: A momentum outside [0, 1], unequal numbers of names, a name that is
-            missing, a teacher parameter without a student parameter of its name and shape.
+        ConfigurationError: A momentum outside [0, 1], unequal numbers of names, a missing
+            submodule, a teacher parameter without a student parameter of its name and shape.
     """
 
     def __init__(
@@ -161,8 +162,8 @@ class MomentumEMA(Restoring):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Lightning counts a step that the gradient scaler skipped, the optimizer's own hook does
-        # not see it: only both together mean that the student has changed.
+        # Lightning counts steps that the gradient scaler skips, and the optimizer's own hook does
+        # not see them: only both together mean that the student has changed.
         advanced = trainer.global_step > self._global_step
         if advanced and (self._has_stepped or not self.undo):
             value = self.momentum_at(trainer.global_step - 1, self._num_steps)
@@ -175,10 +176,10 @@ class MomentumEMA(Restoring):
 
     @torch.no_grad()
     def update(self, momentum: float) -> None:
-        """Average once, everything that this rank owns.
+        """Average everything that this rank owns, once.
 
         Raises:
-            ConfigurationError: Of a pair, this rank owns one half only.
+            ConfigurationError: This rank owns only one tensor of a pair.
         """
         _average(_owned(self._parameters), momentum)
         pairs = _owned(self._buffers)
@@ -201,7 +202,7 @@ class MomentumEMA(Restoring):
             return int(total)
         if isinstance(self.momentum, tuple):
             raise ConfigurationError(
-                "a momentum from start to end needs to know the end: give the Trainer max_steps "
+                "a momentum from start to end needs the number of steps: give Trainer max_steps "
                 "or max_epochs (and a loader with a length), or pass momentum as a function"
             )
         return -1

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 class OnlineLinearProbe(Restoring):
     """Trains a linear classifier on detached features while the module trains; logs its accuracy.
 
-    The features are what a submodule returns in its first call of each ``training_step``; if they
-    are those of several views, one below the other, each view has the labels of the batch. The
-    module, its optimizers and its random numbers know nothing of the classifier, which starts from
-    zero, takes one step of SGD per batch, and is saved and loaded with the callback. Under a
-    pipeline it is on the loss rank; replicas and processes of DDP average its gradients.
+    The features are the output of a submodule in its first call of each ``training_step``; if they
+    are those of several concatenated views, each view has the labels of the batch. The classifier
+    does not affect the module, its optimizers or its random numbers. It starts from zero, takes one
+    step of SGD per batch, and is saved and loaded with the callback. Under a pipeline it is on the
+    loss rank; replicas and processes of DDP average its gradients.
 
     Logs ``train_{name}_loss`` at each step, and with ``queries`` ``val_{name}_top1`` and
     ``val_{name}_top5`` at the end of epochs.
@@ -57,10 +57,10 @@ class OnlineLinearProbe(Restoring):
         labels: ``fn(batch) -> labels`` of a training batch, shape (num_samples,); or the index of
             the labels in it.
         lr: Learning rate, for the mean loss over a batch.
-        momentum: Of SGD.
-        weight_decay: Of SGD.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of SGD.
         every_n_epochs: Classify the queries after each n-th epoch, and after the last one.
-        batch_size: Of queries that are a dataset.
+        batch_size: Batch size of queries that are a dataset.
         name: Part of the metrics' names.
 
     Raises:
@@ -166,14 +166,14 @@ class OnlineLinearProbe(Restoring):
 
     @staticmethod
     def _is_here(trainer: Trainer) -> bool:
-        """Whether this rank has features: it runs losses."""
+        """Whether this rank has features, since it computes losses."""
         return pipelined_of(trainer) is None or may_log(trainer)
 
     def _watch(self, pl_module: LightningModule, watched: nn.Module) -> None:
-        """From now on, ``training_step`` also keeps features and labels.
+        """Make ``training_step`` save features and labels too.
 
-        They are touched within the step, where a pipeline sees that they are needed and brings
-        them to the loss rank.
+        They are read within the step, where a pipeline sees that they are needed and sends them to
+        the loss rank.
         """
         step = pl_module.training_step
 
@@ -182,7 +182,7 @@ class OnlineLinearProbe(Restoring):
             seen: list[Tensor] = []
 
             def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                # While a pipeline finds out shapes, there are tensors without values.
+                # While a pipeline infers shapes, tensors have no values.
                 if not seen and not isinstance(output, FakeTensor):
                     seen.append(output)
 
@@ -194,7 +194,7 @@ class OnlineLinearProbe(Restoring):
             if not seen:
                 raise ConfigurationError(
                     f"OnlineLinearProbe: training_step does not call {self.features!r}, whose "
-                    "output is to be the features"
+                    "output would be the features"
                 )
             self._kept = seen[0].detach().clone(), self._labels_of(batch).clone()
             return result
@@ -211,7 +211,7 @@ class OnlineLinearProbe(Restoring):
         return labels
 
     def _learn(self, trainer: Trainer, features: Tensor, labels: Tensor) -> Tensor:
-        """One step on a batch; the loss before it."""
+        """Take one step on a batch; returns the loss before it."""
         vectors, labels = as_vectors(features), labels.flatten().long()
         if len(vectors) % max(len(labels), 1):
             raise ConfigurationError(

@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 
 
 class PipelineTimeline(Callback):
-    """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs figures.
+    """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs metrics.
 
-    When the window is over, the ranks exchange what they recorded, once, and the loggers get
+    At the end of the window the ranks exchange what they recorded, once, and the loggers get
 
     - ``timeline/bubble_ratio``: share of the ranks' time without work,
     - ``timeline/step_ms``: milliseconds per step,
-    - ``timeline/rank0_idle_ms``: of each rank, milliseconds per step without work,
+    - ``timeline/rank0_idle_ms``: for each rank, milliseconds per step without work,
     - ``timeline/stage0_forward_ms``, ``timeline/stage0_backward_ms``,
-      ``timeline/stage0_teacher_ms``: of each stage, milliseconds of one unit, on average.
+      ``timeline/stage0_teacher_ms``: for each stage, mean milliseconds of one unit.
 
-    The window's first and last step only frame the others: figures are of those between.
+    The window's first and last step only frame the others, which the metrics are computed from.
 
     ``tspipe timeline timeline.json`` says what the idle time went to. The picture is drawn when
     training ends: drawing takes a second, for which all ranks would wait. Ordinary strategies have
@@ -110,8 +110,8 @@ class PipelineTimeline(Callback):
             rank_zero_info(f"PipelineTimeline: no picture: {error}")
 
     def _collect(self, trainer: Trainer, pipelined: Pipelined) -> None:
-        """On every rank: exchange the window; on rank 0 log it and save it."""
-        # Both are agreed between the ranks, so all of them must ask.
+        """Exchange the window, on every rank; log and save it on rank 0."""
+        # Both are collective, so all ranks must ask.
         timeline = pipelined.timeline()
         log_dir = trainer.log_dir
         self._is_collected = True
