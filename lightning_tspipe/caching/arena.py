@@ -1,7 +1,7 @@
 """Anonymous shared space, in memory or on disk, for the processes of one machine.
 
-The files have no names: the system frees them when the last process that has them open ends, however
-it ends. So there is nothing to clean up, and nothing that the next run could find.
+The files have no names: the system frees them when the last process that has them open ends,
+however it ends. So there is nothing to clean up, and nothing that the next run could find.
 """
 
 from __future__ import annotations
