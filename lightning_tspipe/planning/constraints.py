@@ -13,21 +13,21 @@ from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 _LEAST_TRIED = 8
-"""Micro-batches up to at least so many are tried; the deeper a pipeline, the more it needs."""
+"""Numbers of micro-batches up to at least this one are tried; deep pipelines need more."""
 
 _MOST_PER_RANK = 6
-"""Micro-batches for each rank, at most, between two epochs: as many as PipeTransformer tries."""
+"""Most micro-batches per rank between two epochs: as many as PipeTransformer tries."""
 
 _MAX_ACTIONS = 12_000
-"""Steps of more actions are not tried: a schedule must be found in seconds, and run in Python."""
+"""Most actions of a step: its schedule must be found in seconds, and run in Python."""
 
 _MAX_SUBSETS = 3
-"""With so many stages at most, every choice of stages whose backward is split is tried."""
+"""Most stages of which all subsets are tried as those whose backward is split."""
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What the user decided already.
+    """Decisions of the user that a plan must follow; the defaults leave them to the planner.
 
     Attributes:
         schedule: Name of the schedule.
@@ -50,8 +50,8 @@ class Constraints:
         """First atom of each student stage, and the number of atoms; None to choose.
 
         Raises:
-            ConfigurationError: Not at least one stage for each rank, and one atom for each stage.
-            PartitionError: Not the number of atoms that there are; names them.
+            ConfigurationError: A rank without a stage, or a stage without an atom.
+            PartitionError: The numbers don't add up to the student's atoms; names them.
         """
         if self.partition == "auto":
             return None
@@ -70,9 +70,9 @@ class Constraints:
         return tuple(accumulate(counts, initial=0))
 
     def microbatch_counts(self, workload: Workload) -> tuple[int, ...]:
-        """Numbers of micro-batches to try: their units must have been measured.
+        """Numbers of micro-batches to try, whose units were measured.
 
-        The more the deeper the pipeline, and the faster its teacher, which must fill the bubble.
+        Deep pipelines and fast teachers, which must fill the bubble, need more.
         """
         if self.num_microbatches != "auto":
             return (self.num_microbatches,)
@@ -89,7 +89,7 @@ class Constraints:
         return tuple(n for n in powers if n < 2 * wanted)
 
     def splits(self, workload: Workload, num_stages: int) -> tuple[frozenset[int], ...]:
-        """Sets of stages to split. Nobody waits for stage 0, so it stays whole."""
+        """Sets of stages whose backward is split; never stage 0, for which nobody waits."""
         later = frozenset(range(1, num_stages))
         if workload.student.recomputed:
             return (frozenset(),)  # each half would run the stage again
@@ -108,12 +108,12 @@ class Constraints:
 
 
 def _filling(workload: Workload) -> int:
-    """Micro-batches with which the teacher fills what the first stage waits for.
+    """The number of micro-batches with which the teacher fills the bubble of the first stage.
 
-    ``V u t_T >= (P - 1) (t_S + t_B)``, in seconds of all stages and with whole backwards, which ask
-    for the most (TSPipe, section 3.2); in whole units, and with a teacher forward instead of
-    ``t_S`` where that is longer: a slow teacher reaches the next stage so much later. Without a
-    teacher, four times as many units as ranks leave a bubble of a fifth.
+    ``V u t_T >= (P - 1) (t_S + t_B)``, in seconds of all stages and with whole backwards, which
+    need the most (TSPipe, section 3.2); in whole units, and with a teacher forward instead of
+    ``t_S`` if that is longer, since a slow teacher reaches the next stage later. Without a teacher,
+    four times as many units as ranks leave a bubble of a fifth.
     """
     sums = workload.units(1)
     teacher = sums.teacher[-1] if sums.teacher else 0.0

@@ -1,17 +1,19 @@
 """Division of many devices into replicas of a pipeline.
 
-N devices are R replicas of a pipeline of P ranks, ``R * P = N``. More replicas mean fewer stages to
-wait for, but a smaller batch for each, more memory per device, and more gradients to sum::
+N devices are R replicas of a pipeline of P ranks, ``R * P = N``. With more replicas there are fewer
+stages to wait for, but each has a smaller batch, more memory per device, and more gradients to
+sum::
 
     R x P     8 x 1          4 x 2          2 x 4          1 x 8
     memory    whole model    half           quarter        an eighth
     waits     none           little         more           most
     sums      everything     half of it     a quarter      nothing
 
-1. Every division is priced by what no order of its step undercuts (see ``bounds``), with its most
+1. For every division, the lower bound of the step time is computed (see ``bounds``), with its most
    even cuts.
-2. Best bounds first, these cuts are simulated, until the next bound is above the best time so far.
-3. The best one, and a second one that is about as good, is planned in full.
+2. These cuts are simulated in the order of their bounds, until the next bound exceeds the best
+   time.
+3. The best division, and a second one that is about as good, is planned in full.
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.workload import Workload
 
 _MAX_PLANNED = 2
-"""Divisions that are planned in full at most: each takes seconds."""
+"""Most divisions that are planned in full: each takes seconds."""
 
 _NEAR = 1.05
-"""Estimates this close may change places when a division is planned in full."""
+"""Estimates this close may be reordered when a division is planned in full."""
 
 _EQUAL = 0.99
-"""What is not faster by so much need not be planned."""
+"""A division is planned only if it may be faster by this factor."""
 
 _NUM_ESTIMATES = 3
-"""Simulations of one division: of the choices with the best bounds."""
+"""Simulations of each division: the choices with the best bounds."""
 
 _MAX_NAMED = 3
 """Other divisions that the reason names."""
@@ -52,7 +54,7 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """A step to be planned for a cluster.
 
     Attributes:
         profile: The step; its batch is that of all replicas together.
@@ -106,7 +108,7 @@ def plan_cluster(
 
     Raises:
         PartitionError: No division has enough atoms and fits the memory; says what each lacks.
-        ConfigurationError: The devices or the batch cannot be divided as wished.
+        ConfigurationError: The devices or the batch cannot be divided as requested.
     """
     request = Request(profile, cluster, options)
     if num_replicas != "auto":
@@ -116,14 +118,14 @@ def plan_cluster(
 
 @dataclass(frozen=True)
 class _Division:
-    """A number of replicas.
+    """A division of the devices into replicas.
 
     Attributes:
-        num_replicas: Replicas.
+        num_replicas: Number of replicas.
         num_ranks: Ranks of each.
-        layouts: Choices of micro-batches and halves for the most even cuts, best bound first.
-        bound: Seconds that a step takes at least.
-        failure: Why the division is impossible, if it is.
+        layouts: The most even cuts, with choices of micro-batches and halves, best bound first.
+        bound: Lower bound of the seconds per step.
+        failure: Why the division is impossible; empty if it is possible.
     """
 
     num_replicas: int
@@ -227,7 +229,7 @@ def _reason(best: _Division, slower: list[str], impossible: list[str], plan: Pla
 
 
 def _short(failure: str) -> str:
-    """What is lacking, without the remedy."""
+    """The problem, without the remedy."""
     return failure.partition(". ")[0]
 
 
@@ -240,11 +242,11 @@ def _bound(division: _Division) -> float:
 
 
 def _check(workload: Workload) -> None:
-    """Refuse what cannot be planned, before anything is cut.
+    """Refuse a division that cannot be planned, before anything is cut.
 
     Raises:
-        PartitionError: Too few atoms, units smaller than any that was measured, or too little
-            memory for everything together.
+        PartitionError: Too few atoms, units smaller than those that were measured, or too little
+            memory on all ranks together.
     """
     num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
     if num_pieces < workload.num_ranks:

@@ -1,9 +1,9 @@
 """Search for cuts, micro-batches and backward halves, by simulated step time.
 
-1. For every number of micro-batches and of stages: cuts whose ranks are evenly busy.
-2. Each with and without halves of the backward: one quick simulation, best bounds first.
-3. The best few: their boundaries are moved as long as that helps.
-4. The best of those: the schedule that will run is built and simulated.
+1. For every number of micro-batches and of stages: make cuts with evenly busy ranks.
+2. Simulate each quickly, with and without halves of the backward, best bounds first.
+3. Move the boundaries of the best few as long as that helps.
+4. Build and simulate the schedule that will run, for the best of those.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 _NUM_EXACT = 5
 _FEW_EXACT = 2
 _EXACT_ACTIONS = 10_000
-"""Bounds the time of building schedules: those of large steps take seconds each."""
+"""Limits the time of building schedules: those of large steps take seconds each."""
 
 _REFINED_ACTIONS = 90_000
-"""Bounds the time of all refinements: neighbours that are simulated, times actions per step."""
+"""Limits the time of all refinements: simulated neighbours, times actions per step."""
 
 _CAREFUL_ACTIONS = 400
-"""Small steps are simulated several times, with as many ways to choose among actions."""
+"""Small steps are simulated several times, with different policies of list scheduling."""
 
 _NUM_PROMISING = 40
-"""Starts that are simulated more than once before the best of each kind are refined."""
+"""Number of starts that are simulated again before the best of each kind are refined."""
 
 _QUICK = 8
-"""A search that is not thorough looks at so many times fewer layouts."""
+"""A quick search looks at fewer layouts, by this factor."""
 
 _NEAR = 1.05
-"""Estimates this close may change places when the real schedule is built."""
+"""Estimates this close may be reordered when the real schedule is built."""
 
 _SEARCHED = 2
-"""Ranks for which contiguous cuts are simulated in such numbers that no others are needed."""
+"""Up to this number of ranks, contiguous cuts are searched so well that folding is not."""
 
 _MAX_FOLDED = 16
-"""With more ranks there is one stage for each: synthesising a step of twice as many takes long."""
+"""Most ranks with two stages each: synthesising so many stages takes long."""
 
 _FOLDED_EFFORT = 4
-"""Simulations of a layout with two stages per rank: much depends on which of them goes first."""
+"""Simulations of a layout with two stages per rank, whose order matters more."""
 
 _FOLDING = ("tspipe", "gpipe")
-"""Schedules that gain by even ranks."""
+"""Schedules that are faster with evenly busy ranks."""
 
 
 def plan(workload: Workload, constraints: Constraints, *, thorough: bool = True) -> Plan:
@@ -69,12 +69,12 @@ def plan(workload: Workload, constraints: Constraints, *, thorough: bool = True)
 
     Args:
         workload: The step, and the devices.
-        constraints: What is decided already.
+        constraints: Decisions of the user.
         thorough: Whether to search for seconds rather than for about one.
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
-        ConfigurationError: A partition that cannot be.
+        ConfigurationError: An impossible partition.
     """
     return _Planner(workload, constraints, share=1 if thorough else _QUICK).plan()
 
@@ -89,7 +89,7 @@ class _Scored:
 
 
 class _Planner:
-    """The search, from all possibilities to one plan."""
+    """The search for one plan."""
 
     def __init__(self, workload: Workload, constraints: Constraints, *, share: int) -> None:
         self._workload, self._constraints = workload, constraints
@@ -144,7 +144,7 @@ class _Planner:
         for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
             splits = self._constraints.splits(self._workload, space.num_stages)
             if space.start is not None:
-                splits = splits[-1:]  # the most that is wished for: a unit's way is long
+                splits = splits[-1:]  # as many as allowed, since a unit's path is long
             for split in splits:
                 for layout in (replace(start, split=split) for start in layouts):
                     if not found or self._can_win(layout, best):
@@ -161,7 +161,7 @@ class _Planner:
         return self._evaluator.bound(layout) < best * _NEAR
 
     def _distinct(self, found: Sequence[_Scored]) -> list[_Scored]:
-        """Look again at the promising ones; of each kind keep the best."""
+        """Simulate the promising ones again, and keep the best of each kind."""
         promising = [self._look_again(one) for one in found[: self._num_promising]]
         kinds: dict[tuple[int, int, frozenset[int]], _Scored] = {}
         for one in sorted([*promising, *found[self._num_promising :]], key=_seconds):
@@ -171,7 +171,7 @@ class _Planner:
         return list(kinds.values())
 
     def _look_again(self, scored: _Scored) -> _Scored:
-        """More simulations, if there were not as many before."""
+        """Estimate again with more simulations, if the step is small."""
         effort = self._effort(scored.layout)
         if effort == 1:
             return scored
@@ -209,7 +209,7 @@ class _Planner:
             yield from (CutSpace(workload, num_stages, count, start=cuts) for count in counts)
 
     def _folded(self, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Cuts with two stages on some ranks, if they may be worth it."""
+        """Cuts with two stages on some ranks, if these may be faster."""
         constraints, num_ranks = self._constraints, self._workload.num_ranks
         is_free = constraints.schedule in _FOLDING and constraints.num_stages is None
         if not is_free or not _SEARCHED < num_ranks <= self._most_folded:
@@ -217,7 +217,7 @@ class _Planner:
         return folded_cuts(self._workload, num_microbatches)
 
     def _stage_counts(self, num_pieces: int, num_microbatches: int) -> list[int]:
-        """As many stages as ranks; more, to be folded, if the most even cut doesn't fit."""
+        """Numbers of stages: one per rank, and more (folded) if the most even cut doesn't fit."""
         workload = self._workload
         num_ranks = workload.num_ranks
         if self._constraints.num_stages is not None:
@@ -234,7 +234,7 @@ class _Planner:
         return [num_ranks, *(count for count in folded if count <= num_pieces)]
 
     def _refine_best(self, found: Sequence[_Scored]) -> list[_Scored]:
-        """Refine from the best on, as long as there is time; the rest stays as it is."""
+        """Refine the best ones while there is time; the rest does not change."""
         budget = self._refined_actions
         refined = []
         for scored in found:
@@ -247,7 +247,7 @@ class _Planner:
         return refined
 
     def _refine(self, scored: _Scored, num_simulations: int, effort: int) -> _Scored:
-        """Move boundaries as long as a simulation says that it helps; promising moves first."""
+        """Move boundaries as long as a simulation is faster; promising moves first."""
         best = self._look_again(scored)
         left = num_simulations
         moves = self._moves(best)

@@ -7,20 +7,20 @@ from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.plan import Plan
 
 TIE = 1.01
-"""Times this close are equal, no profile is exacter: then fewer micro-batches, stages, halves."""
+"""Times this close count as equal; then fewer micro-batches, stages and halves are preferred."""
 
 
 def as_plan(
     layout: Layout, seconds: float, constraints: Constraints, *, num_simulated: int, num_equal: int
 ) -> Plan:
-    """Write down the chosen layout.
+    """Make a plan of the chosen layout.
 
     Args:
-        layout: Where everything lies.
-        seconds: Its steady step, simulated with the schedule that will run.
-        constraints: What the user asked for.
-        num_simulated: Simulations of the search.
-        num_equal: Layouts that are as fast, this one among them.
+        layout: The layout.
+        seconds: Seconds of its steady step, simulated with the schedule that will run.
+        constraints: Decisions of the user.
+        num_simulated: Number of simulations in the search.
+        num_equal: Number of layouts that are as fast, including this one.
     """
     busy, workload = layout.busy, layout.workload
     samples = max(workload.batch_sizes) * workload.num_replicas
@@ -56,7 +56,7 @@ def _reasons(
     if num_equal > 1:
         found.append(f"the simplest of {num_equal} that are equally fast, within {TIE - 1:.0%}")
     if layout.cuts.num_stages > layout.workload.num_ranks and constraints.partition == "auto":
-        found.append("stages are folded over the ranks, which makes them fit or evener")
+        found.append("stages are folded over the ranks, which makes them fit or more even")
     if layout.reduction:
         longest = max(layout.reduction) * 1e3
         found.append(f"summing gradients over the replicas takes up to {longest:.1f} ms")
@@ -64,7 +64,7 @@ def _reasons(
     size = min(layout.workload.batch_sizes) // layout.num_microbatches
     if not smallest <= size <= largest:
         found.append(
-            f"units of {size} samples are priced along the line through those that were "
-            f"measured, of {smallest} to {largest}"
+            f"units of {size} samples are extrapolated from those that were measured, of "
+            f"{smallest} to {largest}"
         )
     return found

@@ -1,7 +1,7 @@
 """Modes of blockwise training on several devices: Pipe-BD's, and its baselines.
 
-A *pass* is one walk of the teacher and what students do beside it. Relaying needs one per batch;
-training block by block, as data parallelism does, one for each block.
+A *pass* is one forward of the teacher with the work of the students beside it. Relaying needs one
+pass per batch; training block by block, as data parallelism does, one for each block.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MODES: tuple[Mode, ...] = ("tr", "dpu", "ahd", "ir", "dp", "ls")
 
 @dataclass(frozen=True)
 class Work:
-    """What one stage does in a pass.
+    """The work of one stage in a pass.
 
     Attributes:
         first: The first block of the teacher that runs.
         trained: The student's blocks; the teacher runs up to the last of them.
-        ranks: Who shares the stage.
+        ranks: The ranks that share the stage.
     """
 
     first: int
@@ -45,12 +45,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk of the teacher.
+    """One forward of the teacher, divided into stages.
 
     Attributes:
-        stages: Everybody's part.
-        is_relayed: Whether each stage gets what the one before has computed; otherwise all of them
-            get the batch.
+        stages: The work of each stage.
+        is_relayed: Whether each stage gets the output of the one before; otherwise all of them get
+            the batch.
     """
 
     stages: tuple[Work, ...]
@@ -58,13 +58,13 @@ class Pass:
 
 
 def passes(mode: Mode, plan: RelayPlan) -> tuple[Pass, ...]:
-    """What a mode does with each batch.
+    """The passes of a mode for each batch.
 
     Args:
         mode: ``tr``, ``dpu`` and ``ahd`` relay from stage to stage; ``ir`` relays within each
             device, all of which share one stage; ``dp`` trains block by block, all devices sharing
-            each; ``ls`` gives whole blocks to devices that run the teacher from its beginning.
-        plan: Who gets which blocks; for ``ls`` one stage for each device.
+            each; ``ls`` gives whole blocks to devices that run the teacher from its first block.
+        plan: The distribution of the blocks; for ``ls`` one stage for each device.
     """
     everyone = tuple(rank for ranks in plan.ranks for rank in ranks)
     num_blocks = plan.cuts[-1]
@@ -83,7 +83,7 @@ def plan_mode(
     num_devices: int,
     memory_limit: int | None = None,
 ) -> RelayPlan:
-    """Who gets which blocks, as a mode has it.
+    """The distribution of blocks that a mode uses.
 
     Raises:
         PartitionError: There is no such distribution.
@@ -99,16 +99,16 @@ def plan_mode(
     if width == 1 and num_blocks < num_devices:
         raise PartitionError(
             f"{num_blocks} blocks for {num_devices} devices: with mode={mode!r} each device needs "
-            "one. Let devices share blocks (mode='ahd'), or use fewer"
+            "one. Let devices share blocks (mode='ahd'), or use fewer devices"
         )
     return distribute(profile, num_devices, memory_limits=limits, max_width=width)
 
 
 def within(memory_limit: int | None, plan: RelayPlan) -> RelayPlan:
-    """The plan, if each device may hold what it gets.
+    """The plan, if it fits the memory of each device.
 
     Raises:
-        PartitionError: One may not.
+        PartitionError: It does not.
     """
     for stage, held in enumerate(plan.stage_bytes):
         if memory_limit is not None and held > memory_limit:
@@ -122,7 +122,7 @@ def within(memory_limit: int | None, plan: RelayPlan) -> RelayPlan:
 
 
 def _packed(profile: RelayProfile, num_devices: int) -> RelayPlan:
-    """Contiguous blocks, counting the teacher from its beginning for each device."""
+    """Contiguous blocks for each device, which runs the teacher from its first block."""
     batch, blocks = profile.batch_size, profile.blocks
 
     def seconds(first: int, last: int, _width: int = 1) -> float:
@@ -137,7 +137,7 @@ def _packed(profile: RelayProfile, num_devices: int) -> RelayPlan:
 
 
 def seconds_per_batch(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> float:
-    """What a batch takes by the costs of the blocks alone, on devices that never wait otherwise."""
+    """Seconds per batch from the costs of the blocks alone, on devices that never wait."""
     if mode != "dp":
         return plan.step_seconds
     width = plan.num_devices

@@ -21,18 +21,18 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 @dataclass(frozen=True)
 class StepProfile(Step):
-    """A step as it was measured: can be changed, planned and saved."""
+    """A step with measured costs, which can be modified, planned and saved."""
 
     @property
     def state_bytes(self) -> int:
-        """Parameters of both networks, gradients and optimizer state: one whole replica."""
+        """Bytes of parameters of both networks, gradients and optimizer state, of one replica."""
         networks = [self.student, *([self.teacher] if self.teacher is not None else [])]
         held = sum(atom.parameter_bytes for network in networks for atom in network.atoms)
         trained = sum(atom.trainable_bytes for atom in self.student.atoms)
         return held + int(trained * (1 + self.optimizer_bytes_per_parameter_byte))
 
     def recomputing(self, atoms: Collection[int]) -> StepProfile:
-        """The same step, with atoms of the student that run again in the backward."""
+        """The same step with some atoms of the student recomputed in the backward."""
         return replace(self, student=self.student.recomputing(atoms))
 
     def freezing(self, num_atoms: int) -> StepProfile:
@@ -59,7 +59,7 @@ class StepProfile(Step):
 
         Raises:
             PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
-            ConfigurationError: An option that cannot be.
+            ConfigurationError: An impossible option.
         """
         return plan(*self.problem(num_ranks, **options), thorough=thorough)
 
@@ -75,14 +75,14 @@ class StepProfile(Step):
         weights: str = "pipeoptim",
         **options: Any,  # noqa: ANN401 - fields of two classes
     ) -> tuple[Workload, Constraints]:
-        """What is to be planned: one replica's work, and what is decided already.
+        """The problem to solve: one replica's work, and the user's constraints.
 
         Args:
             num_ranks: Ranks of the pipeline.
-            num_replicas: Pipelines beside each other, of ``num_ranks`` each: every one gets an
+            num_replicas: Number of data-parallel pipelines, of ``num_ranks`` each: each gets an
                 equal part of the batch, and gradients are summed over them.
-            link: Seconds of latency, and bytes per second.
-            cluster: Devices that differ, or several nodes; then ``link`` says nothing.
+            link: Latency in seconds, and bytes per second.
+            cluster: Devices that differ, or several nodes; replaces ``link``.
             memory_limit: Bytes per rank for state and activations.
             state_limit: Bytes per rank for parameters, gradients and optimizer state.
             weights: The weight policy, for schedule "1f1b".
@@ -133,7 +133,7 @@ class StepProfile(Step):
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ConfigurationError: The text is something else.
+            ConfigurationError: The text is not a profile.
         """
         try:
             data = json.loads(text)

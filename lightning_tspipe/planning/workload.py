@@ -52,7 +52,7 @@ class Workload(Step):
         """The devices of the pipeline.
 
         Raises:
-            ConfigurationError: The cluster has another number of devices.
+            ConfigurationError: The cluster has a different number of devices.
         """
         num_devices = self.num_ranks * self.num_replicas
         cluster = self.cluster or Cluster(num_devices)
@@ -65,12 +65,12 @@ class Workload(Step):
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...]:
-        """Bytes for everything, by rank."""
+        """Bytes that each rank may hold."""
         return tuple(min(self.memory_limit, memory) for memory in self.ranks.memories)
 
     @property
     def measured_sizes(self) -> tuple[int, int]:
-        """The smallest and the largest unit that was measured for both networks."""
+        """The smallest and the largest unit that were measured for both networks."""
         networks = [n for n in (self.student, self.teacher) if n is not None and n.sizes]
         if not networks:
             return (1, 1)
@@ -78,7 +78,7 @@ class Workload(Step):
 
     @property
     def independent_teacher(self) -> NetworkProfile | None:
-        """The teacher, if it is cut on its own."""
+        """The teacher, if it is cut independently of the student."""
         return None if self.paired else self.teacher
 
     def units(self, num_microbatches: int) -> UnitSums:
@@ -94,9 +94,9 @@ class Workload(Step):
 
     @cached_property
     def state_sums(self) -> tuple[float, ...]:
-        """Running sums over the student's atoms: parameters, gradients, optimizer state.
+        """Running sums over the student's atoms: bytes of parameters, gradients, optimizer state.
 
-        A paired teacher's parameters are among them.
+        Includes the parameters of a paired teacher.
         """
         held, trained = self.parameter_sums, self.gradient_sums
         sums = [
@@ -110,23 +110,23 @@ class Workload(Step):
 
     @cached_property
     def teacher_state_sums(self) -> tuple[float, ...]:
-        """Running sums over an independent teacher's atoms."""
+        """Running sums over an independent teacher's atoms: bytes of its parameters."""
         teacher = self.independent_teacher
         return () if teacher is None else tuple(map(float, teacher.byte_sums("parameter_bytes")))
 
     @cached_property
     def activation_sums(self) -> tuple[float, ...]:
-        """Running sums of what the student keeps for its backward: of all units, at the loss."""
+        """Running sums of the activations saved for the backward, of all units of a batch."""
         samples = sum(self.samples())
         return tuple(float(samples * amount) for amount in self.student.saved_sums())
 
     @cached_property
     def recompute_sums(self) -> tuple[int, ...]:
-        """Running sums of what running again needs, per sample of the one unit that does."""
+        """Running sums of the bytes needed to recompute atoms, per sample of one unit."""
         return self.student.recompute_sums()
 
     def recompute_bytes(self, start: int, stop: int, num_microbatches: int) -> float:
-        """What the backward of one unit needs to run atoms again."""
+        """Bytes that the backward of one unit needs to recompute atoms."""
         samples = math.ceil(max(self.samples()) / num_microbatches)
         return float(samples * (self.recompute_sums[stop] - self.recompute_sums[start]))
 
