@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class TSPipeError(Exception):
-    """Base of all errors raised by this package on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigurationError(TSPipeError, ValueError):
@@ -24,7 +24,7 @@ class ScheduleError(TSPipeError, ValueError):
 
 
 class TransportError(TSPipeError):
-    """A peer that died, stalled, or sent something other than was planned."""
+    """A rank that died, stalled, or sent something unexpected."""
 
 
 class CheckpointError(TSPipeError):

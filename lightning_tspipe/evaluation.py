@@ -43,10 +43,10 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
 ) -> dict[str, float]:
     """Train a linear classifier on frozen features, and classify with it.
 
-    The usual protocol (that of lightly's benchmarks): SGD with momentum, no weight decay, a
-    learning rate of ``lr * batch_size / 256`` that falls to zero on a cosine, epoch by epoch. The
-    features are computed anew in each epoch, so that ``train`` may augment. Everything happens on
-    the module's device. The module is not changed.
+    The usual protocol, as in lightly's benchmarks: SGD with momentum, no weight decay, a learning
+    rate of ``lr * batch_size / 256`` that falls to zero on a cosine, epoch by epoch. The features
+    are computed in each epoch, so that ``train`` may augment. Everything runs on the module's
+    device. The module does not change.
 
     Args:
         module: A LightningModule, or any module.
@@ -54,20 +54,20 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         validation: Labelled images that are classified.
         features: Dotted name of the submodule whose output is the feature, or
             ``fn(module, images) -> features``.
-        num_classes: Number of classes; None: one more than the largest label of ``train``, through
-            which one more pass is made.
+        num_classes: Number of classes; None: one more than the largest label of ``train``, found in
+            an additional pass.
         epochs: Passes over ``train``.
         lr: Learning rate for 256 samples per batch.
-        momentum: Of SGD.
-        weight_decay: Of SGD.
-        batch_size: Of datasets; loaders have their own.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of SGD.
+        batch_size: For datasets; loaders have their own.
         on_epoch: Called with the epoch, from 0, and its mean loss.
 
     Returns:
         ``linear_top1`` and ``linear_top5`` as fractions.
 
     Raises:
-        ConfigurationError: There is nothing to train on, or batches are no ``(images, labels)``.
+        ConfigurationError: There is no batch to train on, or batches are not ``(images, labels)``.
     """
     with evaluating(module):
         training = _Images(module, train, features, batch_size, shuffle=True)
@@ -129,15 +129,15 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         queries: Labelled images that are classified.
         features: As in :func:`linear_evaluation`.
         k: Number of neighbours.
-        temperature: Of the votes' weights.
+        temperature: Temperature of the votes' weights.
         num_classes: Number of classes; None counts the bank's labels.
-        batch_size: Of datasets; loaders have their own.
+        batch_size: For datasets; loaders have their own.
 
     Returns:
         ``knn_top1`` and ``knn_top5`` as fractions.
 
     Raises:
-        ConfigurationError: The bank or the queries are empty, or no ``(images, labels)``.
+        ConfigurationError: The bank or the queries are empty, or not ``(images, labels)``.
     """
     with evaluating(module):
         asked = list(_Images(module, queries, features, batch_size))
@@ -153,7 +153,7 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
 
 
 class _Images:
-    """Features and labels, computed anew whenever they are asked for."""
+    """Features and labels, computed in each iteration."""
 
     def __init__(
         self,

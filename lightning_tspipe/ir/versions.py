@@ -1,6 +1,6 @@
 """Weight versions that the actions of an epoch read; each action runs exactly once.
 
-One step can't tell whether a forward that it lacks ran before; the steps of an epoch together can.
+A single step cannot show whether a missing forward ran before; all steps of an epoch can.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD})
 
 
 def versions(steps: Sequence[Schedule]) -> dict[Action, int]:
-    """Walk an epoch whose steps each end with an update of the weights.
+    """Find the weight versions in an epoch whose steps each end with an update.
 
     Args:
-        steps: For batch 0, 1, 2, ..., what the ranks do in its step.
+        steps: The schedules of the steps of batch 0, 1, 2, ...
 
     Returns:
-        For each forward and backward, with the number of its batch, how many updates its rank had
-        made before. A forward of batch i that reads version v, and whose backward reads version
-        i, is late by ``i - v`` updates.
+        For each forward and backward, with the number of its batch, the number of updates that its
+        rank had made before. A forward of batch i that reads version v, and whose backward reads
+        version i, is late by ``i - v`` updates.
 
     Raises:
-        ScheduleError: Something is done twice, or not at all, or waits for ever.
+        ScheduleError: An action runs twice or not at all, or the ranks deadlock.
     """
     pipeline = steps[0].pipeline
     lists = [
