@@ -49,7 +49,7 @@ def is_loaded(batch: Tensor) -> bool:
 
 
 def absent_rows(batch: Tensor) -> Tensor:
-    """Which samples of a batch of inputs were left out, shape (samples,).
+    """Whether each sample of a batch of inputs was left out, shape (samples,).
 
     >>> absent_rows(torch.tensor([[1.0, 2.0], [float("nan"), 0.0]]))
     tensor([False,  True])

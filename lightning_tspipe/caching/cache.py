@@ -141,7 +141,7 @@ class ActivationCache:
         segments: Sequence[Segment],
         device: torch.device | None = None,
     ) -> Any:
-        """What the frozen layers return for a batch.
+        """Read or compute the outputs of the frozen layers for a batch.
 
         Each sample is read at the last boundary where it is cached and runs through the segments
         behind that; the output replaces the entry. If boundaries have a ``dtype``, all outputs of

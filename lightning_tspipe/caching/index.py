@@ -173,7 +173,7 @@ class Index:
             self._header[_NOTES] = (start + 8 + len(data) + 7) // 8 * 8
 
     def noted(self, token: int) -> Any:
-        """What some process published about a boundary; None if none has."""
+        """Read what some process published about a boundary; None if none has."""
         while token not in self._known and self._num_read < int(self._header[_NOTES]):
             start = self._num_read
             length = int(self._notes[start : start + 8].view(np.int64)[0])

@@ -182,7 +182,7 @@ class Store:
             self.table.commit(rows, _REST)
 
     def rest(self, sample: Hashable) -> bytes | None:
-        """What :meth:`keep_rest` has stored; None if nothing."""
+        """Read what :meth:`keep_rest` has stored; None if nothing."""
         rows = self.table.find(digests([sample], "rest"))
         if self.table.tokens(rows)[0] != _REST:
             return None

@@ -107,7 +107,7 @@ class CachedForward(CachedLayers):
         return divided.end(divided.piece(number, len(divided.atoms))(self._read(middle)))
 
     def _update(self, divided: DividedNetwork, number: int) -> None:
-        """Make the segments anew if other atoms are frozen, or their weights have changed."""
+        """Make new segments if other atoms are frozen, or their weights have changed."""
         versions = versions_of(divided.tensors(number))
         if versions == self._versions and number == self._shared.cuts[-1]:
             return

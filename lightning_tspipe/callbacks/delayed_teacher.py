@@ -1,7 +1,8 @@
 """A teacher that is one update late, as in the pipeline, on ordinary strategies.
 
 TSPipe (Lim et al., ICML 2022, section 4.2) runs the teacher forward of batch n during step n-1,
-with the teacher as it is then. Here the same mathematics on one device or under DDP::
+with the weights of the teacher at that time. This is the same mathematics on one device or under
+DDP::
 
     batch          n-1                           n
     student        F(n-1) B(n-1) O(n-1)          F(n) B(n) O(n)
@@ -127,7 +128,7 @@ class DelayedTeacherUpdate(Restoring):
         settled = self._weights.settle()
         if self._num_backwards == 0 and not settled:  # no backward to wait for
             self._weights.take()
-        if trainer.is_last_batch:  # the next epoch starts anew: nothing to keep or to save
+        if trainer.is_last_batch:  # the next epoch starts with the newest teacher
             self._weights.drop()
 
     @override

@@ -134,7 +134,7 @@ class FitCache:
                 "the fit has several training loaders, whose samples may have the same ids: train "
                 "with one loader, for instance of a ConcatDataset, or without the cache"
             )
-        else:  # loaders are made anew
+        else:  # a new loader for a new epoch
             self._epoch, self.dataset = trainer.current_epoch, getattr(loader, "dataset", None)
             if isinstance(self.dataset, WithIds):
                 self.dataset.read_from(self.cache)

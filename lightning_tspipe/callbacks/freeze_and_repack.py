@@ -379,7 +379,7 @@ class FreezeAndRepack(Restoring):
 
 
 def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Make DDP anew: it waits for gradients of everything that was trained when it was made."""
+    """Make a new DDP, which waits only for the gradients of what is trained now."""
     strategy: Any = trainer.strategy
     if derives_from(trainer, "DDPStrategy"):
         strategy.model = pl_module

@@ -79,7 +79,7 @@ class GradientNormFreeze:
             )
 
     def __call__(self, observed: Observed) -> Decision:
-        """How many layers are frozen from now on."""
+        """Decide the number of frozen layers from now on."""
         before = observed.num_frozen
         if not observed.norms or observed.epoch < self.start_epoch:
             return Decision(before, "no gradients to decide by yet")
@@ -115,7 +115,7 @@ class ScheduledFreeze:
             )
 
     def __call__(self, observed: Observed) -> Decision:
-        """How many layers are frozen from now on."""
+        """Decide the number of frozen layers from now on."""
         due = [epoch for epoch in self.layers if epoch <= observed.epoch]
         if not due:
             return Decision(observed.num_frozen, "nothing is scheduled yet")

@@ -148,7 +148,7 @@ def _changed(profile: StepProfile, options: argparse.Namespace) -> StepProfile:
 
 
 def _use(options: argparse.Namespace) -> str:
-    """How to use a saved plan."""
+    """Say how to use a saved plan."""
     strategy = f'TSPipeStrategy(plan="{options.save}")'
     devices = f"devices={options.devices // options.nodes}"
     if options.nodes > 1:

@@ -11,7 +11,7 @@ from lightning_tspipe.planning.profile import NetworkProfile
 
 @dataclass(frozen=True)
 class Step:
-    """What a step does, and what its networks cost on the device where they were measured.
+    """A training step, and the costs of its networks on the device where they were measured.
 
     Attributes:
         student: Profile of the trainable network.

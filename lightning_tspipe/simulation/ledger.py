@@ -75,7 +75,7 @@ class Ledger:
         }
 
     def ready(self, step: int, slot: int) -> float:
-        """When everything that an action waits for is available, or ``UNKNOWN``."""
+        """Time when all dependencies of an action are available, or ``UNKNOWN``."""
         times = self.slots[step]
         ready = 0.0
         for wait in self.graphs[step].waits[slot]:
@@ -118,7 +118,7 @@ _OPTIMIZER = frozenset({Op.OPTIMIZER})
 
 
 def _reduced_at(start: float, end: float, seconds: float) -> float:
-    """When the gradients are reduced over the replicas, given a rank's last backward.
+    """Time when the gradients are reduced over the replicas, given a rank's last backward.
 
     Gradients are sent in buckets during the backward, as in DistributedDataParallel (Li et al.,
     VLDB 2020, section 3.2): the last bucket leaves at the end, unless the link has been busy since
