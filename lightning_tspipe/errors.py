@@ -1,4 +1,4 @@
-"""Every error a user can meet, each with a message that names the remedy."""
+"""Errors that users can meet; each message names the remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = [
 
 
 class TSPipeError(Exception):
-    """Base of all errors raised by this package on purpose."""
+    """Base class of all errors that this package raises deliberately."""
 
 
 class ConfigurationError(TSPipeError, ValueError):
@@ -34,7 +34,7 @@ class ScheduleError(TSPipeError, ValueError):
 
 
 class TransportError(TSPipeError):
-    """A peer that died, stalled, or sent something other than was planned."""
+    """A rank that died, stalled, or sent something unexpected."""
 
 
 class CheckpointError(TSPipeError):

@@ -1,9 +1,9 @@
-"""How good features are, after training: k-NN and linear classification, the features frozen."""
+"""Evaluation of frozen features after training: k-NN and linear classification."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_tspipe.callbacks.features import (
     Features,
     Source,
+    accuracies,
     as_vectors,
     evaluating,
     feature_step,
+    hits_of,
 )
 from lightning_tspipe.callbacks.knn import Neighbours
 from lightning_tspipe.errors import ConfigurationError
@@ -43,10 +45,10 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
 ) -> dict[str, float]:
     """Train a linear classifier on frozen features, and classify with it.
 
-    The usual protocol (that of lightly's benchmarks): SGD with momentum, no weight decay, a
-    learning rate of ``lr * batch_size / 256`` that falls to zero on a cosine, epoch by epoch. The
-    features are computed anew in each epoch, so that ``train`` may augment. Everything happens on
-    the module's device. The module is not changed.
+    The usual protocol, as in lightly's benchmarks: SGD with momentum, no weight decay, a learning
+    rate of ``lr * batch_size / 256`` that falls to zero on a cosine, epoch by epoch. The features
+    are computed in each epoch, so that ``train`` may augment. Everything runs on the module's
+    device. The module does not change.
 
     Args:
         module: A LightningModule, or any module.
@@ -54,20 +56,20 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         validation: Labelled images that are classified.
         features: Dotted name of the submodule whose output is the feature, or
             ``fn(module, images) -> features``.
-        num_classes: Number of classes; None: one more than the largest label of ``train``, through
-            which one more pass is made.
+        num_classes: Number of classes; None: one more than the largest label of ``train``, found in
+            an additional pass.
         epochs: Passes over ``train``.
         lr: Learning rate for 256 samples per batch.
-        momentum: Of SGD.
-        weight_decay: Of SGD.
-        batch_size: Of datasets; loaders have their own.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of SGD.
+        batch_size: For datasets; loaders have their own.
         on_epoch: Called with the epoch, from 0, and its mean loss.
 
     Returns:
         ``linear_top1`` and ``linear_top5`` as fractions.
 
     Raises:
-        ConfigurationError: There is nothing to train on, or batches are no ``(images, labels)``.
+        ConfigurationError: There is no batch to train on, or batches are not ``(images, labels)``.
     """
     with evaluating(module):
         training = _Images(module, train, features, batch_size, shuffle=True)
@@ -93,7 +95,10 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         if classifier is None:
             raise ConfigurationError("linear_evaluation: there is nothing to train on")
         found = _Images(module, validation, features, batch_size)
-        return _accuracy("linear", ((classifier(v), labels) for v, labels in found))
+        hits = torch.zeros(3, dtype=torch.long, device=classifier.weight.device)
+        for vectors, labels in found:
+            hits += hits_of(classifier(vectors), labels)
+        return accuracies("linear", hits)
 
 
 def _step(
@@ -126,15 +131,15 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         queries: Labelled images that are classified.
         features: As in :func:`linear_evaluation`.
         k: Number of neighbours.
-        temperature: Of the votes' weights.
+        temperature: Temperature of the votes' weights.
         num_classes: Number of classes; None counts the bank's labels.
-        batch_size: Of datasets; loaders have their own.
+        batch_size: For datasets; loaders have their own.
 
     Returns:
         ``knn_top1`` and ``knn_top5`` as fractions.
 
     Raises:
-        ConfigurationError: The bank or the queries are empty, or no ``(images, labels)``.
+        ConfigurationError: The bank or the queries are empty, or not ``(images, labels)``.
     """
     with evaluating(module):
         asked = list(_Images(module, queries, features, batch_size))
@@ -146,11 +151,11 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         if not neighbours.num_classes:
             raise ConfigurationError("knn_evaluation: the bank is empty")
         scores = neighbours.scores(num_classes or neighbours.num_classes, temperature)
-        return _accuracy("knn", [(scores, torch.cat([labels for _, labels in asked]))])
+        return accuracies("knn", hits_of(scores, torch.cat([labels for _, labels in asked])))
 
 
 class _Images:
-    """Features and labels, computed anew whenever they are asked for."""
+    """Features and labels, computed in each iteration."""
 
     def __init__(
         self,
@@ -171,12 +176,3 @@ class _Images:
         for batch in self._loader:
             features, labels = self._step(move_data_to_device(batch, self._device))
             yield as_vectors(features), torch.as_tensor(labels).to(features.device).flatten()
-
-
-def _accuracy(name: str, scored: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    top1 = top5 = total = 0
-    for scores, labels in scored:
-        hits = scores.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
-        top1, top5 = top1 + int(hits[:, :1].sum()), top5 + int(hits.sum())
-        total += len(labels)
-    return {f"{name}_top1": top1 / max(total, 1), f"{name}_top5": top5 / max(total, 1)}

@@ -1,10 +1,10 @@
-"""Numbers that a device computes and the host looks at later, so that neither waits.
+"""Asynchronous copies between device and host, so that neither waits for the other.
 
-A host that asks a GPU for a number (``item``, ``bool``, ``cpu``) is held until everything that was
-launched before has run, and then the GPU waits for the host. So a number's copy is launched behind
-what computes it, and the host looks when more work has been launched behind that::
+Reading a number from a GPU (``item``, ``bool``, ``cpu``) blocks the host until everything launched
+before has run, and then the GPU waits for the host. So the copy of a number is launched after the
+kernel that computes it, and the host reads it once more work has been launched::
 
-    host    forward  copy  backward          look        optimizer
+    host    forward  copy  backward          read        optimizer
     device           forward   copy  backward ...
 """
 
@@ -21,7 +21,7 @@ class Late:
     """A tensor on its way to the host.
 
     Args:
-        value: On any device; it may be changed afterwards.
+        value: A tensor on any device; it may be changed afterwards.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -36,26 +36,26 @@ class Late:
 
     @property
     def is_there(self) -> bool:
-        """Whether the host can look without being held."""
+        """Whether the host can read it without waiting."""
         return self._event is None or self._event.query()
 
     def on_host(self) -> Tensor:
-        """The values in host memory; holds the host until the copy is there."""
+        """The values in host memory; waits until they have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._copy
 
     def tolist(self) -> Any:  # noqa: ANN401 - as torch's
-        """The numbers, as nested lists; holds the host until the copy is there."""
+        """The values as nested lists; waits until they have arrived."""
         return self.on_host().tolist()
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Values of the host on a device; launched, so that the host is not held.
+    """Copy values from the host to a device, without blocking the host.
 
     Args:
-        values: In host memory; they may be changed afterwards.
-        device: Where they are wanted.
+        values: A tensor in host memory; it may be changed afterwards.
+        device: The device.
     """
     if device.type != "cuda":
         return values.to(device)
@@ -63,18 +63,18 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def after_backward(loss: Tensor, look: Callable[[], None]) -> None:
-    """Have something looked at when the backward of a loss has been launched, on its thread.
+    """Call a function when the backward of a loss has been launched, on the same thread.
 
     Args:
-        loss: A tensor with a graph; its gradients stay as they are.
-        look: What it raises, the backward raises.
+        loss: A tensor with a graph; its gradients do not change.
+        look: The function; errors that it raises are raised by the backward.
     """
 
     def ask(_: Tensor) -> None:
-        # Of a private module, as torch's own DDP and FSDP have it: there is no public one.
+        # Private, but also used by torch's own DDP and FSDP: there is no public function.
         torch.autograd.Variable._execution_engine.queue_callback(look)  # noqa: SLF001
 
     if loss.requires_grad:
         loss.register_hook(ask)
-    else:  # there will be none
+    else:  # there will be no backward
         look()

@@ -1,4 +1,4 @@
-"""Drawings. They need matplotlib: ``pip install lightning-tspipe[plots]``."""
+"""Drawings of timelines and metrics. They need ``pip install lightning-tspipe[plots]``."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart. What runs ahead for the next
-# batch has its op's colour in a light tint.
+# Okabe and Ito's palette for colour-blind readers. Actions that run ahead for the next batch have a
+# light tint of their op's colour.
 _COLOURS = {
     Op.FORWARD: "#0072B2",
     Op.TEACHER: "#E69F00",
@@ -51,7 +51,7 @@ _AHEAD_OPACITY = 0.45
 
 @dataclass(frozen=True)
 class _Panel:
-    """One timeline of a drawing; its axis goes from first to last and reads 0 at zero; seconds."""
+    """One timeline of a drawing, with the ends and the origin of its axis, in seconds."""
 
     timeline: Timeline
     title: str
@@ -68,9 +68,9 @@ class Curve:
     """A metric of one run.
 
     Attributes:
-        steps: Where it was logged.
-        seconds: When, counted from the start of training; empty if nobody knows.
-        values: What was logged.
+        steps: Steps at which it was logged.
+        seconds: Seconds since the start of training; empty if unknown.
+        values: Logged values.
     """
 
     steps: tuple[float, ...]
@@ -81,15 +81,15 @@ class Curve:
 def plot_curves(
     metrics: Mapping[str, Mapping[str, Curve]], path: str | Path, *, axis: str = "steps"
 ) -> None:
-    """Draw metrics one below the other: against steps, and against time where it is known.
+    """Draw metrics below each other: against steps, and against time if it is known.
 
     Args:
-        metrics: By their names, then by the runs' names.
+        metrics: Curves by metric, then by run.
         path: File to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-        axis: What steps are called.
+        axis: Label of the axis of steps.
 
     Raises:
-        ConfigurationError: matplotlib is not installed, the suffix is of no known format, or there
+        ConfigurationError: matplotlib is not installed, the suffix is not a known format, or there
             is no curve.
     """
     if not metrics:
@@ -117,15 +117,15 @@ def plot_curves(
 
 
 def plot_timeline(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
-    """Draw what each rank did when: one row per rank, one bar per action, labelled by its unit.
+    """Draw a timeline: one row per rank, one bar per action, labelled by its unit.
 
     Args:
         timeline: Simulated or measured.
         path: File to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-        title: Above the drawing; None states the time per step and the bubble ratio.
+        title: Title of the drawing; None: the time per step and the bubble ratio.
 
     Raises:
-        ConfigurationError: matplotlib is not installed, the suffix is of no known format, or the
+        ConfigurationError: matplotlib is not installed, the suffix is not a known format, or the
             timeline is empty.
     """
     start, end = timeline.start, timeline.end
@@ -134,10 +134,10 @@ def plot_timeline(timeline: Timeline, path: str | Path, *, title: str | None = N
 
 
 def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Draw timelines one below the other on one time axis, their first steady steps aligned.
+    """Draw timelines below each other on one time axis, their first steady steps aligned.
 
     Args:
-        timelines: By the name that stands above each.
+        timelines: Timelines by title.
         path: As for :func:`plot_timeline`.
 
     Raises:
@@ -191,12 +191,12 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _settings(suffix: str) -> AbstractContextManager[Any]:
-    """For SVG: letters stay letters, which is smaller and can be searched."""
+    """Settings for SVG: text stays text, which is smaller and can be searched."""
     if suffix != "svg":
         return nullcontext()
     from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
 
-    # One font, since every text repeats the list; SVG viewers replace what they do not have.
+    # One font, since every text repeats the list; SVG viewers replace missing fonts.
     return rc_context(
         {
             "svg.fonttype": "none",
@@ -277,7 +277,7 @@ def _draw_labels(axes: Axes, panel: _Panel) -> None:
 
 
 def _fitting(span: Span, points: float) -> str:
-    """The longest label that there is room for: the unit, or the batch and what it has read."""
+    """The longest label that fits: the unit, or the batch and the weights that it has read."""
     unit = Action.parse(span.action).unit
     labels = [f"{span.batch} {span.read}", str(span.batch)] if span.read else [str(unit)]
     fitting = (label for label in labels if points > _CHARACTER_POINTS * len(label))

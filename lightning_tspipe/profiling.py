@@ -1,4 +1,4 @@
-"""What a captured step costs: measured on a device, or calculated for one that is not here."""
+"""Costs of a captured step: measured on a device, or calculated for one that is not here."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger("lightning_tspipe")
 _PROFILE_SECONDS = 30.0
 _UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _UPDATE_FLOPS_PER_BYTE = 500.0
-"""An optimizer step moves about five bytes per byte of parameters (read weight, gradient, momentum,
-write two of them), and an accelerator does about a hundred operations while it moves one."""
+"""An optimizer step moves about five bytes per byte of parameters (it reads weight, gradient and
+momentum, and writes two of them); an accelerator computes about a hundred operations per byte."""
 
 
 def profile_step(  # noqa: PLR0913 - what to measure, where, and how
@@ -39,13 +39,14 @@ def profile_step(  # noqa: PLR0913 - what to measure, where, and how
     """Measure the networks of a step on this device.
 
     Args:
-        captured: The step.
-        device: Where they would run; networks that are elsewhere come atom by atom.
-        optimizers: Of the module.
+        captured: The captured step.
+        device: Device to measure on; networks that are elsewhere are copied there atom by atom.
+        optimizers: Optimizers of the module.
         microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
-        flops_per_second: Of a device that is not here: then nothing is measured, but calculated.
-        only_counts: Whether to calculate for these numbers of micro-batches only, so that the
-            network can run each; else for any.
+        flops_per_second: Speed of a device that is not here, to calculate costs instead of
+            measuring.
+        only_counts: Whether to calculate only for these numbers of micro-batches, so that the
+            network can run each of them; otherwise for any.
     """
     plan, networks = captured.plan, captured.networks
     if flops_per_second is None:
@@ -74,13 +75,13 @@ def profile_forwards(
     microbatch_counts: Sequence[int] = (1,),
     flops_per_second: float | None = None,
 ) -> dict[NetworkName, NetworkProfile]:
-    """Measure the forwards of a step that is never trained, by default for the whole batch.
+    """Measure the forwards of a step that is not trained, by default for the whole batch.
 
     Args:
         captured: The step, captured without gradients.
-        device: Where they would run; networks that are elsewhere come atom by atom.
+        device: Device to measure on; networks that are elsewhere are copied there atom by atom.
         microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
-        flops_per_second: If given, nothing is measured, but calculated by it.
+        flops_per_second: Speed of a device, to calculate costs instead of measuring.
     """
     if flops_per_second is not None:
         return _estimate(captured.plan, captured.networks, flops_per_second, microbatch_counts)
@@ -105,11 +106,11 @@ def seconds_of_forward(
 def flops_per_sample(captured: Captured) -> float:
     """Floating-point operations of one sample in a training step, of all calls together.
 
-    An addition and a multiplication are two; what is neither a product of matrices nor a
-    convolution is not counted, nor is what activation checkpointing does again.
+    An addition and a multiplication count as two. Only matrix products and convolutions count, and
+    not what activation checkpointing recomputes.
 
     Args:
-        captured: The step; its networks may be anywhere.
+        captured: The captured step; its networks may be on any device.
     """
     plan = captured.plan
     total = 0.0
@@ -163,7 +164,7 @@ def _measure(
 
 
 def _sizes(batch: int, microbatch_counts: Sequence[int]) -> list[int]:
-    """Samples of a micro-batch, by the number of them."""
+    """Sizes of micro-batches, for given numbers of them."""
     return sorted({max(1, math.ceil(batch / number)) for number in microbatch_counts})
 
 

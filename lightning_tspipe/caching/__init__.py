@@ -1,8 +1,8 @@
-"""Activations of frozen layers, kept instead of computed again; knows nothing of Lightning.
+"""Activation cache of frozen layers; independent of Lightning.
 
-Frozen layers give the same output for the same input in every epoch. Where a sample's input does
-not change either, what they return is kept under the sample's id, in memory that all processes of
-a machine share, then on disk, and read in later epochs::
+Frozen layers give the same output for the same input in every epoch. If a sample's input does not
+change either, their output is stored under the sample's id, in memory that all processes of a
+machine share, then on disk, and read in later epochs::
 
     epoch 0    id 7 ── load, decode ── frozen layers ──┬── active layers
                                                        ▼
@@ -10,7 +10,7 @@ a machine share, then on disk, and read in later epochs::
                                                        │
     epoch 1    id 7 ───────────────────────────────────┴── active layers
 
-When more layers freeze, an entry is pushed through the newly frozen ones only, when it is read.
+When more layers freeze, an entry that is read runs through the newly frozen ones only.
 """
 
 from lightning_tspipe.caching.cache import ActivationCache, Segment

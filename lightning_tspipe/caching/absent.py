@@ -1,4 +1,4 @@
-"""What stands for inputs that were not loaded, and how it is noticed when someone reads it."""
+"""Placeholders for inputs that were not loaded, and checks that nobody computes with them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.errors import ConfigurationError
 
 _MARKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
-"""Types that have a value which no input has: losses of it are NaN, tokens are out of range."""
+"""Types with a value that no input has: NaN, which losses show, or an index out of range."""
 
 
 def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Stands for an input that was not loaded; takes no memory of that size.
+    """A placeholder for an input that was not loaded; takes no memory of that size.
 
     >>> absent((2, 2), torch.float32)
     tensor([[nan, nan],
@@ -34,8 +34,8 @@ def check_loaded(inputs: Any) -> None:
     if not all(is_loaded(leaf) for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)):
         raise ConfigurationError(
             "the inputs of a sample were not loaded, since its activations are cached, but now "
-            "they are needed. In WithIds(inputs=...) name only what nothing but the frozen layers "
-            "reads"
+            "they are needed. In WithIds(inputs=...) name only inputs that nothing but the frozen "
+            "layers reads"
         )
 
 
@@ -49,7 +49,7 @@ def is_loaded(batch: Tensor) -> bool:
 
 
 def absent_rows(batch: Tensor) -> Tensor:
-    """Which samples of a batch of inputs were left out, shape (samples,).
+    """Whether each sample of a batch of inputs was left out, shape (samples,).
 
     >>> absent_rows(torch.tensor([[1.0, 2.0], [float("nan"), 0.0]]))
     tensor([False,  True])

@@ -1,6 +1,6 @@
-"""Space without a name, in memory or on disk, that the processes of a machine share.
+"""Anonymous shared space, in memory or on disk, for the processes of one machine.
 
-The files have no names: the system takes them back when the last process that has them open ends,
+The files have no names: the system frees them when the last process that has them open ends,
 however it ends. So there is nothing to clean up, and nothing that the next run could find.
 """
 
@@ -22,11 +22,11 @@ from torch import Tensor
 from lightning_tspipe.errors import ConfigurationError
 
 _STEP = 64 * 2**20
-"""Bytes that are claimed from the system at a time."""
+"""Bytes that are allocated at a time."""
 
 
 class ArenaHandle(NamedTuple):
-    """Where another process of this machine and user finds an arena."""
+    """Address of an arena for other processes of the same machine and user."""
 
     pid: int
     file: int
@@ -34,14 +34,14 @@ class ArenaHandle(NamedTuple):
 
 
 class Arena:
-    """A stretch of bytes that several processes have mapped.
+    """A range of bytes that several processes have mapped.
 
-    Nothing is claimed from the system before it is used, and what is claimed is there: a full disk
-    is an answer, not a signal that ends the process.
+    Space is allocated when it is needed and not before; a full disk is reported, rather than ending
+    the process by a signal.
 
     Attributes:
         memory: All its bytes, shape (size,).
-        size: In bytes.
+        size: Number of bytes.
     """
 
     def __init__(self, file: int, size: int) -> None:
@@ -53,10 +53,10 @@ class Arena:
 
     @classmethod
     def in_memory(cls, size: int) -> Arena:
-        """Anonymous memory.
+        """Make an arena in anonymous memory.
 
         Raises:
-            ConfigurationError: The machine has less.
+            ConfigurationError: The machine has less free memory.
         """
         available = available_memory()
         if available is not None and size > available:
@@ -70,11 +70,11 @@ class Arena:
 
     @classmethod
     def on_disk(cls, folder: str | os.PathLike[str] | None, size: int) -> Arena:
-        """A file without a name.
+        """Make an arena in a file without a name.
 
         Args:
-            folder: On the file system to use; it must exist. None: the system's temporary one.
-            size: In bytes.
+            folder: An existing folder on the file system to use; None: the temporary folder.
+            size: Number of bytes.
 
         Raises:
             ConfigurationError: The folder is missing, can't be written to, or has less space.
@@ -101,30 +101,30 @@ class Arena:
 
     @classmethod
     def attached(cls, handle: ArenaHandle) -> Arena:
-        """The arena of another process.
+        """Attach to the arena of another process.
 
         Raises:
-            ConfigurationError: That process has ended, or is not one of this machine and user.
+            ConfigurationError: It has ended, or belongs to another machine or user.
         """
         try:
             file = os.open(f"/proc/{handle.pid}/fd/{handle.file}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise ConfigurationError(
-                f"the cache of process {handle.pid} can't be shared ({error.strerror}): it is "
-                "shared by processes of one user on one Linux machine, while the first one runs"
+                f"the cache of process {handle.pid} can't be shared ({error.strerror}): only "
+                "processes of one user on one Linux machine share it, while the first one runs"
             ) from error
         return cls(file, handle.size)
 
     @property
     def handle(self) -> ArenaHandle:
-        """For :meth:`attached`, as long as this process lives."""
+        """Argument of :meth:`attached`, valid while this process lives."""
         return ArenaHandle(os.getpid(), self._file, self.size)
 
     def claim(self, end: int) -> bool:
-        """Make sure that the bytes before ``end`` exist.
+        """Allocate the bytes before ``end``.
 
         Returns:
-            False if there is no space for them; what was claimed before is as it was.
+            False if there is no space for them; what was allocated before does not change.
         """
         if end > self.size:
             return False
@@ -138,21 +138,21 @@ class Arena:
         return False
 
     def expect(self, places: Sequence[int], size: int) -> None:
-        """Let the system fetch entries into memory already; it does so beside other work."""
+        """Have the system prefetch entries into memory, in the background."""
         page = mmap.PAGESIZE
         for place in places:
             first = place // page * page
             self._map.madvise(mmap.MADV_WILLNEED, first, min(place + size, self.size) - first)
 
     def forget(self) -> None:
-        """Let the system drop its copy in memory of what lies on disk: for measurements."""
+        """Drop the page cache of what is on disk, for measurements."""
         self._map.flush()
         self._map.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time."""
+        """Lock the arena for one process at a time."""
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             yield
@@ -160,7 +160,7 @@ class Arena:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of it; twice is fine. Tensors that view it keep it mapped."""
+        """Close the arena; twice is fine. Tensors that view it keep it mapped."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -180,7 +180,7 @@ def _fallocate(file: int, start: int, size: int) -> None:
 
 
 def available_memory() -> int | None:
-    """Bytes that the machine can still give; None where it does not say."""
+    """Free memory of the machine in bytes; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -189,7 +189,7 @@ def available_memory() -> int | None:
 
 
 def available_disk(folder: str | os.PathLike[str] | None) -> int:
-    """Bytes that the file system of a folder can still give.
+    """Free bytes on the file system of a folder.
 
     Raises:
         ConfigurationError: There is no such folder.
@@ -209,12 +209,12 @@ def _where(folder: str | os.PathLike[str] | None) -> Path:
 def _unusable(where: Path, error: OSError) -> ConfigurationError:
     return ConfigurationError(
         f"no cache of activations in {str(where)!r}: {error.strerror}. Give a folder that exists "
-        "and can be written to"
+        "and is writable"
     )
 
 
 def megabytes(size: float) -> str:
-    """Bytes for a message.
+    """Format bytes for a message.
 
     >>> megabytes(3_000_000)
     '3.0 MB'

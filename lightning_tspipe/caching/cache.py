@@ -1,4 +1,4 @@
-"""Reads what frozen layers returned, and computes and keeps what is not there yet."""
+"""The activation cache: reads what frozen layers returned, computes and stores what is missing."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from lightning_tspipe.late import sent
 
 @dataclass(frozen=True)
 class Segment:
-    """Some frozen layers.
+    """Consecutive frozen layers, up to a boundary.
 
     Attributes:
-        boundary: Where they end.
+        boundary: The boundary behind the last layer.
         function: ``function(inputs) -> outputs`` without gradients; both a tensor or a structure
             of tensors, whose first dimension is the samples of a batch.
     """
@@ -39,13 +39,13 @@ class Segment:
 
 @dataclass
 class Counts:
-    """Samples since the last reset, of this process.
+    """Numbers of samples that this process has looked up since the last reset.
 
     Attributes:
-        hits: Read where they were wanted.
-        pushed: Read at an earlier boundary, and pushed through what froze since.
+        hits: Read at the last boundary.
+        pushed: Read at an earlier boundary, and run through the layers that froze since.
         misses: Computed from inputs.
-        refused: Of these, not kept because there was no space.
+        refused: Computed, and not stored because there was no space.
     """
 
     hits: int = 0
@@ -55,13 +55,13 @@ class Counts:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the samples whose inputs were not needed; 0 without samples."""
+        """Share of the samples that were read; 0 without samples."""
         total = self.hits + self.pushed + self.misses
         return (self.hits + self.pushed) / total if total else 0.0
 
 
 class ActivationCache:
-    """Keeps activations of samples by id, for all processes of a machine.
+    """Caches activations of samples by id, for all processes of a machine.
 
     One process makes it, the others attach themselves::
 
@@ -69,21 +69,21 @@ class ActivationCache:
         handle = cache.handle  # send it to the others
         same = ActivationCache.attach(handle)
 
-    Entries fill the memory, then the disk; further samples are computed in every epoch. None is
-    thrown out for another: each epoch reads each sample once, so all are worth the same.
+    Entries fill the memory, then the disk; further samples are computed in every epoch. Entries are
+    never evicted: each epoch reads each sample once, so all are worth the same.
 
     Args:
-        num_samples: With an id of their own, at most.
+        num_samples: Largest number of different ids.
         memory: Bytes of shared memory; 0: none.
         disk: Bytes on disk; 0: none.
-        folder: On the file system for the disk's part; None: the system's temporary one.
+        folder: A folder on the file system for the disk's part; None: the temporary folder.
 
     Attributes:
-        store: Where the bytes lie.
-        counts: What happened since they were last set.
+        store: Storage of the entries.
+        counts: Hits and misses since they were last set.
 
     Raises:
-        ConfigurationError: Budgets below zero or both zero, or more than there is.
+        ConfigurationError: Budgets below zero or both zero, or above what is free.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ActivationCache:
                 f"a cache for {num_samples} samples in {memory} bytes of memory and {disk} bytes "
                 "on disk: give at least one sample, and memory or disk a budget above 0"
             )
-        # A row for the activations of a sample, and one for the rest of it
+        # Of each sample, a row for its activations and one for its other parts
         self._set(Store.create(2 * num_samples, memory, disk, folder))
 
     def _set(self, store: Store) -> None:
@@ -108,7 +108,7 @@ class ActivationCache:
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> ActivationCache:
-        """The cache that another process of this machine has made.
+        """Attach to the cache of another process of this machine.
 
         Raises:
             ConfigurationError: It can't be reached.
@@ -119,14 +119,14 @@ class ActivationCache:
 
     @property
     def handle(self) -> StoreHandle:
-        """For :meth:`attach`, while this process lives."""
+        """Argument of :meth:`attach`, valid while this process lives."""
         return self.store.handle
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ActivationCache.attach, (self.handle,)
 
     def use(self, *, memory: bool, disk: bool) -> None:
-        """Where further activations are kept, by this process."""
+        """Choose where this process stores further activations."""
         self.store.use(memory=memory, disk=disk)
 
     @property
@@ -141,17 +141,17 @@ class ActivationCache:
         segments: Sequence[Segment],
         device: torch.device | None = None,
     ) -> Any:
-        """What the frozen layers return for a batch.
+        """Read or compute the outputs of the frozen layers for a batch.
 
-        Each sample is read at the last boundary where it is kept; what follows of the segments is
-        computed, and what comes out is kept in the place of what was read. With a ``dtype`` of
-        their boundaries, segments give rounded values, so that it never matters what was kept.
+        Each sample is read at the last boundary where it is cached and runs through the segments
+        behind that; the output replaces the entry. If boundaries have a ``dtype``, all outputs of
+        segments are rounded to it, so that results do not depend on what was cached.
 
         Args:
-            ids: Of the samples, in the order of the batch.
-            inputs: Of the first segment; only rows are used whose samples are kept nowhere.
+            ids: Ids of the samples, in the order of the batch.
+            inputs: Inputs of the first segment; only rows of samples without an entry are used.
             segments: All frozen layers, in order.
-            device: Where the outputs are wanted; None: where the inputs are.
+            device: Device of the outputs; None: that of the inputs.
 
         Returns:
             The last segment's outputs for the whole batch, detached.
@@ -180,28 +180,28 @@ class ActivationCache:
         return _assembled(parts)
 
     def _rows(self, words: Words) -> Numbers:
-        """The samples' rows, with nothing under way to them any more."""
+        """The samples' rows, after pending writes to them."""
         rows = self.store.table.find(words)
         self.store.settle(rows)
         return rows
 
     @property
     def may_lack_inputs(self) -> bool:
-        """Whether a dataset may have left out inputs; only then they have to be looked at."""
+        """Whether a dataset may have left out inputs; only then they must be checked."""
         return self.store.table.may_lack_inputs
 
     def _behind(self, rows: Numbers, segments: Sequence[Segment]) -> Numbers:
-        """The number of segments behind which the samples of some rows are kept; 0: nowhere."""
+        """The number of segments behind which the samples of some rows are cached; 0: none."""
         here = self.store.table.tokens(rows)
         behind = np.zeros(len(rows), np.int64)
         for number, segment in enumerate(segments, start=1):
             behind[here == np.uint64(segment.boundary.token)] = number
         return behind
 
-    # The same in pieces, where several processes compute one after the other
+    # The parts of :meth:`outputs`, for processes that compute one after the other
 
     def behind(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> Numbers:
-        """The number of segments behind which each sample is kept; 0 for nowhere.
+        """The number of segments behind which each sample is cached; 0: not cached.
 
         Raises:
             ConfigurationError: The same id twice.
@@ -214,7 +214,7 @@ class ActivationCache:
         boundary: Boundary,
         device: torch.device | None = None,
     ) -> Any:
-        """What is kept of some samples, all of which are kept behind this boundary.
+        """The entries of samples that are all cached at this boundary.
 
         Raises:
             ConfigurationError: One of them is not, since another process has replaced it.
@@ -225,9 +225,9 @@ class ActivationCache:
             found = self.store.read(rows, boundary.token)
         if found is None:
             raise ConfigurationError(
-                f"an activation that was kept at {boundary.name!r} is not there any more: a sample "
-                "came twice in one epoch. Samplers that repeat samples (replacement=True) can't be "
-                "cached"
+                f"an activation that was cached at {boundary.name!r} is no longer there: a sample "
+                "came twice in one epoch. Samplers that repeat samples (replacement=True) don't "
+                "work with a cache"
             )
         return split(*found, device)
 
@@ -238,13 +238,13 @@ class ActivationCache:
         segments: Sequence[Segment],
         behind: Numbers,
     ) -> None:
-        """Count samples, and keep what came out behind the last segment where it is not kept yet.
+        """Count samples, and store the outputs of the last segment that are not cached yet.
 
         Args:
-            ids: Of the samples.
-            value: What came out, for all of them.
+            ids: Ids of the samples.
+            value: The outputs of all of them.
             segments: All frozen layers, in order.
-            behind: Of :meth:`behind`, from before.
+            behind: Result of :meth:`behind`, from before.
         """
         new = np.flatnonzero(behind < len(segments))
         num_pushed = int((behind[new] > 0).sum())
@@ -257,7 +257,7 @@ class ActivationCache:
             self.counts.refused += len(new) - self._write(words, value, segments[-1].boundary)
 
     def _finish(self, words: Any, value: Any, segments: Sequence[Segment], number: int) -> Any:
-        """From behind some segments to behind the last one."""
+        """Run the segments from the given number on, count, and store the outputs."""
         num = len(words)
         if number == len(segments):
             self.counts.hits += num
@@ -275,46 +275,42 @@ class ActivationCache:
         return value
 
     def _write(self, words: Any, value: Any, boundary: Boundary) -> int:
-        """Keep what a batch of samples gave; for how many there was space."""
+        """Store the outputs of samples; returns for how many there was space."""
         layout = layout_of(value, len(words), boundary.dtype)
         noted = self.store.note(boundary.token, layout)
         if noted != layout:
             raise ConfigurationError(
                 f"the activations of one sample at {boundary.name!r} are {layout}, those of "
-                f"another {noted}: cached ones need one shape. Pad all inputs to one length"
+                f"another {noted}, and the cache needs one shape. Pad all inputs to one length"
             )
         return self.store.write(words, value, layout, boundary.token)
 
-    def num_kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> int:
-        """How many of these samples are kept behind one of the segments."""
-        return sum(self.kept(ids, segments))
-
     def kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> list[bool]:
-        """Which of these samples are kept behind one of the segments."""
+        """Whether each of these samples is cached behind one of the segments."""
         tokens = [np.uint64(segment.boundary.token) for segment in segments]
         rows = self._rows(digests(as_ids(ids)))
         return [bool(known) for known in np.isin(self.store.table.tokens(rows), tokens)]
 
-    # For datasets: what need not be loaded
+    # For datasets: inputs that need not be loaded
 
     def let_skip(self, segments: Sequence[Segment]) -> None:
-        """Datasets need no longer load inputs of samples that are kept behind these segments."""
+        """Let datasets skip the inputs of samples that are cached behind these segments."""
         self.store.table.let_read([segment.boundary.token for segment in segments])
 
     def can_skip(self, ids: Sequence[Hashable]) -> list[bool]:
-        """Whether the inputs of these samples need not be loaded; fetches them from disk ahead."""
+        """Whether the inputs of each sample need not be loaded; prefetches entries from disk."""
         rows = self.store.table.find(digests(ids))
         known = self.store.table.is_readable(rows)
         self.store.prefetch(rows[known])
         return [bool(one) for one in known]
 
     def prefetch(self, ids: Sequence[Hashable]) -> None:
-        """Samples that are wanted soon: what lies on disk is fetched beside other work."""
+        """Prefetch the entries of samples from disk, in the background."""
         rows = self.store.table.find(digests(ids))
         self.store.prefetch(rows[self.store.table.tokens(rows) > 1])
 
     def close(self) -> None:
-        """Let go; with the last process, all that was kept is gone. Twice is fine."""
+        """Close the cache; its contents are lost with the last process. Twice is fine."""
         self._finalizer()
 
     def __repr__(self) -> str:
@@ -323,7 +319,7 @@ class ActivationCache:
 
 
 def _assembled(parts: Sequence[tuple[Numbers, Any]]) -> Any:
-    """One batch of groups of its samples."""
+    """Assemble a batch from groups of its samples."""
     if len(parts) == 1:
         return parts[0][1]
     order = torch.from_numpy(np.argsort(np.concatenate([members for members, _ in parts])))

@@ -23,10 +23,10 @@ class Leaf:
     """One tensor of a sample.
 
     Attributes:
-        shape: Without the dimension of the batch.
-        dtype: As the layers gave it.
-        kept: In which it lies in the cache.
-        start: Its first byte within the entry.
+        shape: Shape without the batch dimension.
+        dtype: Type of the layers' output.
+        kept: Type in the cache.
+        start: First byte within the entry.
     """
 
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Number of bytes."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.kept.itemsize
 
     def __str__(self) -> str:
@@ -45,12 +45,12 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the bytes of an entry mean.
+    """The format of an entry.
 
     Attributes:
-        structure: Of the layers' outputs.
+        structure: Structure of the layers' outputs.
         leaves: Its tensors, in order; other values as they are.
-        size: Of an entry, in bytes.
+        size: Bytes of an entry.
     """
 
     structure: pytree.TreeSpec
@@ -62,12 +62,12 @@ class Layout:
 
 
 def layout_of(value: Any, num_samples: int, dtype: torch.dtype | None) -> Layout:
-    """How to keep what layers returned for a batch.
+    """The format for storing the outputs of a batch.
 
     Args:
         value: A tensor, or a structure of tensors and constants.
-        num_samples: In the batch.
-        dtype: In which floating-point numbers are kept; None: their own.
+        num_samples: Samples in the batch.
+        dtype: Type in which floating-point numbers are stored; None: their own.
 
     Raises:
         ConfigurationError: A tensor whose first dimension is not the samples.
@@ -82,7 +82,7 @@ def layout_of(value: Any, num_samples: int, dtype: torch.dtype | None) -> Layout
         if tensor.dim() == 0 or len(tensor) != num_samples:
             raise ConfigurationError(
                 f"frozen layers returned a tensor of shape {list(tensor.shape)} for {num_samples} "
-                "samples: the first dimension of what is cached must be the samples"
+                "samples: the first dimension of what is cached must be the batch dimension"
             )
         kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         leaf = Leaf(tuple(tensor.shape[1:]), tensor.dtype, kept, start)
@@ -92,7 +92,7 @@ def layout_of(value: Any, num_samples: int, dtype: torch.dtype | None) -> Layout
 
 
 def join(value: Any, layout: Layout) -> Tensor:
-    """The bytes of a batch's entries, shape (samples, bytes), where its tensors are."""
+    """The bytes of a batch's entries, shape (samples, bytes), on the device of its tensors."""
     tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
     leaves = [leaf for leaf in layout.leaves if isinstance(leaf, Leaf)]
     as_bytes = [
@@ -107,7 +107,7 @@ def join(value: Any, layout: Layout) -> Tensor:
 
 
 def split(data: Tensor, layout: Layout, device: torch.device | None = None) -> Any:
-    """What layers returned, from the bytes of a batch's entries, shape (samples, bytes)."""
+    """Inverse of :func:`join`: outputs from entries of shape (samples, bytes)."""
 
     def tensor(leaf: Any) -> Any:
         if not isinstance(leaf, Leaf):
@@ -120,11 +120,11 @@ def split(data: Tensor, layout: Layout, device: torch.device | None = None) -> A
 
 
 def rounded(value: Any, dtype: torch.dtype | None) -> Any:
-    """What reading gives where this is kept: floating-point numbers as exact as a type is.
+    """Round floating-point numbers to the precision of a type, as storing and reading does.
 
     Args:
         value: A tensor, or a structure of tensors and constants.
-        dtype: In which it is kept; None: as it is.
+        dtype: Type in the cache; None: nothing is rounded.
     """
     if dtype is None:
         return value
@@ -144,7 +144,7 @@ def rows_of(value: Any, rows: NDArray[np.int64] | Sequence[int] | Tensor) -> Any
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Where the first tensor of a structure is; None without one."""
+    """Device of the first tensor of a structure; None without one."""
     tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
     return next((tensor.device for tensor in tensors), None)
 

@@ -1,7 +1,7 @@
-"""Which entry lies where: one table in shared memory, the same for all processes of a machine.
+"""The index of the cache: one table in shared memory, the same for all processes of a machine.
 
-An entry's number says that it may be read, and it is written last, in one store. So an entry that
-a process was writing when it ended is not there::
+An entry may be read once its boundary's number is set, which is written last, by one atomic store.
+So an entry that a process was writing when it ended does not exist::
 
     insert ──► boundary 0, place known ──► bytes are copied ──► commit: boundary = its number
                  (nobody reads it)                               (everybody may)
@@ -27,16 +27,16 @@ _HEADER = 64 * 1024
 _NUM_WORDS = 32
 _MAX_READABLE = 256
 _NEXT, _NOTES, _NUM_READABLE, _WAS_READABLE = 0, 8, 16, 24
-"""Words of the header: the first free byte of up to 8 arenas; bytes of notes; readable tokens."""
+"""Words of the header: first free bytes of up to 8 arenas; size of notes; readable tokens."""
 NOWHERE = -1
 UNKNOWN = np.uint64(0)
 
 
 class Index:
-    """Finds entries by sample, and gives out space.
+    """Finds entries by sample, and allocates space for them.
 
     Args:
-        arena: Its own, made by :meth:`create` or attached to another process' one.
+        arena: The table's own, made by :meth:`create` or attached to that of another process.
     """
 
     def __init__(self, arena: Arena) -> None:
@@ -56,31 +56,31 @@ class Index:
 
     @classmethod
     def create(cls, num_entries: int) -> Index:
-        """A table for so many entries."""
+        """Make a table for a number of entries."""
         capacity = 1 << max(6, (2 * num_entries - 1).bit_length())
         arena = Arena.in_memory(_HEADER + 40 * capacity)
         if not arena.claim(arena.size):
             arena.close()
             raise ConfigurationError(
-                f"no memory for a table of {num_entries} cached activations; is num_samples right?"
+                f"no memory for a table of {num_entries} cached activations: is num_samples right?"
             )
         return cls(arena)
 
     @classmethod
     def attached(cls, handle: ArenaHandle) -> Index:
-        """The table of another process."""
+        """Attach to the table of another process."""
         return cls(Arena.attached(handle))
 
     @property
     def handle(self) -> ArenaHandle:
-        """For :meth:`attached`."""
+        """Argument of :meth:`attached`."""
         return self._arena.handle
 
     def find(self, words: Words) -> Numbers:
-        """The row of each entry in the table, committed or not; -1 for those that have none.
+        """The row of each entry in the table, committed or not; -1 if there is none.
 
         Args:
-            words: Of the samples, shape (samples, 2).
+            words: Digests of the samples, shape (samples, 2).
         """
         rows = (words[:, 0] % np.uint64(self._capacity)).astype(np.int64)
         found = np.full(len(words), -1, np.int64)
@@ -96,28 +96,28 @@ class Index:
         return found
 
     def tokens(self, rows: Numbers) -> Tokens:
-        """The boundary of the entry in each row; 0 where there is none that may be read."""
+        """The boundary of the entry in each row; 0 if there is no committed entry."""
         found: Tokens = np.where(rows >= 0, self._token[np.maximum(rows, 0)], UNKNOWN)
         return found
 
     def places(self, rows: Numbers) -> Numbers:
-        """Where entries lie: twice the byte in their arena, plus the number of the arena."""
+        """Places of entries: twice the byte in their arena, plus the number of the arena."""
         places: Numbers = self._place[rows]
         return places
 
     def reserve(self, words: Words, size: int, arenas: Sequence[Arena | None]) -> Numbers:
-        """Give each sample a row and space for an entry; what it had there is gone.
+        """Give each sample a row and space for an entry; its earlier entry is lost.
 
         Args:
-            words: Of the samples, shape (samples, 2).
-            size: Of each entry, in bytes.
-            arenas: Where it may lie, the best first; None: not there.
+            words: Digests of the samples, shape (samples, 2).
+            size: Bytes of each entry.
+            arenas: Arenas to use, the best first; None for one that is not to be used.
 
         Returns:
             The rows; -1 for samples for which there is no space.
 
         Raises:
-            ConfigurationError: There are more samples than was said.
+            ConfigurationError: There are more samples than ``num_samples``.
         """
         with self._arena.locked():
             rows = self.find(words)
@@ -139,9 +139,9 @@ class Index:
                 return row
             row = (row + 1) % self._capacity
         raise ConfigurationError(
-            "more sample ids than the cache was made for: the ids of a sample must be the same in "
-            "every epoch, and num_samples the length of the dataset. WithIds(dataset) numbers the "
-            "samples"
+            "more sample ids than the cache was made for: the id of a sample must be the same in "
+            "every epoch, and num_samples must be the length of the dataset. WithIds(dataset) "
+            "numbers the samples"
         )
 
     def _allocate(self, row: int, size: int, arenas: Sequence[Arena | None]) -> bool:
@@ -154,13 +154,13 @@ class Index:
         return False
 
     def commit(self, rows: Numbers, token: int) -> None:
-        """From now on the entries in these rows may be read."""
+        """Let the entries in these rows be read."""
         self._token[rows] = np.uint64(token)
 
-    # Notes: few and small; what the bytes of a boundary's entries mean
+    # Notes: few and small; the format of the entries at each boundary
 
     def note(self, token: int, value: Any) -> None:
-        """Tell all processes something about a boundary, once."""
+        """Publish something about a boundary to all processes, once."""
         if self.noted(token) is not None:
             return
         with self._arena.locked():
@@ -173,7 +173,7 @@ class Index:
             self._header[_NOTES] = (start + 8 + len(data) + 7) // 8 * 8
 
     def noted(self, token: int) -> Any:
-        """What some process noted; None if none has."""
+        """Read what some process published about a boundary; None if none has."""
         while token not in self._known and self._num_read < int(self._header[_NOTES]):
             start = self._num_read
             length = int(self._notes[start : start + 8].view(np.int64)[0])
@@ -182,10 +182,10 @@ class Index:
             self._num_read = (start + 8 + length + 7) // 8 * 8
         return self._known.get(token)
 
-    # Which entries stand for inputs, which then need not be loaded
+    # Entries that are read instead of inputs
 
     def let_read(self, tokens: Sequence[int]) -> None:
-        """Entries of these boundaries will be read instead of inputs, from now on."""
+        """Let entries of these boundaries, and of no others, be read instead of inputs."""
         with self._arena.locked():
             if tokens:
                 self._header[_WAS_READABLE] = 1
@@ -195,7 +195,7 @@ class Index:
 
     @property
     def may_lack_inputs(self) -> bool:
-        """Whether inputs may have been left out: some entries are, or were, read instead."""
+        """Whether inputs may have been left out, since entries are or were read instead."""
         return bool(self._header[_WAS_READABLE])
 
     def is_readable(self, rows: Numbers) -> NDArray[np.bool_]:
@@ -204,9 +204,9 @@ class Index:
         return np.isin(self.tokens(rows), readable) & (rows >= 0)
 
     def used(self, number: int) -> int:
-        """Bytes given out of an arena."""
+        """Bytes of an arena that are in use."""
         return int(self._header[_NEXT + number])
 
     def close(self) -> None:
-        """Let go of the table; twice is fine."""
+        """Close the table; twice is fine."""
         self._arena.close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -15,30 +16,30 @@ from lightning_tspipe.caching.repeatable import fixed_random_numbers
 from lightning_tspipe.errors import ConfigurationError
 
 Path = int | str
-"""Where something is in a sample: its number, or its key."""
+"""A part of a sample: its number, or its key."""
 ID = "id"
 """The key of the id in samples that are dictionaries."""
 
 
 class WithIds(Dataset[Any]):
-    """The same dataset with an id for each sample, behind the sample's other parts.
+    """A dataset that appends an id to each sample of another dataset.
 
     A sample ``(picture, label)`` becomes ``(picture, label, id)``, a dictionary gets a key
     ``"id"``, anything else becomes ``(sample, id)``.
 
     Args:
-        dataset: With a length, and samples by index.
-        ids: One for each sample, the same in every run: whole numbers or strings; None: the index.
-        views: So many fixed random views of each sample, for datasets that augment: the dataset is
-            as many times as long, and gives each view with random numbers of its own, the same
+        dataset: A dataset with a length, and samples by index.
+        ids: An integer or a string for each sample, the same in every run; None: the index.
+        views: Number of fixed random views of each sample, for datasets that augment: the dataset
+            becomes this many times as long, and each view has random numbers of its own, the same
             each time.
-        inputs: Where in a sample are the tensors that only the frozen layers read: ``0`` or
-            ``"tokens"``, or several of them. While their activations are cached they are not
-            loaded, and in their place stand NaN or numbers out of range. None: all is loaded.
+        inputs: The parts of a sample that only the frozen layers read: ``0`` or ``"tokens"``, or
+            several of them. While their activations are cached they are not loaded, and replaced by
+            NaN or by numbers out of range. None: everything is loaded.
 
     Raises:
         ConfigurationError: A dataset without length or index; ids that are too few or not unique;
-            less than one view.
+            fewer than one view.
     """
 
     def __init__(
@@ -51,15 +52,15 @@ class WithIds(Dataset[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigurationError(
-                f"{type(dataset).__name__} gives samples in a row only; activations are cached by "
-                "sample, so that a dataset with __getitem__ and __len__ is needed"
+                f"{type(dataset).__name__} only iterates over samples; activations are cached by "
+                "sample, which needs a dataset with __getitem__ and __len__"
             )
         if ids is not None:
             _check_unique(ids, len(dataset))
         if views is not None and views < 1:
             raise ConfigurationError(
-                f"WithIds(views={views}): so many fixed random views of each sample, from 1 on; "
-                "None gives the samples as they are"
+                f"WithIds(views={views}): the number of fixed random views of each sample must be "
+                "at least 1; None gives the samples as they are"
             )
         self.dataset = dataset
         self.views = views
@@ -114,54 +115,46 @@ class WithIds(Dataset[Any]):
             return self._full(index, name)
         rest = cache.store.rest(name)
         if leave_out and rest is not None:
-            sample, shapes = pickle.loads(rest)  # noqa: S301 - a process of this job wrote it
-            for path, (shape, dtype) in zip(self.inputs, shapes, strict=True):
-                sample[path] = absent(shape, dtype)
-            return _with_id(_thawed(sample), name)
+            sample, specs = pickle.loads(rest)  # noqa: S301 - a process of this job wrote it
+            stands_in = {path: absent(*spec) for path, spec in specs.items()}
+            return _with_id(_with_parts(sample, stands_in), name)
         sample = self._read(index)
         if rest is None:
-            cache.store.keep_rest(name, pickle.dumps(self._without_inputs(sample)))
+            specs = {path: self._spec(sample, path) for path in self.inputs}
+            without = _with_parts(sample, dict.fromkeys(self.inputs))
+            cache.store.keep_rest(name, pickle.dumps((without, specs)))
         return _with_id(sample, name)
 
-    def _without_inputs(self, sample: Any) -> tuple[dict[Any, Any], list[Any]]:
-        parts = _parts(sample)
-        shapes = []
-        for path in self.inputs:
-            tensor = parts.pop(path, None)
-            if not isinstance(tensor, Tensor):
-                raise ConfigurationError(
-                    f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
-                )
-            shapes.append((tuple(tensor.shape), tensor.dtype))
-        return {**parts, _KIND: _kind_of(sample), _ORDER: list(_parts(sample))}, shapes
+    def _spec(self, sample: Any, path: Path) -> tuple[tuple[int, ...], torch.dtype]:
+        parts = sample if isinstance(sample, dict | list | tuple) else (sample,)
+        tensor = part_of(parts, path)
+        if not isinstance(tensor, Tensor):
+            raise ConfigurationError(
+                f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
+            )
+        return tuple(tensor.shape), tensor.dtype
 
     def read_from(self, cache: ActivationCache | None) -> None:
-        """Leave out inputs whose activations a cache has, from the next epoch's workers on."""
+        """Leave out inputs whose activations are cached, from the next epoch's workers on."""
         self._cache = cache
 
 
-_KIND, _ORDER = "\0kind", "\0order"
-
-
-def _kind_of(sample: Any) -> str:
-    return "dict" if isinstance(sample, dict) else "list" if isinstance(sample, list) else "tuple"
-
-
-def _parts(sample: Any) -> dict[Any, Any]:
-    """The parts of a sample by number or key."""
+def _with_parts(sample: Any, parts: Mapping[Any, Any]) -> Any:
+    """A copy of a sample in which some parts, by number or key, are replaced."""
     if isinstance(sample, dict):
-        return dict(sample)
-    if isinstance(sample, list | tuple):
-        return dict(enumerate(sample))
-    return {0: sample}
+        return {**sample, **parts}
+    values = list(sample) if isinstance(sample, list | tuple) else [sample]
+    for place, part in parts.items():
+        values[place] = part
+    return values if isinstance(sample, list) else tuple(values)
 
 
-def _thawed(parts: dict[Any, Any]) -> Any:
-    kind, order = parts.pop(_KIND), parts.pop(_ORDER)
-    ordered = {name: parts[name] for name in order}
-    if kind == "dict":
-        return ordered
-    return list(ordered.values()) if kind == "list" else tuple(ordered.values())
+def part_of(sample: Any, path: Path) -> Any:
+    """A part of a sample or a batch by its number or key; None if there is none."""
+    try:
+        return sample[path]
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _with_id(sample: Any, name: Hashable) -> Any:
@@ -189,28 +182,25 @@ def _check_unique(ids: Sequence[Hashable], length: int) -> None:
     for name in ids:
         if name in seen:
             raise ConfigurationError(
-                f"duplicate sample id {name!r}: activations are kept by id, and two samples would "
-                "share them. Without ids=, samples are numbered"
+                f"duplicate sample id {name!r}: activations are cached by id, and two samples "
+                "would share them. Without ids=, samples are numbered"
             )
         seen.add(name)
 
 
 def ids_of(batch: Any, where: Path | None = None) -> Any:
-    """The ids in a batch of a dataset with ids.
+    """The sample ids of a batch.
 
     Args:
-        batch: As the loader gives it.
-        where: Number or key of the ids in it; None: as :class:`WithIds` puts them.
+        batch: A batch of the loader.
+        where: Number or key of the ids in it; None: where :class:`WithIds` puts them.
 
     Raises:
-        ConfigurationError: There are none.
+        ConfigurationError: The batch has none.
     """
     if where is None:
         where = ID if isinstance(batch, dict) else -1
-    try:
-        found = batch[where]
-    except (KeyError, IndexError, TypeError):
-        found = None
+    found = part_of(batch, where)
     integers = isinstance(found, Tensor) and found.dim() == 1 and not found.is_floating_point()
     if integers or (isinstance(found, list | tuple) and found and isinstance(found[0], str | int)):
         return found

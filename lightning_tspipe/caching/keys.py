@@ -1,4 +1,4 @@
-"""What a kept activation depends on: the sample, and everything between it and the boundary."""
+"""Cache keys: the sample, and everything between it and the boundary."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Words = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Boundary:
-    """A place in a network, and all that its activations depend on besides the sample.
+    """A place in a network, and everything that its activations depend on besides the sample.
 
     Attributes:
-        name: Of the place: ``"student.blocks.3"``, or the number of the last frozen atom.
-        fingerprint: Of the weights and buffers before it, see :func:`fingerprint`.
-        dtype: In which activations are kept; None: as they are.
-        run: Which inputs the ids belong to; two datasets, or two transforms, are two runs.
+        name: Name of the place: ``"student.blocks.3"``, or the number of frozen atoms.
+        fingerprint: Digest of the weights and buffers before it, see :func:`fingerprint`.
+        dtype: Type in which activations are stored; None: their own.
+        run: The inputs that the ids belong to; two datasets, or two transforms, are two runs.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Boundary:
 
 
 def fingerprint(*parts: nn.Module | Tensor) -> str:
-    """A digest of weights and buffers: of modules, with their names, or tensors.
+    """A digest of weights and buffers: of tensors, or of modules with their names.
 
     Reads all of them once.
 
@@ -59,7 +59,7 @@ def fingerprint(*parts: nn.Module | Tensor) -> str:
 
 
 def fingerprints(pieces: Sequence[Sequence[nn.Module | Tensor]]) -> list[str]:
-    """Of the first piece, of the first two together, and so on; each is read once."""
+    """Digests of the first piece, of the first two together, and so on; each is read once."""
     digest = hashlib.blake2b(digest_size=16)
     found = []
     for parts in pieces:
@@ -80,7 +80,7 @@ def digests(ids: Iterable[Hashable], kind: str = "") -> Words:
 
     Args:
         ids: Numbers, strings, or tuples of them. A number and its text are different ids.
-        kind: Of the entry, if a sample has several.
+        kind: Kind of the entry, if a sample has several.
 
     Returns:
         Shape (number of ids, 2).
@@ -94,10 +94,10 @@ def digests(ids: Iterable[Hashable], kind: str = "") -> Words:
 
 
 def as_ids(ids: Tensor | Sequence[Hashable]) -> list[Hashable]:
-    """The ids of a batch's samples.
+    """The sample ids of a batch as a list.
 
     Raises:
-        ConfigurationError: They are no integers or strings, or one of them comes twice.
+        ConfigurationError: An id is neither an integer nor a string, or comes twice.
     """
     found: list[Hashable] = (
         ids.flatten().tolist() if isinstance(ids, Tensor) else list(ids)  # no tensors as keys
@@ -111,9 +111,9 @@ def as_ids(ids: Tensor | Sequence[Hashable]) -> list[Hashable]:
     if len(set(found)) < len(found):
         twice = next(i for n, i in enumerate(found) if i in found[:n])
         raise ConfigurationError(
-            f"duplicate sample id {twice!r} within a batch: activations are kept by id. Give each "
-            "sample its own, WithIds(dataset) does; and a sampler that repeats samples "
-            "(replacement=True) can't be cached"
+            f"duplicate sample id {twice!r} within a batch: activations are cached by id. Give "
+            "each sample its own, as WithIds(dataset) does; samplers that repeat samples "
+            "(replacement=True) don't work with a cache"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""Sample ids that went to the device with their batch, and that the host still knows."""
+"""Host copies of sample ids that were moved to the device with their batch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing_extensions import override
 
 
 class OnHost:
-    """Remembers what vectors of whole numbers were before they were moved.
+    """Host copies of integer vectors that were moved to a device.
 
-    Asking a GPU for them would hold the host until all that was launched before has run.
+    Reading them from a GPU would block the host until all work launched before has run.
 
     >>> import torch
     >>> ids, on_host = torch.tensor([3, 4]), OnHost()
@@ -33,12 +33,12 @@ class OnHost:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """While inside, what is moved is remembered, as long as the moved tensor lives."""
+        """Remember what is moved inside of the context, while the moved tensor lives."""
         with _Noting(self._known):
             yield
 
     def of(self, moved: Tensor) -> Tensor:
-        """The same values on the host; copied, if they are not known or have changed since."""
+        """The same values on the host; copied if they are unknown or have changed since."""
         if moved.device.type == "cpu":
             return moved
         values, version = self._known.get(moved, (None, None))
@@ -59,6 +59,6 @@ class _Noting(TorchFunctionMode):
             before = args[0]
             is_moved = before.device.type == "cpu" and result.device.type != "cpu"
             if is_moved and before.dim() == 1 and not before.is_floating_point():
-                # A copy: the loader's tensor is the user's, who may write into it.
+                # A copy, since the user may write into the loader's tensor.
                 self._known[result] = before.to(result.dtype, copy=True), result._version  # noqa: SLF001
         return result

@@ -1,4 +1,4 @@
-"""Refuses data that is another one each time it is read: its activations can't be cached."""
+"""Checks that a dataset gives the same sample each time it is read."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from lightning_tspipe.errors import ConfigurationError
 
 
 def check_repeatable(dataset: Any, num_samples: int = 4, num_readings: int = 2) -> None:
-    """Read some samples several times, and refuse a dataset that gives something else each time.
+    """Read some samples several times, and refuse a dataset whose samples change.
 
-    The random states are afterwards as before.
+    The random states are restored afterwards.
 
     Args:
-        dataset: With a length, and samples by index.
-        num_samples: Spread over the dataset.
-        num_readings: Of each.
+        dataset: A dataset with a length, and samples by index.
+        num_samples: Number of samples to read, spread over the dataset.
+        num_readings: Number of readings of each sample.
 
     Raises:
-        ConfigurationError: The samples differ, or random numbers are drawn to make them.
+        ConfigurationError: The samples differ, or reading them draws random numbers.
     """
     before = _random_states()
     length = len(dataset)
@@ -34,9 +34,7 @@ def check_repeatable(dataset: Any, num_samples: int = 4, num_readings: int = 2) 
         for index in sorted({n * length // num_samples for n in range(num_samples)}):
             first, *others = [dataset[index] for _ in range(num_readings)]
             if not all(_equal(first, other) for other in others):
-                raise ConfigurationError(
-                    f"sample {index} is another one each time it is read{_HOW}"
-                )
+                raise ConfigurationError(f"sample {index} is different each time it is read{_HOW}")
         if not _equal(before, _random_states()):
             raise ConfigurationError(f"the dataset draws random numbers when it is read{_HOW}")
     finally:
@@ -52,7 +50,7 @@ _HOW = (
 
 @contextmanager
 def fixed_random_numbers(seed: int) -> Iterator[None]:
-    """While inside, random numbers begin at a seed; afterwards they go on where they were."""
+    """Seed the random numbers inside of the context; afterwards they continue as before."""
     before = _random_states()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

@@ -1,7 +1,7 @@
-"""Where the bytes of samples lie: a table, and memory and disk that its rows point into.
+"""Storage of the cache: a table, and the memory and disk space that its rows point into.
 
-All processes of a machine see the same. What a row points to is whole, or the row says that there
-is nothing: its token is written last::
+All processes of a machine see the same. A row's token is written last, so that an entry is either
+complete or missing::
 
     table    row 0   digest of a sample   token of a boundary   place ──┐
              row 1   ...                                                │
@@ -26,12 +26,12 @@ from lightning_tspipe.caching.keys import digests
 from lightning_tspipe.late import Late
 
 _REST = 1
-"""The token of what a dataset keeps of a sample besides its inputs."""
+"""The token of the parts of a sample that are not inputs."""
 _ALIGNMENT = 64
 
 
 class StoreHandle(NamedTuple):
-    """Where the other processes of a machine find a store; small, and can be pickled."""
+    """Address of a store for the other processes of a machine; small and picklable."""
 
     table: ArenaHandle
     memory: ArenaHandle | None
@@ -39,7 +39,7 @@ class StoreHandle(NamedTuple):
 
 
 class _UnderWay(NamedTuple):
-    """Entries that are reserved, and whose bytes a device still computes."""
+    """Entries with reserved space whose bytes a device is still computing."""
 
     rows: Numbers
     data: Late
@@ -50,9 +50,9 @@ class Store:
     """Entries of samples, by the rows of a table.
 
     Args:
-        table: Says what lies where.
+        table: The index of all entries.
         memory: Space in memory.
-        disk: Space on disk, used when there is none in memory.
+        disk: Space on disk, used when the memory is full.
 
     Attributes:
         table: The table.
@@ -68,16 +68,16 @@ class Store:
     def create(
         cls, num_rows: int, memory: int, disk: int, folder: str | PathLike[str] | None
     ) -> Store:
-        """An empty one.
+        """Make an empty store.
 
         Args:
-            num_rows: Of the table.
+            num_rows: Rows of the table.
             memory: Bytes of memory.
             disk: Bytes on disk.
-            folder: On the file system to use; None: the system's temporary one.
+            folder: A folder on the file system to use; None: the temporary folder.
 
         Raises:
-            ConfigurationError: More than there is.
+            ConfigurationError: That is more than what is free.
         """
         return cls(
             Index.create(num_rows),
@@ -87,7 +87,7 @@ class Store:
 
     @classmethod
     def attached(cls, handle: StoreHandle) -> Store:
-        """That of another process.
+        """Attach to the store of another process.
 
         Raises:
             ConfigurationError: It can't be reached.
@@ -97,12 +97,12 @@ class Store:
 
     @property
     def handle(self) -> StoreHandle:
-        """For :meth:`attached`, while this process lives."""
+        """Argument of :meth:`attached`, valid while this process lives."""
         memory, disk = (None if arena is None else arena.handle for arena in self._arenas)
         return StoreHandle(self.table.handle, memory, disk)
 
     def use(self, *, memory: bool, disk: bool) -> None:
-        """Where further entries are put, by this process."""
+        """Choose where this process puts further entries."""
         self._in_use = [
             arena if wanted else None
             for arena, wanted in zip(self._arenas, (memory, disk), strict=True)
@@ -114,13 +114,13 @@ class Store:
         return self.table.used(0), self.table.used(1)
 
     def note(self, token: int, layout: Layout) -> Layout:
-        """How entries with a token are laid out: as said here, or by another process before."""
+        """Publish the format of entries with a token; returns the one that was published first."""
         self.table.note(token, layout)
         noted: Layout = self.table.noted(token)
         return noted
 
     def read(self, rows: Numbers, token: int) -> tuple[Tensor, Layout] | None:
-        """The entries in some rows; None if one of them changed meanwhile."""
+        """The entries in some rows; None if one of them has changed meanwhile."""
         layout: Layout | None = self.table.noted(token)
         if layout is None:
             return None
@@ -134,9 +134,9 @@ class Store:
         return data, layout
 
     def write(self, words: Any, value: Any, layout: Layout, token: int) -> int:
-        """Put what a batch of samples gave; for how many there was space.
+        """Store the outputs of samples; returns for how many there was space.
 
-        What a GPU has yet to compute is put there when it has, see :meth:`settle`.
+        What a GPU is still computing is stored later, see :meth:`settle`.
         """
         self.settle()
         rows = self.table.reserve(words, _aligned(layout.size), self._in_use)
@@ -151,10 +151,10 @@ class Store:
         return len(kept)
 
     def settle(self, rows: Numbers | None = None) -> None:
-        """Put what was under way to the host; holds the host until it is there.
+        """Store what was on its way to the host; waits until it has arrived.
 
         Args:
-            rows: Only if it goes to one of these; None: in any case.
+            rows: Only if it belongs to one of these rows; None: in any case.
         """
         found = self._under_way
         if found is not None and (rows is None or np.isin(found.rows, rows).any()):
@@ -163,7 +163,7 @@ class Store:
             self.table.commit(found.rows, found.token)
 
     def prefetch(self, rows: Numbers) -> None:
-        """What lies on disk of these rows is fetched beside other work."""
+        """Prefetch the entries of these rows from disk, in the background."""
         if self._arenas[1] is None or not len(rows):
             return
         for token in np.unique(self.table.tokens(rows)).tolist():
@@ -173,7 +173,7 @@ class Store:
                 self._expect(self.table.places(chosen), layout.size)
 
     def keep_rest(self, sample: Hashable, data: bytes) -> None:
-        """Keep what a dataset gave besides the inputs of a sample, if there is space."""
+        """Store the parts of a sample that are not inputs, if there is space."""
         size = _aligned(len(data) + 8)
         rows = self.table.reserve(digests([sample], "rest"), size, self._arenas)
         if rows[0] >= 0:
@@ -182,7 +182,7 @@ class Store:
             self.table.commit(rows, _REST)
 
     def rest(self, sample: Hashable) -> bytes | None:
-        """What :meth:`keep_rest` has kept; None if it has not."""
+        """Read what :meth:`keep_rest` has stored; None if nothing."""
         rows = self.table.find(digests([sample], "rest"))
         if self.table.tokens(rows)[0] != _REST:
             return None
@@ -191,12 +191,12 @@ class Store:
         return self._bytes(place, 8 + length)[8:].numpy().tobytes()
 
     def forget(self) -> None:
-        """Let the system drop its copies of what lies on disk: for measurements."""
+        """Drop the page cache of what is on disk, for measurements."""
         if self._arenas[1] is not None:
             self._arenas[1].forget()
 
     def close(self) -> None:
-        """Let go; with the last process, all that was kept is gone. Twice is fine."""
+        """Close the store; its contents are lost with the last process. Twice is fine."""
         self._under_way = None
         self.table.close()
         for arena in self._arenas:
@@ -204,12 +204,12 @@ class Store:
                 arena.close()
 
     def _put(self, rows: Numbers, data: Tensor) -> None:
-        """Copy bytes, shape (entries, bytes), to where their rows say."""
+        """Copy bytes, shape (entries, bytes), to the places of their rows."""
         for entry, place in zip(data, self.table.places(rows).tolist(), strict=True):
             self._bytes(place, data.shape[1]).copy_(entry)
 
     def _bytes(self, place: int, size: int) -> Tensor:
-        """The lowest bit of a place says in which arena it is."""
+        """The bytes at a place, whose lowest bit is the number of the arena."""
         arena = self._arenas[place & 1]
         assert arena is not None
         return arena.memory[place >> 1 : (place >> 1) + size]

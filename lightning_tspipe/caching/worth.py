@@ -1,4 +1,4 @@
-"""Whether reading activations takes less time than computing them: measured, not guessed."""
+"""Measured times of reading and of computing activations: is caching worth it?"""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lightning_tspipe.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Worth:
-    """Seconds per sample.
+    """Measured seconds per sample.
 
     Attributes:
-        compute: To run the frozen layers on inputs.
-        memory: To read their outputs from memory.
-        disk: To read them from disk, out of nobody's memory; infinite if it was not tried.
-        load: To load and decode the inputs, which a hit saves; 0 if they are loaded anyway.
-        num_bytes: Of an entry.
+        compute: Running the frozen layers on inputs.
+        memory: Reading their outputs from memory.
+        disk: Reading them from disk, with a cold page cache; infinite if not measured.
+        load: Loading and decoding the inputs, which a hit saves; 0 if they are loaded anyway.
+        num_bytes: Bytes of an entry.
     """
 
     compute: float
@@ -40,12 +40,12 @@ class Worth:
 
     @property
     def by_memory(self) -> bool:
-        """Whether memory is faster than computing."""
+        """Whether reading from memory is faster than computing."""
         return self.memory < self.compute + self.load
 
     @property
     def by_disk(self) -> bool:
-        """Whether the disk is faster than computing."""
+        """Whether reading from disk is faster than computing."""
         return self.disk < self.compute + self.load
 
     def __str__(self) -> str:
@@ -59,31 +59,19 @@ class Worth:
         )
 
 
-def measure(  # noqa: PLR0913 - what, and how
-    function: Callable[[Any], Any],
-    inputs: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    disk: bool = False,
-    folder: str | PathLike[str] | None = None,
-    repeats: int = 3,
-) -> Worth:
-    """Compute a batch's activations, and read them, some times each; the shortest counts.
+def measure(function: Callable[[Any], Any], inputs: Any, *, repeats: int = 3, **how: Any) -> Worth:
+    """Compute a batch's activations and read them, several times each; the shortest time counts.
 
     Args:
         function: The frozen layers.
-        inputs: Of a batch; a structure of tensors.
-        dtype: In which activations would be kept.
-        disk: Whether to try the disk too.
-        folder: On the file system of the disk's part.
+        inputs: Inputs of a batch; a structure of tensors.
         repeats: Runs of each kind, after one that is not counted.
+        how: Other arguments of :func:`measure_reading`.
     """
     num_samples = next(len(t) for t in pytree.tree_leaves(inputs) if isinstance(t, Tensor))
     with torch.no_grad():
         compute, value = _shortest(lambda: function(inputs), repeats)
-    worth = measure_reading(
-        value, num_samples, dtype=dtype, disk=disk, folder=folder, repeats=repeats
-    )
+    worth = measure_reading(value, num_samples, repeats=repeats, **how)
     return replace(worth, compute=compute / num_samples)
 
 
@@ -96,14 +84,14 @@ def measure_reading(  # noqa: PLR0913 - what, and how
     folder: str | PathLike[str] | None = None,
     repeats: int = 3,
 ) -> Worth:
-    """Read what layers returned for a batch; computing it takes no time, says the result.
+    """Measure how long reading a batch takes; the time of computing it is 0 in the result.
 
     Args:
-        value: What they returned.
-        num_samples: In the batch.
-        dtype: In which activations would be kept.
-        disk: Whether to try the disk too.
-        folder: On the file system of the disk's part.
+        value: Outputs of the frozen layers.
+        num_samples: Samples in the batch.
+        dtype: Type in which activations would be stored.
+        disk: Whether to measure the disk too.
+        folder: A folder on the file system for the disk's part.
         repeats: Runs of each kind, after one that is not counted.
     """
     layout = layout_of(value, num_samples, dtype)

@@ -1,4 +1,4 @@
-"""Callbacks for ordinary and pipelining strategies, in both Lightning worlds."""
+"""Callbacks for ordinary and pipelining strategies, for either copy of Lightning."""
 
 from __future__ import annotations
 

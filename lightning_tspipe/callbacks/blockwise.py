@@ -1,4 +1,4 @@
-"""Blockwise distillation as a LightningModule writes it: one step, on one device or relayed."""
+"""Blockwise distillation as a LightningModule: one step, on one device or relayed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ else:
 
 
 class Rounds(Protocol):
-    """Where the rounds of a step run, if not here: on all ranks of a pipeline."""
+    """Runs the rounds of a step on all ranks of a pipeline, instead of here."""
 
     def run_round(self, number: int) -> Mapping[int, BlockOutcome]:
         """The losses of the blocks that this rank trains."""
@@ -38,9 +38,9 @@ class Rounds(Protocol):
 
 @dataclass
 class _Means:
-    """Sums of losses since the epoch began; an object, so that a pipeline leaves it to its rank.
+    """Sums of losses since the epoch began, on the device: nobody waits for them.
 
-    Where the losses are: nobody waits for them.
+    An object of its own, so that a pipeline leaves it on its rank.
     """
 
     sums: dict[int, Tensor] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class _Means:
 
 @dataclass(eq=False)
 class _Pairs:
-    """The blocks as they were found; a copy of the module finds its own."""
+    """The blocks that were found; not copied with the module, which finds its own."""
 
     pairs: tuple[BlockPair, ...]
     networks: tuple[Any, Any]
@@ -67,14 +67,14 @@ class _Pairs:
 
 
 class BlockwiseDistillation(_Base):
-    """Each block of ``student`` learns to do what the same block of ``teacher`` does to its input.
+    """Trains each block of ``student`` to reproduce the same block of ``teacher``.
 
-    A mixin for a LightningModule, to be named before it. The module has a ``teacher`` and a
-    ``student`` of equally many blocks (``nn.Sequential``, ``nn.ModuleList``, anything with a
-    method ``pipeline_blocks()``, or a network whose ``block_boundaries`` are named), and
-    ``configure_optimizers``. With several optimizers (one per
+    A mixin that is named before LightningModule in the class definition. The module has a
+    ``teacher`` and a ``student`` with the same number of blocks (``nn.Sequential``,
+    ``nn.ModuleList``, anything with a method ``pipeline_blocks()``, or a network whose
+    ``block_boundaries`` are named), and ``configure_optimizers``. With several optimizers (one per
     block, or one for weights and one for an architecture) set ``automatic_optimization = False``,
-    as Lightning wants it; nothing else changes. The same module trains on one device, and with
+    as Lightning requires; nothing else changes. The same module trains on one device, and with
     ``BlockwiseRelay`` on a pipeline.
 
     At the end of each epoch it logs the mean loss of each block, ``train_loss/block_0`` and so on,
@@ -84,19 +84,19 @@ class BlockwiseDistillation(_Base):
     teacher: Any
     student: Any
     block_boundaries: Mapping[str, Sequence[str]] = MappingProxyType({})
-    """For ``teacher``, ``student`` or both, the submodules with which blocks begin, but the first.
+    """For ``teacher``, ``student`` or both, the first submodule of each block except the first.
 
-    For networks that are no list of their blocks. They are traced, and any submodule will do that
-    one tensor goes into: ``{"teacher": ["layer2", "layer3"]}``.
+    For networks that are not a list of their blocks. They are traced; a block may begin at any
+    submodule with a single input tensor: ``{"teacher": ["layer2", "layer3"]}``.
     """
     rounds: Rounds | None = None
     _means: _Means | None = None
     _known_pairs: _Pairs | None = None
 
-    # What a module may say
+    # What a module may override
 
     def block_input(self, batch: Any, round_name: str = "weights") -> Tensor:  # noqa: ARG002
-        """What the first block gets of a batch: by default its first part.
+        """The input of the first block: by default the first part of the batch.
 
         Args:
             batch: The batch.
@@ -105,8 +105,8 @@ class BlockwiseDistillation(_Base):
         x: Any = batch[0] if isinstance(batch, list | tuple) else batch
         if not isinstance(x, Tensor):
             raise ConfigurationError(
-                f"the batch begins with {type(x).__name__}: write block_input(self, batch, "
-                "round_name), which returns what the first block gets"
+                f"the batch begins with {type(x).__name__}, not with a tensor. Override "
+                "block_input(self, batch, round_name) to return the input of the first block"
             )
         return x
 
@@ -116,18 +116,18 @@ class BlockwiseDistillation(_Base):
         """The loss of one block, a mean over its samples: by default the mean squared error.
 
         Args:
-            student_out: What the student's block returns.
-            teacher_out: What the teacher's does.
-            block_idx: The block.
-            batch: The batch; where ranks share a block, their part of its samples.
+            student_out: Output of the student's block.
+            teacher_out: Output of the teacher's block.
+            block_idx: Index of the block.
+            batch: The batch; where ranks share a block, this rank's samples of it.
         """
         del block_idx, batch
         return F.mse_loss(student_out, teacher_out)
 
     def block_rounds(self, batch_idx: int) -> Sequence[str]:
-        """The rounds of a step, each of which relays an input and updates: by default one.
+        """Names of the rounds of a step, each of which relays an input and updates: by default one.
 
-        Only with ``automatic_optimization = False``. All ranks must find the same.
+        Used only with ``automatic_optimization = False``. All ranks must return the same.
         """
         del batch_idx
         return ("weights",)
@@ -137,14 +137,14 @@ class BlockwiseDistillation(_Base):
         del round_name
         return self.all_optimizers()
 
-    # What makes it train
+    # How it trains
 
     @property
     def block_pairs(self) -> tuple[BlockPair, ...]:
-        """The blocks.
+        """Pairs of the teacher's and the student's blocks.
 
         Raises:
-            ConfigurationError: The networks have none, or not equally many.
+            ConfigurationError: The networks have no blocks, or different numbers of them.
         """
         known = self._known_pairs
         if known is None or known.networks != (self.teacher, self.student):
@@ -153,33 +153,33 @@ class BlockwiseDistillation(_Base):
         return known.pairs
 
     def all_optimizers(self) -> list[Any]:
-        """As ``self.optimizers()``, always a list."""
+        """``self.optimizers()``, always as a list."""
         found: Any = self.optimizers()
         return list(found) if isinstance(found, list | tuple) else [found]
 
     @override
     def train(self, mode: bool = True) -> Any:
-        """The teacher stays in eval mode."""
+        """Set the mode, except of the teacher, which stays in eval mode."""
         super().train(mode)
         self.teacher.eval()
         return self
 
     @override
     def on_fit_start(self) -> None:
-        """The teacher is not trained."""
+        """Freeze the teacher."""
         super().on_fit_start()
         self.teacher.requires_grad_(requires_grad=False)
         self.teacher.eval()
 
     @override
     def on_train_epoch_start(self) -> None:
-        """Losses are averaged over an epoch."""
+        """Reset the mean losses."""
         super().on_train_epoch_start()
         self._means = _Means()
 
     @override
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """One step: the blocks' losses, whose gradients have nothing in common."""
+        """The sum of the blocks' losses, whose gradients are independent of each other."""
         if self.automatic_optimization:
             return self._losses(0, "weights", batch)
         for number, name in enumerate(self.block_rounds(batch_idx)):
@@ -208,11 +208,11 @@ class BlockwiseDistillation(_Base):
                 raise ConfigurationError(
                     f"the loss of block {block} ({self.block_pairs[block].name}) is {value}: its "
                     "weights are lost, those of the other blocks are not. Lower its learning rate, "
-                    "clip its gradients, or look at what its teacher's block returns"
+                    "clip its gradients, or inspect the output of its teacher's block"
                 )
 
     def run_blocks(self, round_name: str, batch: Any) -> dict[int, BlockOutcome]:
-        """All blocks on this device, in their order."""
+        """Run all blocks on this device, in order."""
         x = self.block_input(batch, round_name)
         found = {}
         for pair in self.block_pairs:
@@ -225,7 +225,7 @@ class BlockwiseDistillation(_Base):
 
     @override
     def on_train_epoch_end(self) -> None:
-        """Log the means of the epoch, on every rank alike."""
+        """Log the mean losses of the epoch, the same on every rank."""
         super().on_train_epoch_end()
         means = self._means or _Means()
         own = {block: (float(total), means.counts[block]) for block, total in means.sums.items()}
@@ -245,7 +245,7 @@ class BlockwiseDistillation(_Base):
             self._step_schedulers()
 
     def _step_schedulers(self) -> None:
-        """Lightning leaves them alone where a module optimizes by itself."""
+        """Step the schedulers, as Lightning does not with manual optimization."""
         schedulers: Any = self.lr_schedulers()
         if schedulers is None:
             return

@@ -1,4 +1,4 @@
-"""How blockwise distillation is spread over the devices of a pipeline."""
+"""Callback that spreads blockwise distillation over the devices of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ if TYPE_CHECKING:
 
 
 class BlockwiseRelay(Callback):
-    """Relay the teacher's activations from device to device, and train the blocks beside it.
+    """Relays the teacher's activations from device to device, and trains the student's blocks.
 
     Each block of the teacher runs once per batch, on the device that also trains the student's
     block. With ``Trainer(strategy="tspipe")`` and a :class:`BlockwiseDistillation` module; on
     another strategy it changes nothing.
 
     Args:
-        mode: ``"dpu"``: each device has contiguous blocks and updates when it is done.
+        mode: ``"dpu"``: each device has contiguous blocks and updates as soon as it is done.
             ``"ahd"``: devices may also share blocks, dividing the batch, where that is faster.
-            ``"ir"``: all devices share all blocks. ``"tr"``: as ``"dpu"``, but all wait for each
-            other at the end of each step. For comparison ``"dp"`` (block by block, all devices
-            sharing each, the teacher from its beginning each time) and ``"ls"`` (whole blocks for
-            each device, the teacher from its beginning).
-        run_ahead: How many steps a device may be ahead of the one that it relays to.
-        partition: Blocks of each stage, instead of measuring; together all blocks.
-        widths: Devices that share each stage of ``partition``; by default one each.
+            ``"ir"``: all devices share all blocks. ``"tr"``: as ``"dpu"``, but all devices wait for
+            each other at the end of each step. Baselines are ``"dp"`` (block by block, all devices
+            sharing each block, each time with the teacher from its first block) and ``"ls"`` (whole
+            blocks for each device, which runs the teacher from its first block).
+        run_ahead: How many steps a device may be ahead of the next one.
+        partition: Number of blocks in each stage, instead of measuring; they add up to all blocks.
+        widths: Number of devices that share each stage of ``partition``; by default one.
         memory_limit: Bytes that a device may hold, or a text such as ``"16GiB"``.
-        sync_batchnorm: Whether devices that share a block normalise by the samples of all of them.
-            ``"auto"``: where a shared block has BatchNorm, so that the mathematics is that of one
-            device.
-        profile_steps: How often each block is run, for each share of a batch that may come to it.
-        profile_cache: The folder where measured costs are kept for the next run; None: nowhere.
+        sync_batchnorm: Whether devices that share a block normalise over the samples of all of
+            them. ``"auto"``: where a shared block has BatchNorm, so that the mathematics is that of
+            one device.
+        profile_steps: How often each block is measured, for each share of a batch it may get.
+        profile_cache: The folder where measured costs are stored for the next run; None: nowhere.
             By default ``~/.cache/lightning_tspipe`` (or in ``XDG_CACHE_HOME``).
 
     Raises:
@@ -62,9 +62,9 @@ class BlockwiseRelay(Callback):
         if mode not in MODES:
             raise ConfigurationError(f"mode={mode!r}: choose one of {', '.join(MODES)}")
         if run_ahead < 0:
-            raise ConfigurationError(f"run_ahead={run_ahead!r}: a number of steps, from 0 on")
+            raise ConfigurationError(f"run_ahead={run_ahead!r}: a number of steps, at least 0")
         if profile_steps < 1:
-            raise ConfigurationError(f"profile_steps={profile_steps!r}: at least 1")
+            raise ConfigurationError(f"profile_steps={profile_steps!r} must be at least 1")
         self.mode: Mode = mode
         self.run_ahead = run_ahead
         self.partition, self.widths = _by_hand(mode, partition, widths)
@@ -73,7 +73,7 @@ class BlockwiseRelay(Callback):
         self.profile_steps = profile_steps
         self.profile_cache = profile_cache
         self.plan: Any = None
-        """Who has which blocks, once the first batch has been seen."""
+        """The blocks of each stage and its devices; None before the first batch."""
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -87,7 +87,7 @@ class BlockwiseRelay(Callback):
             )
         if type(pl_module).training_step is not BlockwiseDistillation.training_step:
             raise ConfigurationError(
-                f"{name}.training_step is its own, and BlockwiseRelay could not follow it: write "
+                f"{name} overrides training_step, which BlockwiseRelay does not run: override "
                 "block_loss, block_input, block_rounds and round_optimizers instead"
             )
         pl_module.block_pairs  # noqa: B018 - refuses networks without blocks before anything runs
@@ -101,12 +101,12 @@ def _by_hand(
             raise ConfigurationError("widths without partition: give the blocks of each stage too")
         return None, None
     if mode in {"dp", "ir"}:
-        raise ConfigurationError(f"mode={mode!r} shares all blocks: leave partition out")
+        raise ConfigurationError(f"mode={mode!r} shares all blocks: remove partition")
     widths = [1] * len(partition) if widths is None else widths
     if len(widths) != len(partition) or min((*partition, *widths), default=0) < 1:
         raise ConfigurationError(
-            f"partition={list(partition)}, widths={list(widths)}: for each stage a number of "
-            "blocks and a number of devices, both from 1 on"
+            f"partition={list(partition)}, widths={list(widths)}: give each stage a number of "
+            "blocks and a number of devices, both at least 1"
         )
     if mode != "ahd" and max(widths) > 1:
         raise ConfigurationError(f"mode={mode!r} shares no stages: use mode='ahd' with {widths=}")

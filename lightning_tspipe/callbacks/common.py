@@ -1,119 +1,92 @@
-"""What the callbacks share: one base for both Lightning worlds, and how they see the strategy."""
+"""Base classes of the callbacks, and their view of the trainer and its strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 
-    from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
-    from lightning_tspipe.simulation.timeline import Timeline
+    from lightning_tspipe.strategy.training.pipelined import Pipelined
 else:
     from lightning.pytorch import Callback
 
     if find_spec("pytorch_lightning") is not None:
-        # ``lightning.pytorch`` and ``pytorch_lightning`` are separate worlds: each Trainer asks
-        # whether a callback is an instance of *its* base. One that derives from both is at home
-        # in both.
+        # ``lightning.pytorch`` and ``pytorch_lightning`` are separate namespaces: each Trainer asks
+        # whether a callback is an instance of *its* base class, so callbacks derive from both.
         from pytorch_lightning import Callback as OtherCallback
 
         class Callback(Callback, OtherCallback):
-            """The callback base of both Lightning worlds."""
+            """Callback base class for both Lightning namespaces."""
 
 
 __all__ = [
     "Callback",
     "Names",
-    "Pipelined",
+    "Restoring",
     "as_names",
+    "derives_from",
     "is_over",
+    "log_at_epoch_end",
     "may_log",
     "pipelined_of",
+    "refuse_sharding",
+    "replaced",
     "submodules",
 ]
 
 Names = str | Sequence[str]
 
 
-class Pipelined(Protocol):
-    """What a callback may ask of a pipelining strategy (``trainer.strategy.pipelined``)."""
+class Restoring(Callback):
+    """A callback that replaces things while a fit lasts, and puts them back however it ends.
 
-    is_loss_rank: bool
-    num_stages: int
-    bubble_ratio: float | None
-    decides_by_times: bool
-    data_parallel_size: int
-    delay: int
-    predicts_teacher: bool
-    has_recording: bool
-    replica: int
-    num_ranks: int
-    data_rank: int
-    batch_size: int
-    teacher_ran_ahead: bool | None
-    seconds_reading: float
-    student_names: tuple[str, ...]
+    Attributes:
+        undo: Functions that put something back; the last one is called first.
+    """
 
-    def freezes(self, *, repack: bool) -> None:
-        """Layers will freeze; before the training loader is made."""
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], None]] = []
 
-    def averages(self, originals: Mapping[str, str]) -> None:
-        """Something averages parts of the student, by the names of submodules."""
+    def restore(self) -> None:
+        """Put everything back; twice is fine."""
+        while self.undo:
+            self.undo.pop()()
 
-    def use_front(self, front: Any) -> None:
-        """Have something asked what the frozen part returned for a sample before."""
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.restore()
 
-    def use_features(self, cache: Any) -> None:
-        """Have something asked what the trunk of heads returns for a sample."""
-
-    def look_at_trunk(self) -> None:
-        """Features of a trunk that has changed are not read; every rank calls it."""
-
-    def freeze(
-        self,
-        names: Collection[str],
-        mesh: tuple[int | None, int | None],
-        told: Callable[[float], None],
+    @override
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Take frozen parameters out of the pipeline, between two epochs."""
+        self.restore()
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """The values of a pipeline's ranks, on its loss rank; every rank calls it."""
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.restore()
 
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """Of each of some numbers, the sum over all ranks; every rank calls it."""
 
-    @property
-    def teacher_prediction(self) -> TeacherPrediction | None:
-        """What predicts this rank's part of the teacher; None before the first batch."""
+def replaced(owner: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of one object; returns the function that undoes it."""
+    own = vars(owner).get(name)
+    vars(owner)[name] = function
 
-    def flops_per_sample(self) -> float:
-        """Floating-point operations of one sample in a training step."""
+    def undo() -> None:
+        if own is None:
+            vars(owner).pop(name, None)
+        else:
+            vars(owner)[name] = own
 
-    def of_first_replica(self, value: Any) -> Any:
-        """What this rank's peer in the first replica has; every rank calls it."""
-
-    def evaluate(
-        self,
-        fn: Callable[[Any], Any],
-        loader: Iterable[Any],
-        *,
-        limit: int | None = None,
-    ) -> Iterator[Any]:
-        """Run ``fn`` on every batch through the pipeline; results on the loss rank, else None."""
-
-    def timeline(self) -> Timeline | None:
-        """Gather the last recorded window; every rank calls it, the loss rank gets the result."""
-
-    def record(self, num_steps: int) -> None:
-        """Start to record ``num_steps`` steps."""
+    return undo
 
 
 def pipelined_of(trainer: Trainer) -> Pipelined | None:
@@ -123,13 +96,31 @@ def pipelined_of(trainer: Trainer) -> Pipelined | None:
 
 
 def may_log(trainer: Trainer) -> bool:
-    """Whether this rank speaks: the loss rank of a pipeline, else global rank 0."""
+    """Whether this rank logs: the loss rank of a pipeline, else global rank 0."""
     pipelined = pipelined_of(trainer)
     return trainer.is_global_zero if pipelined is None else pipelined.is_loss_rank
 
 
+def derives_from(trainer: Trainer, *names: str) -> bool:
+    """Whether the trainer's strategy is of one of these classes, of either copy of Lightning."""
+    return any(base.__name__ in names for base in type(trainer.strategy).__mro__)
+
+
+def refuse_sharding(trainer: Trainer, callback: str) -> None:
+    """Refuse strategies that shard parameters.
+
+    Raises:
+        ConfigurationError: The trainer has one.
+    """
+    if derives_from(trainer, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+        raise ConfigurationError(
+            f"{callback} does not work on {type(trainer.strategy).__name__}'s sharded "
+            "parameters; use strategy='auto', 'ddp' or 'tspipe'"
+        )
+
+
 def is_over(trainer: Trainer) -> bool:
-    """Whether no epoch follows: a run may be resumed from where it had ended."""
+    """Whether no epoch follows, as when a finished run is resumed."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
     return 0 <= steps <= trainer.global_step or 0 <= (epochs or -1) <= trainer.current_epoch
 
@@ -137,9 +128,9 @@ def is_over(trainer: Trainer) -> bool:
 def log_at_epoch_end(
     trainer: Trainer, pl_module: LightningModule, metrics: dict[str, float]
 ) -> None:
-    """Log numbers that all ranks know at an epoch's end; nothing if there are none.
+    """Log numbers that all ranks know at the end of an epoch, if there are any.
 
-    Ranks of DDP agree already; of a pipeline only one logs, and must not wait for others.
+    Ranks of DDP agree already; in a pipeline one rank logs, which must not wait for the others.
     """
     if metrics:
         pl_module.log_dict(
@@ -155,7 +146,7 @@ def as_names(names: Names) -> tuple[str, ...]:
     """One dotted name or several, as a tuple.
 
     Raises:
-        ConfigurationError: Something other than names, or none at all.
+        ConfigurationError: No names, or something else.
 
     >>> as_names("teacher")
     ('teacher',)
@@ -167,7 +158,7 @@ def as_names(names: Names) -> tuple[str, ...]:
 
 
 def submodules(pl_module: LightningModule, names: Names, argument: str) -> dict[str, nn.Module]:
-    """The submodules of those dotted names, in that order.
+    """The submodules with these dotted names, in order.
 
     Args:
         pl_module: The module that holds them.

@@ -1,7 +1,7 @@
-"""Freezes layers between epochs, and lets the pipeline shrink around what is left.
+"""Freeze layers between epochs, and shrink the pipeline to the layers that are still trained.
 
-PipeTransformer (He et al., ICML 2021). On one device and under DDP the layers freeze, and that is
-all; so the mathematics of a pipeline can be compared with it::
+PipeTransformer (He et al., ICML 2021). On one device and under DDP the layers only freeze, which is
+the reference for the mathematics of the pipeline::
 
     epoch 0    | 1 2 3 4 5 6 7 8 |   everything is trained
     epoch 1    |.1.2.3 4 5 6 7 8 |   layers 1 to 3 run forward only, in eval mode
@@ -19,13 +19,16 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.auto_cache import AutoCache
+from lightning_tspipe.callbacks.cached_prefix import CachedPrefix
 from lightning_tspipe.callbacks.common import (
-    Callback,
     Names,
+    Restoring,
     as_names,
+    derives_from,
     is_over,
     may_log,
     pipelined_of,
+    refuse_sharding,
     submodules,
 )
 from lightning_tspipe.callbacks.freeze_policies import (
@@ -36,7 +39,6 @@ from lightning_tspipe.callbacks.freeze_policies import (
     decide,
 )
 from lightning_tspipe.callbacks.layers import Layer, freeze, layers_of
-from lightning_tspipe.callbacks.pipeline_front import PipelineFront
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -44,41 +46,38 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lightning_tspipe")
 
-_SHARDING = {"FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"}
 
+class FreezeAndRepack(Restoring):
+    """Freezes layers from the beginning of the network on, as a policy decides between epochs.
 
-class FreezeAndRepack(Callback):
-    """Layers freeze from the beginning of the network on, as a policy decides between epochs.
-
-    A frozen layer gets no gradients, its BatchNorm and dropout are in eval mode, and what an
-    optimizer keeps for it stays. The rest of the LightningModule, which is not in ``student``, and
-    the last layers never freeze.
+    A frozen layer gets no gradients, its BatchNorm and dropout are in eval mode, and its optimizer
+    state is kept. The last layers never freeze, nor does anything outside of ``student``.
 
     Under a pipelining strategy the frozen layers become a forward-only network, which is scheduled
     like a teacher: it fills bubbles, and runs a batch ahead. With ``repack``, the active layers are
-    cut anew over as few devices as need no more memory than the fullest device did at the start,
-    and the freed devices become replicas of this shorter pipeline. The global batch stays what it
-    was: each replica reads its part of it.
+    cut again over as few devices as need no more memory than the fullest device did at the start,
+    and the freed devices become replicas of this shorter pipeline. The global batch does not
+    change: each replica reads its part of it.
 
-    At the end of each epoch ``frozen_layers`` is logged, in one with a transition under a pipeline
-    ``transition_seconds``, and ``cache_hit_rate`` where activations are cached.
+    At the end of each epoch it logs ``frozen_layers``; under a pipeline, in an epoch with a
+    transition, ``transition_seconds``; and ``cache_hit_rate`` where activations are cached.
 
     Args:
         policy: A function of :class:`~.freeze_policies.Observed` that returns the number of frozen
             layers, or a :class:`~.freeze_policies.Decision`.
-        repack: Whether pipelines become shorter; a mapping gives the number of stages that the
-            active layers are cut into, by the number of frozen layers from which on it holds.
+        repack: Whether pipelines become shorter. A mapping from a number of frozen layers to the
+            number of stages that the active layers are cut into from then on.
         student: Dotted name of the network, or of several in the order of the forward. None: what
             the strategy pipelines, else the attribute ``student``.
         layers: Dotted names of the layers, in order; None finds them.
-        num_active: So many layers at the end never freeze.
-        cache: Activations of frozen layers are read where that is faster than computing them, as a
-            measurement says. The samples need ids: ``DataLoader(WithIds(dataset))``. ``"auto"``:
-            if they have some, and nothing else is against it, which the log says otherwise. An
-            ``AutoCache`` with its settings: it is an error if it can't be done. None: never.
+        num_active: Number of layers at the end that never freeze.
+        cache: Whether activations of frozen layers are read where that is measured to be faster
+            than computing them. The samples need ids: ``DataLoader(WithIds(dataset))``.
+            ``"auto"``: if that is possible; otherwise the log says why not. An ``AutoCache`` with
+            its settings: it is an error if that is impossible. None: never.
 
     Raises:
-        ConfigurationError: A policy that can't be called, a number of active layers below 1.
+        ConfigurationError: A policy that can't be called, or fewer than one active layer.
     """
 
     def __init__(  # noqa: PLR0913 - settings by keyword
@@ -91,11 +90,12 @@ class FreezeAndRepack(Callback):
         num_active: int = 2,
         cache: Literal["auto"] | AutoCache | None = "auto",
     ) -> None:
+        super().__init__()
         self.policy: Policy = GradientNormFreeze() if policy is None else policy
         if not callable(self.policy):
             raise ConfigurationError(
-                f"FreezeAndRepack(policy={policy!r}): a function of what was observed, such as "
-                "GradientNormFreeze(alpha=1/3) or ScheduledFreeze({2: 4})"
+                f"FreezeAndRepack(policy={policy!r}) must be a function of what was observed, such "
+                "as GradientNormFreeze(alpha=1/3) or ScheduledFreeze({2: 4})"
             )
         if num_active < 1:
             raise ConfigurationError(
@@ -104,17 +104,17 @@ class FreezeAndRepack(Callback):
         self.repack = repack if isinstance(repack, bool) else dict(sorted(repack.items()))
         if isinstance(self.repack, dict) and min([1, *self.repack, *self.repack.values()]) < 1:
             raise ConfigurationError(
-                f"FreezeAndRepack(repack={repack}): the number of stages by the number of frozen "
-                "layers from which on it holds, both at least 1, such as {4: 2, 8: 1}"
+                f"FreezeAndRepack(repack={repack}): map numbers of frozen layers to the number of "
+                "stages from then on, both at least 1, such as {4: 2, 8: 1}"
             )
         if cache is not None and cache != "auto" and not isinstance(cache, AutoCache):
             raise ConfigurationError(
-                f"FreezeAndRepack(cache={cache!r}): 'auto', or AutoCache(...) with its settings, "
+                f"FreezeAndRepack(cache={cache!r}): give 'auto', AutoCache(...) with its settings, "
                 "or None to compute everything"
             )
         self.cache = AutoCache() if isinstance(cache, str) else cache
         if self.cache is not None and cache == "auto":
-            self.cache.shared.is_asked_for = False
+            self.cache.shared.is_required = False
         self.student = None if student is None else as_names(student)
         self.num_active = num_active
         self.num_frozen = 0
@@ -129,25 +129,25 @@ class FreezeAndRepack(Callback):
         self._num_ranks = 0
         self._epoch = 0
         self._has_ended = False
-        self._front: PipelineFront | None = None
+        self._front: CachedPrefix | None = None
 
     @property
     def num_freezable(self) -> int:
-        """Layers that may freeze at most."""
+        """The largest number of layers that may freeze."""
         return max(0, len(self._layers) - self.num_active)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        _check(trainer)
+        refuse_sharding(trainer, "FreezeAndRepack")
         if self.cache is None:
             return
         shared = self.cache.shared
         if pipelined_of(trainer) is not None:
             shared.follow(trainer)
             return
-        if not shared.is_asked_for:
+        if not shared.is_required:
             names = self.student or ("student",)
             others = [other for other in trainer.callbacks if isinstance(other, AutoCache)]  # type: ignore[attr-defined]
             if len(names) > 1 or any(other is not self.cache for other in others):
@@ -168,19 +168,19 @@ class FreezeAndRepack(Callback):
             raise ConfigurationError(
                 f"the network {', '.join(names)} has {len(self._layers)} layers, and "
                 f"num_active={self.num_active} of them stay active: nothing can freeze. Name "
-                "smaller layers (FreezeAndRepack(layers=[...])), or leave the callback out"
+                "smaller layers (FreezeAndRepack(layers=[...])), or remove the callback"
             )
         if pipelined is not None:
             pipelined.freezes(repack=bool(self.repack))
             if self.cache is not None:
                 shared, always = self.cache.shared, self.cache.keeps_always(trainer)
-                self._front = PipelineFront(shared, trainer, ", ".join(names), always=always)
+                self._front = CachedPrefix(shared, trainer, ", ".join(names), always=always)
                 pipelined.use_front(self._front)
         self._place = {name: i for i, layer in enumerate(self._layers) for name in layer.parameters}
         if self.num_frozen > self.num_freezable:
             raise ConfigurationError(
-                f"the checkpoint has {self.num_frozen} frozen layers, and here "
-                f"{self.num_freezable} may freeze at most: go on with its layers and num_active"
+                f"the checkpoint has {self.num_frozen} frozen layers, and here at most "
+                f"{self.num_freezable} may freeze: resume with the same layers and num_active"
             )
 
     @override
@@ -208,7 +208,7 @@ class FreezeAndRepack(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # Whoever calls module.train() means the layers that are trained.
+        # module.train() is meant for the layers that are trained.
         for layer in self._layers[: self.num_frozen]:
             for module in layer.modules:
                 if module.training:
@@ -252,19 +252,13 @@ class FreezeAndRepack(Callback):
             pl_module.log_dict(metrics, batch_size=1, rank_zero_only=True)
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        if self.cache is not None:
-            self.cache.shared.close()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def restore(self) -> None:
+        super().restore()
         if self.cache is not None:
             self.cache.shared.close()
 
     def _decide(self, trainer: Trainer) -> Decision:
-        """What the policy says, on rank 0; the same on all ranks."""
+        """The policy's decision, made on rank 0 and known to all ranks."""
         squares = self._all_squares(trainer)
         box: Decision | Exception | None = None
         if trainer.is_global_zero:
@@ -288,7 +282,7 @@ class FreezeAndRepack(Callback):
         return found
 
     def _all_squares(self, trainer: Trainer) -> list[float]:
-        """Sums over the epoch's steps, of all ranks of a pipeline; complete on its loss rank."""
+        """Squared gradient norms, summed over the epoch; complete on a pipeline's loss rank."""
         own = [0.0] * len(self._layers) if self._squares is None else self._squares.tolist()
         pipelined = pipelined_of(trainer)
         parts = [own] if pipelined is None else pipelined.gather(own)
@@ -298,7 +292,7 @@ class FreezeAndRepack(Callback):
         return [sum(values) for values in zip(*parts, strict=True)]
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule, decision: Decision) -> None:
-        """Freeze the layers, on every rank, and have the strategy know it."""
+        """Freeze the layers on every rank, and tell the strategy."""
         before, self.num_frozen = self.num_frozen, decision.num_frozen
         frozen = self._layers[: self.num_frozen]
         freeze(pl_module, frozen)
@@ -315,7 +309,7 @@ class FreezeAndRepack(Callback):
             )  # fmt: skip
 
     def _move(self, trainer: Trainer, *, goes_on: bool) -> None:
-        """Have a pipeline take the frozen layers out.
+        """Take the frozen layers out of the pipeline, if there is one.
 
         Args:
             trainer: The Trainer.
@@ -361,7 +355,7 @@ class FreezeAndRepack(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """What is frozen, why, and the gradients of the epoch so far."""
+        """The frozen layers, the history of decisions, and the progress of the epoch."""
         return {
             "num_frozen": self.num_frozen,
             "epoch": self._epoch,
@@ -385,22 +379,8 @@ class FreezeAndRepack(Callback):
 
 
 def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
-    """DDP waits for the gradients of all that was trained when it was made: make it anew."""
+    """Make a new DDP, which waits only for the gradients of what is trained now."""
     strategy: Any = trainer.strategy
-    if "DDPStrategy" in {base.__name__ for base in type(strategy).__mro__}:
+    if derives_from(trainer, "DDPStrategy"):
         strategy.model = pl_module
         strategy.configure_ddp()
-
-
-def _check(trainer: Trainer) -> None:
-    """Refuse what freezing doesn't go together with.
-
-    Raises:
-        ConfigurationError: A strategy that shards parameters.
-    """
-    bases = {base.__name__ for base in type(trainer.strategy).__mro__}
-    if bases & _SHARDING:
-        raise ConfigurationError(
-            f"FreezeAndRepack does not work on {type(trainer.strategy).__name__}'s sharded "
-            "parameters; use strategy='auto', 'ddp' or 'tspipe'"
-        )

@@ -1,12 +1,12 @@
-"""Which layers freeze, decided between epochs.
+"""Policies that decide between epochs how many layers freeze.
 
 The rule of PipeTransformer (He et al., ICML 2021, section 3.1, equation 1): with ``L`` layers, of
 which ``L_before`` are frozen, at the beginning of an epoch
 
     L_now = min(L_before + alpha (L - L_before), argmin_{l >= L_before} |g_l|)
 
-freeze, where ``|g_l|`` is the gradient norm of layer l in the epoch before: no more than a share
-``alpha`` of what is still active, and nothing at or behind the layer that moves least.
+freeze, where ``|g_l|`` is the gradient norm of layer l in the epoch before: at most a share
+``alpha`` of the active layers, and only layers before the one with the smallest gradient.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lightning_tspipe.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Observed:
-    """What is known at the beginning of an epoch.
+    """Observations at the beginning of an epoch.
 
     Attributes:
         epoch: Number of the epoch that begins; in epoch 0 no gradients have been seen.
         layers: Names of the layers, in the order of the forward.
-        num_frozen: Layers at the beginning that are frozen already.
-        num_freezable: Layers that may freeze at most: the last ones never do.
-        norms: Of each layer, the gradient norm in the epoch before: the root of its mean square
-            over the optimizer steps; 0 for a frozen one. Empty in epoch 0.
+        num_frozen: Number of layers that are frozen already.
+        num_freezable: Largest number of layers that may freeze; the last ones never do.
+        norms: Gradient norm of each layer in the epoch before: the root of the mean square over
+            the optimizer steps; 0 for a frozen layer. Empty in epoch 0.
     """
 
     epoch: int
@@ -40,7 +40,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Decision:
-    """How many layers are frozen from now on, and why."""
+    """The number of frozen layers from now on, and the reason."""
 
     num_frozen: int
     reason: str
@@ -51,7 +51,7 @@ Policy = Callable[[Observed], "Decision | int"]
 
 @dataclass(frozen=True)
 class GradientNormFreeze:
-    """The paper's rule.
+    """PipeTransformer's rule: freezes the layers whose gradients have become small.
 
     Attributes:
         alpha: Share of the active layers that may freeze at a time, between 0 and 1; the paper's
@@ -70,7 +70,7 @@ class GradientNormFreeze:
         if not isinstance(alpha, int | float) or not 0 < alpha < 1:
             raise ConfigurationError(
                 f"GradientNormFreeze(alpha={self.alpha!r}): the share of the active layers that "
-                "may freeze at a time, greater than 0 and less than 1, such as 1/3"
+                "may freeze at a time must be greater than 0 and less than 1, such as 1/3"
             )
         if self.start_epoch < 1:
             raise ConfigurationError(
@@ -79,7 +79,7 @@ class GradientNormFreeze:
             )
 
     def __call__(self, observed: Observed) -> Decision:
-        """How many layers are frozen from now on."""
+        """Decide the number of frozen layers from now on."""
         before = observed.num_frozen
         if not observed.norms or observed.epoch < self.start_epoch:
             return Decision(before, "no gradients to decide by yet")
@@ -96,10 +96,10 @@ class GradientNormFreeze:
 
 
 class ScheduledFreeze:
-    """So many layers from an epoch on.
+    """Freezes given numbers of layers from given epochs on.
 
     Args:
-        layers: Epoch to number of frozen layers, such as ``{2: 4, 5: 8}``.
+        layers: Number of frozen layers by epoch, such as ``{2: 4, 5: 8}``.
 
     Raises:
         ConfigurationError: Epochs or numbers below 0, or fewer layers in a later epoch.
@@ -111,11 +111,11 @@ class ScheduledFreeze:
         if not numbers or min(*numbers, *self.layers, 0) < 0 or numbers != sorted(numbers):
             raise ConfigurationError(
                 f"ScheduledFreeze({dict(layers)}): give the number of frozen layers from each "
-                "epoch on, such as {2: 4, 5: 8}; what is frozen stays so"
+                "epoch on, such as {2: 4, 5: 8}; a frozen layer stays frozen"
             )
 
     def __call__(self, observed: Observed) -> Decision:
-        """How many layers are frozen from now on."""
+        """Decide the number of frozen layers from now on."""
         due = [epoch for epoch in self.layers if epoch <= observed.epoch]
         if not due:
             return Decision(observed.num_frozen, "nothing is scheduled yet")
@@ -124,28 +124,28 @@ class ScheduledFreeze:
 
 
 def decide(policy: Any, observed: Observed) -> Decision:
-    """What a policy says, if it can be done.
+    """Ask a policy, and check its decision.
 
     Raises:
-        ConfigurationError: It freezes what must stay active, or thaws a layer.
+        ConfigurationError: It freezes layers that must stay active, or unfreezes one.
     """
     said = policy(observed)
-    decision = said if isinstance(said, Decision) else Decision(said, f"{_name(policy)} said so")
+    decision = said if isinstance(said, Decision) else Decision(said, f"decided by {_name(policy)}")
     number: Any = decision.num_frozen
     if not isinstance(number, int) or isinstance(number, bool):
         raise ConfigurationError(
-            f"{_name(policy)} returned {number!r}: the number of layers that are frozen from now on"
+            f"{_name(policy)} returned {number!r}, not the number of frozen layers from now on"
         )
     if number > observed.num_freezable:
         raise ConfigurationError(
             f"{_name(policy)} freezes {number} layers, and of {len(observed.layers)} at most "
-            f"{observed.num_freezable} may: something must stay to be trained. Freeze fewer, or "
-            "choose FreezeAndRepack(num_active=...)"
+            f"{observed.num_freezable} may freeze, since something must be trained. Freeze fewer, "
+            "or choose FreezeAndRepack(num_active=...)"
         )
     if number < observed.num_frozen:
         raise ConfigurationError(
             f"{_name(policy)} freezes {number} layers, and {observed.num_frozen} are frozen "
-            "already: what is frozen stays so, because it has left the pipeline"
+            "already: a frozen layer stays frozen, because it has left the pipeline"
         )
     return decision
 

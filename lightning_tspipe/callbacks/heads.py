@@ -26,14 +26,14 @@ Mode = Literal["min", "max"]
 
 @dataclass
 class _Best:
-    """The best value of one head, and how many looks ago it was."""
+    """The best value of one head, and the number of checks since then."""
 
     value: float = math.nan
     waited: int = 0
 
 
 class _EachHead(Callback):
-    """Looks at one metric of each head after every validation, or training epoch without one."""
+    """Checks one metric of each head after every validation, or else after every training epoch."""
 
     decides_by_metrics = True
 
@@ -59,7 +59,7 @@ class _EachHead(Callback):
     @property
     @override
     def state_key(self) -> str:
-        """Lightning's: several callbacks that watch other metrics are told apart."""
+        """Lightning's key, which tells callbacks apart that monitor different metrics."""
         return f"{type(self).__qualname__}[{self.monitor},{self.mode}]"
 
     @override
@@ -75,9 +75,8 @@ class _EachHead(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        student: StudentFanout = pl_module.student  # type: ignore[assignment]
         if not self._is_resumed:  # there, one that had stopped may still be to be looked at
-            self._ended = set(student.stopped)
+            self._ended = set(_student(pl_module).stopped)
         self._is_resumed = False
 
     @override
@@ -91,23 +90,23 @@ class _EachHead(Callback):
             self._look(trainer, pl_module)
 
     def _look(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        student: StudentFanout = pl_module.student  # type: ignore[assignment]
-        known = trainer.callback_metrics
-        # What a head that stops now has reached in the end, all look at that are still to come.
+        student, known = _student(pl_module), trainer.callback_metrics
+        # A head that stops now is still checked by the callbacks that come after this one.
         names = [name for name in student.names if name not in self._ended]
         values = {n: float(known[key]) for n in names if (key := f"{n}/{self.monitor}") in known}
         if names and not values:
             logged = ", ".join(sorted(known)) or "nothing"
             raise ConfigurationError(
-                f"{type(self).__name__}(monitor={self.monitor!r}): no head logged it; known are "
+                f"{type(self).__name__}(monitor={self.monitor!r}): no head logged it; logged were "
                 f"{logged}. Log it in a step: self.log({self.monitor!r}, ...)"
             )
         for name, value in values.items():
             best = self.best.setdefault(name, _Best())
-            is_better = self._is_better(value, best.value)
-            best.waited = 0 if is_better else best.waited + 1
-            best.value = value if is_better else best.value
-            self._looked(trainer, pl_module, name, value, is_better=is_better)
+            if self._is_better(value, best.value):
+                best.value, best.waited = value, 0
+            else:
+                best.waited += 1
+            self._looked(trainer, student, name, best)
         self._ended |= student.stopped.keys()
 
     def _is_better(self, value: float, best: float) -> bool:
@@ -115,27 +114,23 @@ class _EachHead(Callback):
         is_first = math.isnan(best) and not math.isnan(value)
         return is_first or sign * (value - best) > self.min_delta
 
-    def _looked(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        name: str,
-        value: float,
-        *,
-        is_better: bool,
-    ) -> None:
+    def _looked(self, trainer: Trainer, student: StudentFanout, name: str, best: _Best) -> None:
         raise NotImplementedError
 
 
+def _student(pl_module: LightningModule) -> StudentFanout:
+    return pl_module.student  # type: ignore[return-value] # see ``setup``
+
+
 class HeadEarlyStopping(_EachHead):
-    """Ends the training of each head that gets no better; the run ends with the last head.
+    """Stops each head that no longer improves; the run ends with the last head.
 
     Args:
-        monitor: What to look at, as the steps log it: ``"val_loss"`` is ``animal/val_loss`` of the
-            head ``animal``.
+        monitor: The metric, as the steps log it: ``"val_loss"`` is ``animal/val_loss`` of the head
+            ``animal``.
         mode: Whether smaller or larger is better.
-        patience: So many looks without an improvement are waited for.
-        min_delta: What is less is no improvement.
+        patience: Number of checks without improvement after which a head stops.
+        min_delta: Smallest difference that counts as an improvement.
     """
 
     def __init__(
@@ -164,21 +159,11 @@ class HeadEarlyStopping(_EachHead):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, reason in self.stopped.items():  # of a run that is resumed
-            pl_module.student.stop(name, reason)  # type: ignore[operator, union-attr]
+            _student(pl_module).stop(name, reason)
         super().on_train_start(trainer, pl_module)
 
     @override
-    def _looked(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        name: str,
-        value: float,
-        *,
-        is_better: bool,
-    ) -> None:
-        student: StudentFanout = pl_module.student  # type: ignore[assignment]
-        best = self.best[name]
+    def _looked(self, trainer: Trainer, student: StudentFanout, name: str, best: _Best) -> None:
         if best.waited >= self.patience:
             reason = f"{name}/{self.monitor} is no better than {best.value:.4g}"
             student.stop(name, reason)
@@ -190,15 +175,15 @@ class HeadEarlyStopping(_EachHead):
 
 
 class HeadCheckpoint(_EachHead):
-    """Writes each head whenever it is better than ever, to ``dirpath/<head>.ckpt``.
+    """Saves each head whenever it is at its best, to ``dirpath/<head>.ckpt``.
 
-    ``tspipe export dirpath/animal.ckpt --part student.heads.animal`` makes weights of it.
+    ``tspipe export dirpath/animal.ckpt --part student.heads.animal`` exports its weights.
 
     Args:
-        monitor: What to look at, as the steps log it.
+        monitor: The metric, as the steps log it.
         mode: Whether smaller or larger is better.
-        dirpath: Where to; by default ``heads`` below the Trainer's root. In a pipeline over several
-            machines a head is written where it is trained.
+        dirpath: Folder to write to; by default ``heads`` below the Trainer's root. In a pipeline
+            over several machines a head is saved on the machine that trains it.
     """
 
     def __init__(
@@ -212,19 +197,10 @@ class HeadCheckpoint(_EachHead):
         self.dirpath = None if dirpath is None else Path(dirpath)
 
     @override
-    def _looked(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        name: str,
-        value: float,
-        *,
-        is_better: bool,
-    ) -> None:
-        student: StudentFanout = pl_module.student  # type: ignore[assignment]
+    def _looked(self, trainer: Trainer, student: StudentFanout, name: str, best: _Best) -> None:
         pipelined = pipelined_of(trainer)
         first = trainer.is_global_zero if pipelined is None else pipelined.replica == 0
-        if not is_better or not first or name not in student.here:
+        if best.waited or not first or name not in student.here:
             return
         folder = self.dirpath or Path(trainer.default_root_dir) / "heads"
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,7 +210,7 @@ class HeadCheckpoint(_EachHead):
                 f"student.heads.{name}.{key}": v.detach().cpu() for key, v in state.items()
             },
             "head": name,
-            self.monitor: value,
+            self.monitor: best.value,
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
         }

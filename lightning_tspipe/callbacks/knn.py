@@ -1,4 +1,4 @@
-"""k-nearest-neighbour accuracy of the features: how good a representation is, without training."""
+"""k-nearest-neighbour accuracy of features: the quality of a representation without training."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from torch.nn.functional import normalize, pad
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import Callback, log_at_epoch_end, pipelined_of
+from lightning_tspipe.callbacks.data_parallel import DataParallelGroup
 from lightning_tspipe.callbacks.features import (
     Features,
     LabelledFeatures,
     Source,
+    accuracies,
     check_features,
     evaluating,
+    hits_of,
 )
-from lightning_tspipe.callbacks.peers import Peers
 from lightning_tspipe.callbacks.progress import SideProgress
 from lightning_tspipe.errors import ConfigurationError
 
@@ -29,9 +31,9 @@ _SIMILARITIES_AT_ONCE = 2**24
 
 
 class Neighbours:
-    """The nearest vectors of a bank, found while the bank passes by: it is never held.
+    """The nearest vectors of a bank, found batch by batch, so that the bank is never held.
 
-    What is held are the queries, and k similarities and labels of each.
+    Only the queries are held, with k similarities and labels for each.
 
     Args:
         queries: Normalised features, (num_queries, dim).
@@ -40,7 +42,7 @@ class Neighbours:
     Attributes:
         values: Similarities of the nearest so far, the largest first, (num_queries, at most k).
         labels: Their classes, of the same shape.
-        num_classes: One more than the largest label that passed by.
+        num_classes: One more than the largest label so far.
     """
 
     def __init__(self, queries: Tensor, k: int) -> None:
@@ -51,7 +53,7 @@ class Neighbours:
         self.num_classes = 0
 
     def add(self, vectors: Tensor, labels: Tensor) -> None:
-        """A part of the bank passes by.
+        """Compare the queries with a part of the bank.
 
         Args:
             vectors: Normalised features, (num_vectors, dim).
@@ -68,15 +70,15 @@ class Neighbours:
             parts.append(self._merged(part, similarity, labels.expand(len(similarity), -1)))
         self._keep(parts)
 
-    def joined(self, peers: Peers) -> Neighbours:
-        """With what all peers found in their parts of the bank; the same on each of them."""
+    def joined(self, group: DataParallelGroup) -> Neighbours:
+        """The nearest of all that the members of a group found; the same on each of them."""
         missing = (0, self._k - self.values.shape[1])
-        values = peers.gather(pad(self.values, missing, value=-torch.inf))
-        labels = peers.gather(pad(self.labels, missing))
+        values = group.gather(pad(self.values, missing, value=-torch.inf))
+        labels = group.gather(pad(self.labels, missing))
         found = Neighbours(self._queries, self._k)
         for part in zip(values, labels, strict=True):
             found._keep([found._merged(slice(None), *part)])
-        num_classes = peers.gather(torch.tensor([self.num_classes], device=self.labels.device))
+        num_classes = group.gather(torch.tensor([self.num_classes], device=self.labels.device))
         found.num_classes = int(torch.cat(num_classes).max())
         return found
 
@@ -124,7 +126,7 @@ def knn_scores(  # noqa: PLR0913 - data, then settings by keyword
         num_classes: Number of classes.
         k: Number of neighbours; at most the whole bank votes.
         temperature: Softens (large) or sharpens (small) the weights.
-        chunk_size: Bank vectors compared at a time.
+        chunk_size: Number of bank vectors compared at a time.
 
     Returns:
         Scores up to a factor per query, (num_queries, num_classes).
@@ -140,19 +142,19 @@ class KNNEvaluator(Callback):
     """Logs the weighted k-NN accuracy of the features at the end of training epochs.
 
     Features are flattened, taken in float32 (float64 stays) and normalised, so that the similarity
-    is the cosine. Under a pipeline they are computed by the pipeline; its replicas, and processes
-    of DDP, take a part of the batches each. Only the queries' features are held while the bank
-    passes by, so that a bank may be of any size. The module's train mode and the random state are
-    as before afterwards.
+    is the cosine. Under a pipeline the pipeline computes them; its replicas, and the processes of
+    DDP, divide the batches among them. Only the queries' features are held, not the bank's, so that
+    a bank may be of any size. The module's train mode and the random state are restored afterwards.
 
     Args:
         bank: Labelled images that vote: a loader or a dataset of ``(image, label, ...)``.
         queries: Labelled images that are classified, in the same form.
         features: Dotted name of the submodule whose output is the feature, or
-            ``fn(pl_module, images) -> features``. A part of a network (``"student.layer3"``) is
-            asked while the network runs; a pipeline must know it as one of its submodules.
+            ``fn(pl_module, images) -> features``. For a part of a network
+            (``"student.layer3"``) the network runs up to it; a pipeline must know it as one of its
+            submodules.
         k: Number of neighbours (at most the size of the bank).
-        temperature: Of the votes' weights.
+        temperature: Temperature of the votes' weights.
         num_classes: Number of classes; None counts the bank's labels.
         every_n_epochs: Evaluate after each n-th epoch, and after the last one.
         batch_size: For datasets; loaders come with their own.
@@ -196,7 +198,7 @@ class KNNEvaluator(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_features(pl_module, self.features)  # a wrong name shows now, not after an epoch
+        check_features(pl_module, self.features)  # fail now, not after an epoch
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -212,38 +214,33 @@ class KNNEvaluator(Callback):
             ``{name}_top1`` and ``{name}_top5`` as fractions; empty on a pipeline's ranks other
             than the loss rank.
         """
-        peers, pipelined = Peers(trainer), pipelined_of(trainer)
+        group, pipelined = DataParallelGroup(trainer), pipelined_of(trainer)
         images = LabelledFeatures(
-            trainer, pl_module, self.features, peers, self.limit, self.batch_size
+            trainer, pl_module, self.features, group, self.limit, self.batch_size
         )
-        with evaluating(pl_module), peers.buffers_of_first(pl_module):
+        with evaluating(pl_module), group.buffers_of_first(pl_module):
             queries = list(self._vectors(trainer, images, self.queries))
             if pipelined is not None and not pipelined.is_loss_rank:
                 for _ in self._vectors(trainer, images, self.bank):
-                    """The loss rank compares."""
+                    """The loss rank compares; the others only compute."""
                 return {}
             device = pl_module.device
-            vectors = _gathered([v for v, _ in queries], torch.empty(0, 0, device=device), peers)
+            vectors = _gathered([v for v, _ in queries], torch.empty(0, 0, device=device), group)
             labels = _gathered(
                 [labels for _, labels in queries],
                 torch.empty(0, dtype=torch.long, device=device),
-                peers,
+                group,
             )
             neighbours = Neighbours(vectors, self.k)
             for part in self._vectors(trainer, images, self.bank):
                 neighbours.add(*part)
-        return self._accuracy(neighbours.joined(peers), labels)
+        return self._accuracy(neighbours.joined(group), labels)
 
     def _accuracy(self, neighbours: Neighbours, labels: Tensor) -> dict[str, float]:
         if not neighbours.num_classes:
             raise ConfigurationError("KNNEvaluator: the bank yields no batch")
         scores = neighbours.scores(self.num_classes or neighbours.num_classes, self.temperature)
-        hits = scores.argsort(dim=1, descending=True)[:, :5] == labels[:, None]
-        total = max(len(labels), 1)
-        return {
-            f"{self.name}_top1": int(hits[:, :1].sum()) / total,
-            f"{self.name}_top5": int(hits.sum()) / total,
-        }
+        return accuracies(self.name, hits_of(scores, labels))
 
     def _vectors(
         self, trainer: Trainer, images: LabelledFeatures, source: Source
@@ -255,6 +252,6 @@ class KNNEvaluator(Callback):
                 yield normalize(result[0], dim=1), result[1]
 
 
-def _gathered(parts: list[Tensor], nothing: Tensor, peers: Peers) -> Tensor:
-    """All parts of all peers, one below the other."""
-    return torch.cat(peers.gather(torch.cat(parts) if parts else nothing))
+def _gathered(parts: list[Tensor], nothing: Tensor, group: DataParallelGroup) -> Tensor:
+    """The parts of all members, concatenated."""
+    return torch.cat(group.gather(torch.cat(parts) if parts else nothing))

@@ -1,7 +1,8 @@
-"""The layers of a network, in the order of its forward: what freezes as a whole.
+"""Layers of a network in forward order: the units that freeze as a whole.
 
-A layer is a child of a container: of a ``Sequential``, a ``ModuleList``, and of whatever has one of
-blocks somewhere inside. So the blocks of a ViT or a ResNet are layers, and their parts are not::
+A layer is a child of a container: of a ``Sequential``, of a ``ModuleList``, and of any module that
+has a container of blocks somewhere inside. So the blocks of a ViT or a ResNet are layers, and their
+parts are not::
 
     backbone ─┬─ conv1                     layer 0: conv1, bn1, ...
               ├─ layer1 ─┬─ BasicBlock     layer 1
@@ -23,12 +24,12 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 @dataclass
 class Layer:
-    """What freezes as a whole.
+    """Modules that freeze together.
 
     Attributes:
-        name: Of its first module.
-        modules: Its modules.
-        parameters: Names of its parameters, in the LightningModule.
+        name: Name of the first module.
+        modules: The modules.
+        parameters: Names of their parameters in the LightningModule.
     """
 
     name: str
@@ -44,11 +45,11 @@ def layers_of(
     Args:
         module: The LightningModule.
         networks: Dotted names of the submodules that are the network, in the order of the forward.
-        given: Dotted names of its layers, if the user names them; what lies between two of them
-            belongs to the earlier one.
+        given: Dotted names of its layers, if the user names them; modules between two of them
+            belong to the earlier one.
 
     Raises:
-        ConfigurationError: A layer that is not there, or one that shares a parameter with another.
+        ConfigurationError: A layer that does not exist, or shares a parameter with another one.
     """
     pieces = [piece for name in networks for piece in _pieces(module.get_submodule(name), name)]
     layers = _with_parameters(pieces) if given is None else _as_given(pieces, given)
@@ -57,7 +58,7 @@ def layers_of(
 
 
 def freeze(module: nn.Module, layers: Iterable[Layer]) -> None:
-    """Layers get no gradients any more, and their BatchNorm and dropout are in eval mode."""
+    """Turn off the gradients of layers, and put their BatchNorm and dropout into eval mode."""
     for layer in layers:
         for name in layer.parameters:
             parameter = module.get_parameter(name)
@@ -68,7 +69,7 @@ def freeze(module: nn.Module, layers: Iterable[Layer]) -> None:
 
 
 def _pieces(root: nn.Module, name: str) -> list[Layer]:
-    """The modules that are not divided, with their parameters; a container's own go before."""
+    """The modules that are not divided, with their parameters; a container's own come first."""
     own = [f"{name}.{key}" for key, _ in root.named_parameters(recurse=False)]
     children = list(root.named_children())
     if not children:
@@ -89,7 +90,7 @@ def _is_divided(module: nn.Module) -> bool:
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """Whether it is a container of several modules of one kind that have parts themselves."""
+    """Whether a module is a container of several blocks of one type."""
     if type(module) not in _CONTAINERS:
         return False
     kinds = [type(child) for child in module.children() if _is_block(child)]
@@ -97,13 +98,13 @@ def _has_blocks(module: nn.Module) -> bool:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Something with parts, but not a convolution and its normalisation in a row."""
+    """Whether a module has children, and is not a subclass of Sequential (conv-norm-activation)."""
     is_row = isinstance(module, nn.Sequential) and type(module) not in _CONTAINERS
     return not is_row and any(True for _ in module.children())
 
 
 def _with_parameters(pieces: list[Layer]) -> list[Layer]:
-    """What has no module, or nothing to train, belongs to the layer before it, or to the first."""
+    """Merge pieces without modules or parameters into the layer before, or into the first."""
     layers: list[Layer] = []
     waiting: list[Layer] = []
     for piece in pieces:
@@ -135,8 +136,8 @@ def _as_given(pieces: list[Layer], given: Sequence[str]) -> list[Layer]:
     if found != names:
         known = ", ".join(piece.name for piece in pieces)
         raise ConfigurationError(
-            f"FreezeAndRepack(layers={names}): give names of modules in the order in which they "
-            f"are registered, each no smaller than these: {known}"
+            f"FreezeAndRepack(layers={names}): name modules in the order in which they are "
+            f"registered; the smallest that can be named are: {known}"
         )
     return [_joined(group, name) for group, name in zip(groups, found, strict=True)]
 

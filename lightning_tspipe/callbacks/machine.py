@@ -1,4 +1,4 @@
-"""What a device can do, and what it has used."""
+"""Peak memory and peak FLOP/s of a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MIB = 2**20
 
 
 def peak_memory(device: torch.device) -> float:
-    """MiB that were in use at most: by tensors on a GPU, else by the process (0 if unknown)."""
+    """Peak memory in MiB: of tensors on a GPU, else of the process (0 if unknown)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _MIB
     if find_spec("resource") is None:  # Windows
@@ -25,7 +25,7 @@ def peak_memory(device: torch.device) -> float:
 
 
 def known_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Floating-point operations per second that a device is sold with; None if it isn't known.
+    """Nominal floating-point operations per second of a device; None if unknown.
 
     Args:
         device: The device.
@@ -35,5 +35,5 @@ def known_peak_flops(device: torch.device, precision: str) -> float | None:
         return None
     types = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it isn't known is no news to act upon
+        warnings.simplefilter("ignore")  # an unknown device needs no action
         return get_available_flops(device, types.get(precision[:2], torch.float32))

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
-    Callback,
     Names,
+    Restoring,
     as_names,
     may_log,
     pipelined_of,
@@ -23,21 +23,20 @@ from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-    from torch.utils.hooks import RemovableHandle
 
 Momentum = float | tuple[float, float] | Callable[[int, int], float]
 BuffersPolicy = Literal["keep", "copy", "average"]
 
 
 class Place(NamedTuple):
-    """Where a tensor is found: a pipeline that repacks makes buffers anew."""
+    """A tensor by its module and name: a pipeline that repacks makes new buffers."""
 
     module: nn.Module
     key: str
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that is there now."""
+        """The current tensor."""
         tensor: Tensor = getattr(self.module, self.key)
         return tensor
 
@@ -60,12 +59,13 @@ def cosine_momentum(step: int, num_steps: int, start: float, end: float) -> floa
     return end - (end - start) * (math.cos(math.pi * step / (num_steps - 1)) + 1) / 2
 
 
-class MomentumEMA(Callback):
+class MomentumEMA(Restoring):
     """``teacher = m * teacher + (1 - m) * student`` after every optimizer step.
 
-    Parameters are matched by name; the student may have more of them (a predictor). Accumulated
-    batches and optimizer steps that 16-bit mixed precision skipped leave the teacher alone. Under a
-    pipeline each rank averages what it owns, whether the training step calls the teacher or not.
+    Parameters are matched by name; the student may have more of them (a predictor). The teacher
+    does not change on accumulated batches, nor on optimizer steps that 16-bit mixed precision
+    skips. Under a pipeline each rank averages what it owns, whether the training step calls the
+    teacher or not.
 
     Args:
         momentum: A constant, ``(start, end)`` for a cosine over all optimizer steps, or
@@ -79,8 +79,8 @@ class MomentumEMA(Callback):
         log_momentum: Log the momentum as ``ema_momentum``.
 
     Raises:
-        ConfigurationError: A momentum outside [0, 1], unequal numbers of names, a name that is
-            missing, a teacher parameter without a student parameter of its name and shape.
+        ConfigurationError: A momentum outside [0, 1], unequal numbers of names, a missing
+            submodule, a teacher parameter without a student parameter of its name and shape.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class MomentumEMA(Callback):
         *,
         log_momentum: bool = False,
     ) -> None:
+        super().__init__()
         self.student = as_names(student)
         self.teacher = as_names(teacher)
         if len(self.student) != len(self.teacher):
@@ -110,7 +111,6 @@ class MomentumEMA(Callback):
         self._has_stepped = False
         self._parameters: list[Pair] = []
         self._buffers: list[Pair] = []
-        self._handles: list[RemovableHandle] = []
 
     def momentum_at(self, step: int, num_steps: int) -> float:
         """The momentum of update ``step`` (from 0) of ``num_steps``.
@@ -153,24 +153,19 @@ class MomentumEMA(Callback):
         self._num_steps = self._planned_steps(trainer)
         self._global_step = trainer.global_step
         self._has_stepped = False
-        self._remove_handles()
+        self.restore()
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
-                self._handles.append(optimizer.register_step_post_hook(self._on_optimizer_step))
+                self.undo.append(optimizer.register_step_post_hook(self._on_optimizer_step).remove)
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        # Lightning counts a step that the gradient scaler skipped, the optimizer's own hook does
-        # not see it: only both together mean that the student has changed.
+        # Lightning counts steps that the gradient scaler skips, and the optimizer's own hook does
+        # not see them: only both together mean that the student has changed.
         advanced = trainer.global_step > self._global_step
-        if advanced and (self._has_stepped or not self._handles):
+        if advanced and (self._has_stepped or not self.undo):
             value = self.momentum_at(trainer.global_step - 1, self._num_steps)
             self.update(value)
             if self.log_momentum and may_log(trainer):
@@ -179,22 +174,12 @@ class MomentumEMA(Callback):
             self._global_step = trainer.global_step
             self._has_stepped = False
 
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_handles()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._remove_handles()
-
     @torch.no_grad()
     def update(self, momentum: float) -> None:
-        """Average once, everything that this rank owns.
+        """Average everything that this rank owns, once.
 
         Raises:
-            ConfigurationError: Of a pair, this rank owns one half only.
+            ConfigurationError: This rank owns only one tensor of a pair.
         """
         _average(_owned(self._parameters), momentum)
         pairs = _owned(self._buffers)
@@ -217,7 +202,7 @@ class MomentumEMA(Callback):
             return int(total)
         if isinstance(self.momentum, tuple):
             raise ConfigurationError(
-                "a momentum from start to end needs to know the end: give the Trainer max_steps "
+                "a momentum from start to end needs the number of steps: give Trainer max_steps "
                 "or max_epochs (and a loader with a length), or pass momentum as a function"
             )
         return -1
@@ -227,11 +212,6 @@ class MomentumEMA(Callback):
         found_inf = getattr(optimizer, "found_inf", None)
         if found_inf is None or not bool(found_inf):
             self._has_stepped = True
-
-    def _remove_handles(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
 
 def _check_momentum(momentum: Momentum) -> None:

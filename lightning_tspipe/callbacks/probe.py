@@ -1,4 +1,4 @@
-"""A linear classifier that learns along, on features that it cannot change."""
+"""An online linear probe: a classifier trained on detached features."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from torch.nn.functional import cross_entropy
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
-    Callback,
+    Restoring,
     log_at_epoch_end,
     may_log,
     pipelined_of,
+    replaced,
     submodules,
 )
+from lightning_tspipe.callbacks.data_parallel import DataParallelGroup
 from lightning_tspipe.callbacks.features import (
     LabelledFeatures,
     Source,
+    accuracies,
     as_vectors,
     evaluating,
+    hits_of,
 )
-from lightning_tspipe.callbacks.peers import Peers
 from lightning_tspipe.callbacks.progress import SideProgress
 from lightning_tspipe.errors import ConfigurationError
 
@@ -33,14 +36,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class OnlineLinearProbe(Callback):
+class OnlineLinearProbe(Restoring):
     """Trains a linear classifier on detached features while the module trains; logs its accuracy.
 
-    The features are what a submodule returns in its first call of each ``training_step``; if they
-    are those of several views, one below the other, each view has the labels of the batch. The
-    module, its optimizers and its random numbers know nothing of the classifier, which starts from
-    zero, takes one step of SGD per batch, and is saved and loaded with the callback. Under a
-    pipeline it is on the loss rank; replicas and processes of DDP average its gradients.
+    The features are the output of a submodule in its first call of each ``training_step``; if they
+    are those of several concatenated views, each view has the labels of the batch. The classifier
+    does not affect the module, its optimizers or its random numbers. It starts from zero, takes one
+    step of SGD per batch, and is saved and loaded with the callback. Under a pipeline it is on the
+    loss rank; replicas and processes of DDP average its gradients.
 
     Logs ``train_{name}_loss`` at each step, and with ``queries`` ``val_{name}_top1`` and
     ``val_{name}_top5`` at the end of epochs.
@@ -54,10 +57,10 @@ class OnlineLinearProbe(Callback):
         labels: ``fn(batch) -> labels`` of a training batch, shape (num_samples,); or the index of
             the labels in it.
         lr: Learning rate, for the mean loss over a batch.
-        momentum: Of SGD.
-        weight_decay: Of SGD.
+        momentum: Momentum of SGD.
+        weight_decay: Weight decay of SGD.
         every_n_epochs: Classify the queries after each n-th epoch, and after the last one.
-        batch_size: Of queries that are a dataset.
+        batch_size: Batch size of queries that are a dataset.
         name: Part of the metrics' names.
 
     Raises:
@@ -84,6 +87,7 @@ class OnlineLinearProbe(Callback):
                 f"num_classes={num_classes} must be at least 2, every_n_epochs={every_n_epochs} at "
                 f"least 1, lr={lr} above 0"
             )
+        super().__init__()
         self.num_classes = num_classes
         self.queries = queries
         self.features = features
@@ -96,7 +100,6 @@ class OnlineLinearProbe(Callback):
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] = {}
         self._kept: tuple[Tensor, Tensor] | None = None
-        self._undo: Callable[[], None] | None = None
         self._progress = SideProgress("probe")
 
     @override
@@ -104,23 +107,13 @@ class OnlineLinearProbe(Callback):
         self._watch(pl_module, submodules(pl_module, self.features, "features")[self.features])
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()
-
-    @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._release()
+    def restore(self) -> None:
+        super().restore()
+        self._kept = None
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         kept, self._kept = self._kept, None
         if not (self._is_here(trainer) and kept is not None):
@@ -143,23 +136,19 @@ class OnlineLinearProbe(Callback):
             other than the loss rank, and before the first training batch.
         """
         assert self.queries is not None
-        peers = Peers(trainer)
+        group = DataParallelGroup(trainer)
         images = LabelledFeatures(
-            trainer, pl_module, self.features, peers, batch_size=self.batch_size
+            trainer, pl_module, self.features, group, batch_size=self.batch_size
         )
         hits = torch.zeros(3, dtype=torch.long, device=pl_module.device)
-        with evaluating(pl_module), peers.buffers_of_first(pl_module):
+        with evaluating(pl_module), group.buffers_of_first(pl_module):
             results, length = images.of(self.queries)
             for result in self._progress.track(trainer, results, length):
                 if result is not None and self.classifier is not None:
-                    hits += _hits(self.classifier(result[0]), result[1])
+                    hits += hits_of(self.classifier(result[0]), result[1])
         if not self._is_here(trainer) or self.classifier is None:
             return {}
-        top1, top5, total = torch.stack(peers.gather(hits)).sum(dim=0).tolist()
-        return {
-            f"val_{self.name}_top1": top1 / max(total, 1),
-            f"val_{self.name}_top5": top5 / max(total, 1),
-        }
+        return accuracies(f"val_{self.name}", torch.stack(group.gather(hits)).sum(dim=0))
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -177,14 +166,14 @@ class OnlineLinearProbe(Callback):
 
     @staticmethod
     def _is_here(trainer: Trainer) -> bool:
-        """Whether this rank has features: it runs losses."""
+        """Whether this rank has features, since it computes losses."""
         return pipelined_of(trainer) is None or may_log(trainer)
 
     def _watch(self, pl_module: LightningModule, watched: nn.Module) -> None:
-        """From now on, ``training_step`` also keeps features and labels.
+        """Make ``training_step`` save features and labels too.
 
-        They are touched within the step, where a pipeline sees that they are needed and brings
-        them to the loss rank.
+        They are read within the step, where a pipeline sees that they are needed and sends them to
+        the loss rank.
         """
         step = pl_module.training_step
 
@@ -193,7 +182,7 @@ class OnlineLinearProbe(Callback):
             seen: list[Tensor] = []
 
             def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
-                # While a pipeline finds out shapes, there are tensors without values.
+                # While a pipeline infers shapes, tensors have no values.
                 if not seen and not isinstance(output, FakeTensor):
                     seen.append(output)
 
@@ -205,26 +194,12 @@ class OnlineLinearProbe(Callback):
             if not seen:
                 raise ConfigurationError(
                     f"OnlineLinearProbe: training_step does not call {self.features!r}, whose "
-                    "output is to be the features"
+                    "output would be the features"
                 )
             self._kept = seen[0].detach().clone(), self._labels_of(batch).clone()
             return result
 
-        own = vars(pl_module).get("training_step")
-        vars(pl_module)["training_step"] = training_step
-
-        def undo() -> None:
-            if own is None:
-                vars(pl_module).pop("training_step", None)
-            else:
-                vars(pl_module)["training_step"] = own
-
-        self._undo = undo
-
-    def _release(self) -> None:
-        if self._undo is not None:
-            self._undo()
-        self._undo = self._kept = None
+        self.undo.append(replaced(pl_module, "training_step", training_step))
 
     def _labels_of(self, batch: Any) -> Tensor:
         labels = self.labels(batch) if callable(self.labels) else batch[self.labels]
@@ -236,7 +211,7 @@ class OnlineLinearProbe(Callback):
         return labels
 
     def _learn(self, trainer: Trainer, features: Tensor, labels: Tensor) -> Tensor:
-        """One step on a batch; the loss before it."""
+        """Take one step on a batch; returns the loss before it."""
         vectors, labels = as_vectors(features), labels.flatten().long()
         if len(vectors) % max(len(labels), 1):
             raise ConfigurationError(
@@ -273,10 +248,3 @@ class OnlineLinearProbe(Callback):
                 self._restored = {}
             self.classifier = classifier
         return self.classifier, self._optimizer
-
-
-def _hits(scores: Tensor, labels: Tensor) -> Tensor:
-    """(correct at the first guess, among the first five, all), as integers."""
-    best = scores.topk(min(5, scores.shape[1]), dim=1).indices == labels[:, None]
-    total = torch.tensor(len(labels), device=scores.device)
-    return torch.stack([best[:, 0].sum(), best.sum(), total])

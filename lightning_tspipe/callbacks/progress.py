@@ -1,4 +1,4 @@
-"""A progress bar of one's own beside Lightning's."""
+"""A second progress bar below Lightning's."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class SideProgress:
-    """Shows an iteration below the Trainer's progress bar, in that bar's own kind.
+    """Shows an iteration below the Trainer's progress bar, in the same style.
 
     Nothing is shown where the Trainer shows nothing.
 
     Args:
-        description: What stands before the bar.
+        description: Text before the bar.
     """
 
     def __init__(self, description: str) -> None:
@@ -29,7 +29,7 @@ class SideProgress:
         self._task: Any = None
 
     def track(self, trainer: Trainer, items: Iterable[T], total: int | None) -> Iterator[T]:
-        """Yield the items and show how many have passed."""
+        """Yield the items and show how many were yielded."""
         bar: Any = trainer.progress_bar_callback
         if bar is None or bar.is_disabled:
             yield from items

@@ -1,4 +1,4 @@
-"""How fast training is, without slowing it down."""
+"""Training throughput, measured without slowing training down."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, Pipelined, may_log, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, may_log, pipelined_of
 from lightning_tspipe.callbacks.machine import known_peak_flops, peak_memory
 from lightning_tspipe.callbacks.timeline import PipelineTimeline
 from lightning_tspipe.errors import ConfigurationError
@@ -23,12 +23,15 @@ from lightning_tspipe.errors import ConfigurationError
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+    from lightning_tspipe.strategy.training.pipelined import Pipelined
+
+
 _RECORDED_STEPS = 4
 
 
 @dataclass
 class _Totals:
-    """What was trained so far, also before the run went on from a checkpoint."""
+    """Totals of the run, including the time before it was resumed from a checkpoint."""
 
     num_batches: int = 0
     num_samples: int = 0
@@ -41,9 +44,9 @@ class _Window:
 
     Attributes:
         rates: Lightning's calculator.
-        waits: Seconds between a batch's end and the next one's start, for each.
-        staleness: Updates that the teacher was late, for each.
-        from_ranks: What the ranks of a pipeline told when they were last asked.
+        waits: For each batch, seconds from the end of the batch before to its start.
+        staleness: For each batch, the number of updates that the teacher was late.
+        from_ranks: Metrics that the ranks of a pipeline reported last.
     """
 
     rates: Throughput
@@ -53,41 +56,41 @@ class _Window:
 
 
 class PipelineThroughputMonitor(Callback):
-    """Logs what training reaches, over a rolling window of batches.
+    """Logs the training throughput over a rolling window of batches.
 
     - ``samples_per_second``: of all data-parallel replicas together,
     - ``step_time``: seconds per batch, from the end of one to the end of the next,
     - ``data_wait_time``: seconds per batch in which training waits for the loader,
-    - ``peak_memory``: MiB in use at most; by tensors on a GPU, by the process otherwise,
-    - ``mfu``: share of the devices' peak FLOP/s that the model's operations make up, where both
-      are known,
-    - ``elapsed``: seconds trained so far, on from those of a checkpoint.
+    - ``peak_memory``: peak memory in MiB, of tensors on a GPU and of the process otherwise,
+    - ``mfu``: model FLOP/s utilisation: the model's operations as a share of the devices' peak,
+      where both are known,
+    - ``elapsed``: seconds of training so far, including those before a checkpoint.
 
-    Of a pipeline besides:
+    For a pipeline also:
 
     - ``bubble_ratio``: share of the time in which its ranks wait, in a few recorded steps,
-    - ``teacher_staleness``: updates that the teacher was late,
+    - ``teacher_staleness``: number of updates that the teacher was late,
     - ``peak_memory/rank0``, ...: of each rank of the first replica.
 
     Time spent in validation and k-NN does not count. The clock is read on the loss rank (else on
     global rank 0) and no device is synchronised: work queued on a device evens out over the window.
-    Once per window the other ranks of a pipeline send the loss rank a few numbers, and go on. While
-    steps are recorded for the bubble ratio, a GPU's actions wait for their own stream.
+    Once per window the other ranks of a pipeline send the loss rank a few numbers, without waiting.
+    While steps are recorded for the bubble ratio, a GPU's actions wait for their own stream.
 
     Args:
         window: Number of batches that the averages cover; rates are not logged before it is full.
         batch_size_fn: ``fn(batch) -> number of samples``; None takes the first tensor's length, or
-            what the pipeline says where the batch lives on another rank.
+            in a pipeline the number of samples that it knows.
         bubble_every_n_batches: How often four steps are recorded for the bubble ratio; None:
-            never. Where there is a ``PipelineTimeline``, its recording counts.
+            never. With a ``PipelineTimeline``, its recording is used.
         flops_per_sample: Floating-point operations of one sample in a training step; None counts
             those of a pipeline's networks.
-        peak_flops: Floating-point operations per second of one device at best; None takes what is
-            known of the GPU, and leaves out ``mfu`` otherwise.
-        clock: Seconds, from any start.
+        peak_flops: Peak floating-point operations per second of one device; None takes the nominal
+            value of a known GPU, and omits ``mfu`` otherwise.
+        clock: Returns seconds, from any start.
 
     Raises:
-        ConfigurationError: A window of less than 2 batches, or another number below what it counts.
+        ConfigurationError: A window of fewer than 2 batches, or another number that is not above 0.
     """
 
     def __init__(  # noqa: PLR0913 - settings by keyword
@@ -129,9 +132,9 @@ class PipelineThroughputMonitor(Callback):
         self._last: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
-        """The figures of the last full window, with the totals; empty on ranks that don't measure.
+        """The metrics of the last full window, with the totals; empty on ranks that don't measure.
 
-        Beside what is logged: ``num_batches`` and ``num_samples``.
+        Contains what is logged, and ``num_batches`` and ``num_samples``.
         """
         if self._window is None:
             return {}
@@ -186,11 +189,7 @@ class PipelineThroughputMonitor(Callback):
 
     @override
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._wait = self.clock() - self._mark
         self._steps = (self._steps[1], trainer.global_step)
@@ -204,12 +203,7 @@ class PipelineThroughputMonitor(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now, pipelined = self.clock(), pipelined_of(trainer)
         self._num_batches += 1
@@ -235,7 +229,7 @@ class PipelineThroughputMonitor(Callback):
         pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
 
     def _exchange(self, pipelined: Pipelined, pl_module: LightningModule) -> None:
-        """On every rank: what the loss rank cannot know by itself."""
+        """Send the loss rank what it cannot know by itself; every rank calls it."""
         if self._records and pipelined.has_recording:
             pipelined.timeline()
         if self._num_batches % self.window:
@@ -282,7 +276,7 @@ class PipelineThroughputMonitor(Callback):
     def _share_per_sample(
         self, trainer: Trainer, pl_module: LightningModule, pipelined: Pipelined | None
     ) -> float:
-        """What one sample takes of a second's peak FLOP of all devices; 0 if it isn't known."""
+        """Operations of one sample as a share of all devices' peak FLOP/s; 0 if unknown."""
         peak = self.peak_flops or known_peak_flops(pl_module.device, str(trainer.precision))
         flops = self.flops_per_sample
         if peak is not None and flops is None and pipelined is not None:
@@ -299,6 +293,6 @@ class PipelineThroughputMonitor(Callback):
 
 
 def _first_length(batch: Any) -> int:
-    # Lightning's own function warns where tensors of other lengths follow, which is often so.
+    # Lightning's own function warns about tensors of different lengths, which are common.
     leaves = pytree.tree_leaves(batch)
     return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 1)

@@ -1,4 +1,4 @@
-"""What every rank did when, for a few steps of a real run."""
+"""A timeline of all ranks, recorded over a few steps of a real run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.fabric.utilities import rank_zero_info
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import Callback, Pipelined, pipelined_of
+from lightning_tspipe.callbacks.common import Callback, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.plots import plot_timeline
 from lightning_tspipe.simulation.figures import figures
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_tspipe.simulation.timeline import Timeline
+    from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 
 class PipelineTimeline(Callback):
-    """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs figures.
+    """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs metrics.
 
-    When the window is over, the ranks exchange what they recorded, once, and the loggers get
+    At the end of the window the ranks exchange what they recorded, once, and the loggers get
 
     - ``timeline/bubble_ratio``: share of the ranks' time without work,
     - ``timeline/step_ms``: milliseconds per step,
-    - ``timeline/rank0_idle_ms``: of each rank, milliseconds per step without work,
+    - ``timeline/rank0_idle_ms``: for each rank, milliseconds per step without work,
     - ``timeline/stage0_forward_ms``, ``timeline/stage0_backward_ms``,
-      ``timeline/stage0_teacher_ms``: of each stage, milliseconds of one unit, on average.
+      ``timeline/stage0_teacher_ms``: for each stage, mean milliseconds of one unit.
 
-    The window's first and last step only frame the others: figures are of those between.
+    The window's first and last step only frame the others, which the metrics are computed from.
 
     ``tspipe timeline timeline.json`` says what the idle time went to. The picture is drawn when
     training ends: drawing takes a second, for which all ranks would wait. Ordinary strategies have
@@ -72,11 +73,7 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_batch_start(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         pipelined = pipelined_of(trainer)
         if pipelined is None or self._is_recording or trainer.global_step < self.start_step:
@@ -86,12 +83,7 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         pipelined = pipelined_of(trainer)
         is_mine = self._is_recording and not self._is_collected  # there may be several windows
@@ -118,8 +110,8 @@ class PipelineTimeline(Callback):
             rank_zero_info(f"PipelineTimeline: no picture: {error}")
 
     def _collect(self, trainer: Trainer, pipelined: Pipelined) -> None:
-        """On every rank: exchange the window; on rank 0 log it and save it."""
-        # Both are agreed between the ranks, so all of them must ask.
+        """Exchange the window, on every rank; log and save it on rank 0."""
+        # Both are collective, so all ranks must ask.
         timeline = pipelined.timeline()
         log_dir = trainer.log_dir
         self._is_collected = True

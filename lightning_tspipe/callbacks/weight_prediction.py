@@ -1,4 +1,4 @@
-"""The teacher of a pipeline, late by one update, predicted one update ahead."""
+"""Prediction of a late teacher, one update ahead."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class WeightPrediction(Callback):
-    """What runs ahead reads the averaged teacher as it is expected to be one update later.
+    """Lets forwards that run ahead read an averaged teacher predicted one update ahead.
 
-    Under ``schedule="tspipe"`` a teacher is one update late. It moves slowly, so its last move
-    tells about its next one. At the end of each epoch two means over its steps are logged: how far
-    the teacher of one update before was from the one that was meant (``teacher_distance``), and how
-    far the predicted one was (``teacher_distance_predicted``), over all its parameters.
+    Under ``schedule="tspipe"`` a teacher is one update late. It changes slowly, so its last change
+    predicts the next one. At the end of each epoch two means over its steps are logged, over all
+    parameters: the distance of the late teacher from the current one (``teacher_distance``), and
+    the distance of the predicted teacher (``teacher_distance_predicted``).
 
-    It costs two copies of the teacher, in a checkpoint too.
+    It needs memory for two copies of the teacher, which checkpoints contain too.
 
     Raises:
-        ConfigurationError: Nothing is late here, or the teacher does not move in every step.
+        ConfigurationError: No teacher is late here, or it does not change in every step.
     """
 
     @override
@@ -38,8 +38,8 @@ class WeightPrediction(Callback):
         if trainer.accumulate_grad_batches != 1:
             raise ConfigurationError(
                 "WeightPrediction with accumulate_grad_batches="
-                f"{trainer.accumulate_grad_batches}: the teacher moves in some steps only, and its "
-                "last move says nothing about the next. Remove one of them"
+                f"{trainer.accumulate_grad_batches}: the teacher changes in some steps only, and "
+                "its last change does not predict the next. Remove one of them"
             )
         pipelined.predicts_teacher = True
 

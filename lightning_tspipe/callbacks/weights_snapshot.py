@@ -1,4 +1,4 @@
-"""An earlier version of some modules' weights, which their forwards can read instead."""
+"""A snapshot of some modules' weights, which their forwards can read instead."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class _Slot:
     """One tensor of one module, and its earlier version.
 
-    The tensor is looked up in its module each time, so that a parameter that the user replaced
-    is followed.
+    The tensor is looked up in its module each time, so that a parameter may be replaced.
     """
 
     def __init__(self, owner: nn.Module, key: str, *, is_buffer: bool) -> None:
@@ -38,7 +37,7 @@ class _Slot:
 
     @property
     def is_delayed(self) -> bool:
-        """A module in train mode updates its buffers in its forward: they must be the live ones."""
+        """Whether forwards read the snapshot; buffers that a forward updates must be current."""
         return not (self.is_buffer and self.owner.training)
 
     def swap_in(self) -> None:
@@ -53,10 +52,10 @@ class _Slot:
 
 
 class WeightsSnapshot:
-    """Keeps one earlier version of modules and makes their forwards read it while it is open.
+    """Holds one earlier version of modules, which their forwards read while it is open.
 
     The forwards of all submodules are hooked, since a step may call ``teacher.backbone`` and
-    ``teacher.head`` rather than ``teacher``; the outermost call swaps in what lies below it.
+    ``teacher.head`` rather than ``teacher``; the outermost call swaps in everything below it.
 
     Args:
         modules: Name -> module; names go into :meth:`state`.
@@ -87,7 +86,7 @@ class WeightsSnapshot:
         self._is_set_aside = False
 
     def _add(self, path: str, owner: nn.Module, seen: dict[int, _Slot]) -> None:
-        # All of a forward-only network's parameters count, whatever they do in the student.
+        # All parameters of a forward-only network count, whatever their role in the student.
         for is_buffer, table in ((False, owner._parameters), (True, owner._buffers)):  # noqa: SLF001
             for key, tensor in table.items():
                 if tensor is not None and id(tensor) not in seen:
@@ -102,7 +101,7 @@ class WeightsSnapshot:
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
-        """Unhook the forwards; the modules are as they were."""
+        """Remove the hooks; the modules are as before."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -110,14 +109,14 @@ class WeightsSnapshot:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the present weights over the earlier version."""
+        """Overwrite the earlier version with the current weights."""
         slots = self._slots.values()
         torch._foreach_copy_([slot.earlier for slot in slots], [slot.tensor for slot in slots])
         self._is_taken = True
 
     @torch.no_grad()
     def set_aside(self) -> None:
-        """Copy the present weights: what :meth:`settle` makes the earlier version, and not yet."""
+        """Copy the current weights, for :meth:`settle` to make them the earlier version."""
         for slot in self._slots.values():
             if slot.coming is None:
                 slot.coming = torch.empty_like(slot.earlier)
@@ -125,7 +124,7 @@ class WeightsSnapshot:
         self._is_set_aside = True
 
     def settle(self) -> bool:
-        """The weights that were set aside are the earlier version now; False if none were."""
+        """Make the weights that were set aside the earlier version; False if none were."""
         if not self._is_set_aside:
             return False
         for slot in self._slots.values():
@@ -135,16 +134,16 @@ class WeightsSnapshot:
         return True
 
     def drop(self) -> None:
-        """Forget the earlier version (its memory is kept)."""
+        """Discard the earlier version (its memory is kept)."""
         self._is_taken = False
 
     def open(self, *, use_snapshot: bool) -> None:
-        """From now on forwards read the earlier version, if there is one and it is wanted."""
+        """Let forwards read the earlier version, if there is one and it is wanted."""
         self._is_open = True
         self._reads_earlier = use_snapshot and self._is_taken
 
     def close(self) -> None:
-        """From now on forwards read the present weights."""
+        """Let forwards read the current weights."""
         self._is_open = self._reads_earlier = False
 
     def state(self) -> dict[str, Tensor]:
@@ -155,15 +154,15 @@ class WeightsSnapshot:
 
     @torch.no_grad()
     def load(self, state: dict[str, Tensor]) -> None:
-        """Take over what :meth:`state` returned.
+        """Load what :meth:`state` returned.
 
         Raises:
-            ConfigurationError: The state of another model.
+            ConfigurationError: It is the state of another model.
         """
         if state.keys() != self._slots.keys():
             differing = ", ".join(sorted(state.keys() ^ self._slots.keys())[:5])
             raise ConfigurationError(
-                f"the checkpoint's late teacher is that of another model ({differing}, ...); "
+                f"the checkpoint's late teacher belongs to another model ({differing}, ...); "
                 f"resume with the same modules"
             )
         for name, slot in self._slots.items():
@@ -171,10 +170,10 @@ class WeightsSnapshot:
         self._is_taken = True
 
     def check_unchanged(self, modules: dict[str, nn.Module]) -> None:
-        """Notice a module that was replaced, whose forwards are not hooked.
+        """Refuse a module that was replaced, whose forwards are not hooked.
 
         Raises:
-            ConfigurationError: A module is another one than at the start.
+            ConfigurationError: A module is not the one of the start.
         """
         for name, module in modules.items():
             if module is not self._modules[name]:

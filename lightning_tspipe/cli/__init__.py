@@ -1,1 +1,1 @@
-"""The command ``tspipe``: plan a pipeline, look at plans and at recorded runs."""
+"""The command ``tspipe``: plan a pipeline, inspect plans and recorded runs."""

@@ -1,4 +1,4 @@
-"""``tspipe check``: does the pipeline train what one device trains? In float64, step by step."""
+"""``tspipe check``: compare a pipeline with one device, in float64, step by step."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _TOLERANCE = 1e-9
 
 
 class DifferenceError(TSPipeError):
-    """The pipeline trains something else."""
+    """The pipeline trains differently from one device."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of ``tspipe check``."""
     parser.add_argument(
         "target", help="FILE.py[:FUNCTION] that returns a LightningModule and its training data"
     )
@@ -54,12 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Record:
-    """What a run trained.
+    """Results of a run.
 
     Attributes:
         losses: One per step, on the rank that has them.
         weights: Parameters and buffers at the end.
-        gradients: Before each optimizer step, by parameter; of all ranks.
+        gradients: Gradients of all ranks before each optimizer step, by parameter.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     """Train both ways and compare.
 
     Raises:
-        DifferenceError: They differ; says where first.
+        DifferenceError: They differ; says where they differ first.
     """
     if options.steps < 1:
         raise ConfigurationError(f"--steps {options.steps}: at least 1")
@@ -88,11 +88,11 @@ def run(options: argparse.Namespace) -> None:
     late = bool(find_networks(module, strategy.options).teacher) and runs_ahead(options.schedule)
     expected = Record()
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
-    if is_first:  # the other processes run this command too, for their part of the pipeline
+    if is_first:  # the other processes of the pipeline run this command too
         _say(f"{options.steps} steps on one device, in float64 ...")
         callbacks = [DelayedTeacherUpdate()] if late else []
         seed_everything(0, verbose=False)
-        again, _ = load(options.target)  # not a copy, which weight_norm refuses to be
+        again, _ = load(options.target)  # not a copy: weight_norm cannot be copied
         expected = _train(again.double(), batches, callbacks, strategy="auto", devices=1)
         _say(f"the same over {options.devices} devices, schedule {options.schedule} ...")
     actual = _train(module, batches, [], strategy=strategy, devices=options.devices)
@@ -107,7 +107,7 @@ def compare(expected: Record, actual: Record) -> str:
     """Steps side by side, and the largest differences of gradients and weights.
 
     Raises:
-        DifferenceError: More than rounding; the message holds the same lines.
+        DifferenceError: They differ by more than rounding; the message contains the same lines.
     """
     lines = ["step  one device         pipelined          difference  of gradients"]
     first = _First()
@@ -129,7 +129,7 @@ def compare(expected: Record, actual: Record) -> str:
     if differs:
         hint = (
             f"NOT the same: {differs}. Random numbers (dropout, a random choice in the step) may "
-            "come in another order, and BatchNorm sees micro-batches: check without them first"
+            "be drawn in another order, and BatchNorm sees micro-batches: check without them first"
         )
         raise DifferenceError("\n".join([*lines, hint]))
     return "\n".join([*lines, "the same"])
@@ -186,7 +186,7 @@ class _Recorder(Callback):
             {
                 name: parameter.grad.detach().cpu().clone()
                 for name, parameter in pl_module.named_parameters()
-                if parameter.grad is not None and parameter.grad.any()  # none is as good as zeros
+                if parameter.grad is not None and parameter.grad.any()  # None equals zeros
             }
         )
 
@@ -200,7 +200,7 @@ class _Recorder(Callback):
 
 
 def _of_all_ranks(trainer: Trainer, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """On rank 0 the gradients of every rank's stages; elsewhere nothing."""
+    """Gather the gradients of every rank's stages on rank 0."""
     strategy = trainer.strategy
     if not isinstance(strategy, TSPipeStrategy) or strategy.engine is None:
         return gradients

@@ -1,4 +1,4 @@
-"""``tspipe simulate`` and ``tspipe timeline``: what every rank does when, and what it waits for."""
+"""``tspipe simulate`` and ``tspipe timeline``: draw every rank's actions and idle time."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from lightning_tspipe.simulation.timeline import Timeline, aligned
 from lightning_tspipe.simulation.trace import chrome_trace
 
 _MARGIN = 12
-"""Columns that a drawing needs besides its time axis."""
+"""Columns of a drawing outside of its time axis."""
 
 _MEASURED, _SIMULATED = "measured", "simulated"
 
 
 def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tspipe simulate`` takes."""
+    """Add the arguments of ``tspipe simulate``."""
     parser.add_argument("plan", type=Path, help="a plan that `tspipe plan --save` wrote")
     parser.add_argument("--steps", type=int, default=5, help="steps to simulate")
     _add_outputs(parser)
 
 
 def add_timeline_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tspipe timeline`` takes."""
+    """Add the arguments of ``tspipe timeline``."""
     parser.add_argument("recording", type=Path, help="the timeline.json of a PipelineTimeline")
     parser.add_argument(
-        "--plan", type=Path, metavar="plan.json", help="draw what was planned below it"
+        "--plan", type=Path, metavar="plan.json", help="draw the plan's timeline below it"
     )
     _add_outputs(parser)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--trace", type=Path, metavar="trace.json", help="write what Perfetto and Chrome open"
+        "--trace", type=Path, metavar="trace.json", help="write a trace for Perfetto or Chrome"
     )
     parser.add_argument(
         "--image", type=Path, metavar="timeline.svg", help="write a drawing: .svg, .png or .pdf"
@@ -57,13 +57,13 @@ def run_simulation(options: argparse.Namespace) -> None:
 
 
 def run_timeline(options: argparse.Namespace) -> None:
-    """Draw a recorded run, and what was planned below it."""
+    """Draw a recorded run, and the plan's timeline below it."""
     measured = _timeline(_read(options.recording))
     if options.plan is None:
         _show({_MEASURED: measured}, measured.pipeline, options)
         return
     plan = Plan.from_json(_read(options.plan))
-    # A recording begins when the pipeline is full; so must what stands below it.
+    # A recording begins when the pipeline is full; so must the simulation below it.
     num_steps = max(3, len(measured.steps))
     simulated = plan.simulate(STEADY_STEPS + num_steps).between(
         STEADY_STEPS, STEADY_STEPS + num_steps - 1

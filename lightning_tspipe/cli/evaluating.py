@@ -20,7 +20,7 @@ _NAME = "module_and_images"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tspipe evaluate`` takes."""
+    """Add the arguments of ``tspipe evaluate``."""
     parser.add_argument(
         "target",
         metavar="FILE.py[:FUNCTION]",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Evaluate."""
+    """Evaluate, print and save the accuracies."""
     module, train, validation = _load(options.target)
     if options.checkpoint is not None:
         _restore(module, options.checkpoint, trust=options.trust)
@@ -75,5 +75,5 @@ def _load(target: str) -> tuple[Any, Any, Any]:
 def _restore(module: nn.Module, path: Path, *, trust: bool) -> None:
     try:
         module.load_state_dict(read_part(path, trust=trust))
-    except RuntimeError as error:  # what torch says of names and shapes that differ
-        raise ConfigurationError(f"{path} is of another module: {error}") from error
+    except RuntimeError as error:  # torch's error for different names and shapes
+        raise ConfigurationError(f"{path} belongs to another module: {error}") from error

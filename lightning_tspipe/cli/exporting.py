@@ -20,24 +20,24 @@ from lightning_tspipe.strategy.checkpoints.shards import FolderSource, is_sharde
 Shape = tuple[int, ...]
 
 _SUFFIXES = (".pt", ".safetensors")
-_COMPILED = "_orig_mod."  # which torch.compile puts into names
+_COMPILED = "_orig_mod."  # added to names by torch.compile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tspipe export`` takes."""
+    """Add the arguments of ``tspipe export``."""
     parser.add_argument(
         "checkpoint",
         type=Path,
         nargs="+",
-        help="a checkpoint: a file, or a folder of shards; of several, a part is read from the "
+        help="a checkpoint: a file, or a folder of shards; with several, a part is read from the "
         "first that has it",
     )
     parser.add_argument(
         "--part",
         metavar="NAME",
         action="append",
-        help="the submodule to export, such as student.backbone; of several, each is under the "
-        "last of its names, such as backbone.conv1.weight",
+        help="the submodule to export, such as student.backbone; with several, the last part of "
+        "each name is kept, such as backbone.conv1.weight",
     )
     parser.add_argument(
         "--output",
@@ -48,20 +48,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--like",
         metavar="FUNCTION",
-        help="give the weights the names of the model that this returns, where they stand in the "
-        "same order, such as torchvision.models.resnet18",
+        help="rename the weights after the model that this function returns, whose weights are in "
+        "the same order, such as torchvision.models.resnet18",
     )
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="read a checkpoint that holds more than tensors and plain values; reading it may run "
-        "code of whoever made it",
+        help="read a checkpoint that contains more than tensors and plain values; reading it may "
+        "run code of its author",
     )
     parser.add_argument(
         "--no-verify",
         dest="verify",
         action="store_false",
-        help="do not compare a checkpoint with its checksums: read a damaged one as it is",
+        help="do not verify the checksums of a checkpoint: read a damaged one as it is",
     )
 
 
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 def _read(
     paths: Sequence[Path], parts: Sequence[str], *, trust: bool, verify: bool
 ) -> dict[str, Tensor]:
-    """All parts, each from the first checkpoint that has it."""
+    """Read all parts, each from the first checkpoint that has it."""
     weights: dict[str, Tensor] = {}
     for part in parts:
         found = _first(paths, part, trust=trust, verify=verify)
@@ -114,11 +114,11 @@ def read_part(
         path: A checkpoint of Lightning: a file, or a folder of shards.
         part: Dotted name of the submodule; all of the module without one.
         trust: Whether to read files whose reading may run code.
-        verify: Whether to compare what is read with its checksums.
+        verify: Whether to verify checksums.
 
     Raises:
         ConfigurationError: There is no such checkpoint, or it has no such part.
-        CheckpointError: The file, or what is read of the folder, is damaged.
+        CheckpointError: The file, or a part of the folder, is damaged.
     """
     path = newest(path)
     if not path.exists():
@@ -142,12 +142,12 @@ def _state_dict(path: Path, *, trust: bool) -> dict[str, Tensor]:
             checkpoint = torch.load(path, map_location="cpu", weights_only=not trust, mmap=True)
         except pickle.UnpicklingError as error:
             raise ConfigurationError(
-                f"{path} holds more than tensors and plain values, and reading it may run code. "
-                "If you know who made it: --trust"
+                f"{path} contains more than tensors and plain values, and reading it may run code. "
+                "If you trust its author: --trust"
             ) from error
     found = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(found, Mapping):
-        raise ConfigurationError(f"{path} is no checkpoint of Lightning: it has no state_dict")
+        raise ConfigurationError(f"{path} is not a Lightning checkpoint: it has no state_dict")
     return dict(found)
 
 
@@ -167,10 +167,10 @@ def _inside(names: Collection[str], part: str) -> list[str]:
 def renamed(
     weights: Mapping[str, Tensor], wanted: Mapping[str, Shape], *, ordered: bool = True
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under the names of another model that begins alike.
+    """Rename weights after another model that begins with the same layers.
 
     A backbone is often made of the first children of a model
-    (``nn.Sequential(*list(resnet18().children())[:-1])``): their order is the model's.
+    (``nn.Sequential(*list(resnet18().children())[:-1])``), in the model's order.
 
     Args:
         weights: By name, in the module's order.
@@ -178,17 +178,17 @@ def renamed(
         ordered: Whether the weights really are in the module's order.
 
     Returns:
-        The weights, and the model's names that none has.
+        The renamed weights, and the model's names without a weight.
 
     Raises:
-        ConfigurationError: They are not alike.
+        ConfigurationError: The numbers or shapes of weights don't match.
     """
     if weights.keys() <= wanted.keys():
         names = list(weights)
     elif not ordered:
         raise ConfigurationError(
-            "a folder of shards does not keep the module's order, by which --like would give names "
-            "to the weights. Load it into the module and save it as one file"
+            "a folder of shards does not keep the module's order, which --like needs to rename the "
+            "weights. Load it into the module and save it as one file"
         )
     elif len(weights) <= len(wanted):
         names = list(wanted)[: len(weights)]
@@ -200,7 +200,7 @@ def renamed(
         if tuple(tensor.shape) != wanted[other]:
             raise ConfigurationError(
                 f"{name!r} has shape {tuple(tensor.shape)}, but {other!r} of the model of --like, "
-                f"which stands at its place, has {wanted[other]}"
+                f"at the same position, has {wanted[other]}"
             )
     missing = [name for name in wanted if name not in set(names)]
     return dict(zip(names, weights.values(), strict=True)), missing

@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        The exit status: 2 for what the user can mend, with a message that says how.
+        The exit status: 2 for errors that the user can fix, with a message that says how.
     """
     parser = argparse.ArgumentParser(prog="tspipe", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""The user's module and data, from a file of theirs; and what one of its steps costs here."""
+"""Load the user's module and data from a file, and measure one of its steps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def load(target: str) -> tuple[LightningModule, Data]:
         target: The file, and the function if it is not called ``module_and_data``.
 
     Raises:
-        ConfigurationError: No such file or function, or it returns something else.
+        ConfigurationError: There is no such file or function, or it returns something else.
     """
     found = call(
         target, DEFAULT_NAME, "the LightningModule and its training data (a DataLoader or a "
@@ -63,8 +63,8 @@ def call(target: str, default: str, wanted: str) -> Any:  # noqa: ANN401 - as th
 
     Args:
         target: ``FILE.py`` or ``FILE.py:FUNCTION``.
-        default: What the function is called without a name.
-        wanted: What it is to return, for the message.
+        default: Name of the function if none is given.
+        wanted: What it should return, for the message.
 
     Raises:
         ConfigurationError: No such file or function.
@@ -85,9 +85,9 @@ def _import(path: Path) -> ModuleType:
         raise ConfigurationError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ConfigurationError(f"{path} is no Python file")
+        raise ConfigurationError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    # As `python FILE` has it: what lies beside the file can be imported.
+    # As with `python FILE`, modules beside the file can be imported.
     sys.path.insert(0, str(path.parent))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -106,12 +106,13 @@ def measure(  # noqa: PLR0913 - what to measure, where, and how
     """Train one step on one device, and measure what its networks cost there.
 
     Args:
-        module: What is trained.
+        module: The module to train.
         data: Its training data.
-        accelerator: Where.
+        accelerator: Accelerator to measure on.
         student: Names of the trained submodules.
         teacher: Names of the forward-only submodules.
-        flops_per_second: Of a device that is not here: costs are calculated by it.
+        flops_per_second: Speed of a device that is not here, to calculate costs instead of
+            measuring.
 
     Raises:
         CaptureError: The step cannot be captured.
@@ -151,13 +152,13 @@ def measure(  # noqa: PLR0913 - what to measure, where, and how
 
 
 def measure_link(accelerator: str = "auto") -> Link | None:
-    """What is between two devices of this machine, as a training measures it at its start.
+    """Measure the link between two devices of this machine, as the start of a training does.
 
     Args:
-        accelerator: Which devices.
+        accelerator: Kind of devices.
 
     Returns:
-        None where there are not two of them.
+        The link; None if there are not two devices.
     """
     strategy = TSPipeStrategy(num_stages=2, start_method="spawn")
     try:
@@ -170,7 +171,7 @@ def measure_link(accelerator: str = "auto") -> Link | None:
 
 
 def _link_of(trainer: Trainer) -> tuple[float, float]:
-    """In each of the two processes."""
+    """Measure the link, in each of the two processes."""
     strategy: Any = trainer.strategy
     strategy.setup_environment()
     latency, bandwidth = strategy.transport.link
@@ -179,7 +180,7 @@ def _link_of(trainer: Trainer) -> tuple[float, float]:
 
 
 class Batches:
-    """Batches that are there already; Lightning would take a list for several loaders."""
+    """A loader of given batches; Lightning would take a list for several loaders."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = list(batches)
@@ -192,7 +193,7 @@ class Batches:
 
 
 def data_arguments(data: Data) -> dict[str, Any]:
-    """What ``Trainer.fit`` gets."""
+    """The data as arguments of ``Trainer.fit``."""
     if isinstance(data, LightningDataModule):
         return {"datamodule": data}
     if inspect.isgenerator(data) or isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""``tspipe plan``: which schedule, cuts and micro-batches are fastest, and what they need."""
+"""``tspipe plan``: find the fastest schedule, cuts and micro-batches, and their memory."""
 
 from __future__ import annotations
 
@@ -32,22 +32,24 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ah
 from lightning_tspipe.strategy.setup.options import parse_bytes
 
 _FASTER = 1.01
-"""A schedule must be so much faster than one with less staleness to be recommended."""
+"""A schedule must be faster by this factor than one with less staleness to be recommended."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Add the arguments of ``tspipe plan``."""
     parser.add_argument(
         "target",
         help="FILE.py[:FUNCTION] that returns a LightningModule and its training data, or a "
         "profile that --save-profile wrote",
     )
     parser.add_argument("--devices", type=int, required=True, help="all devices")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that they are on, evenly")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="nodes, each with the same number of devices"
+    )
     parser.add_argument(
         "--replicas",
         metavar="auto|4",
-        help="pipelines beside each other, each with a part of the batch: 'auto' finds the "
+        help="data-parallel pipelines, each with a part of the batch: 'auto' finds the "
         "fastest number (default: 1 on one node, auto on several)",
     )
     parser.add_argument("--batch", type=int, help="samples per call, of all replicas together")
@@ -85,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--flops",
         metavar="60TFLOP/s",
-        help="what a device that is not here really does: costs "
+        help="sustained speed of a device that is not here: costs "
         "are calculated from floating-point operations, nothing is measured",
     )
     parser.add_argument("--microbatches", type=int, help="per call, instead of the best number")
@@ -94,7 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="always",
         choices=("always", "auto"),
-        help="stages keep their inputs only and run again in the backward; auto: if that is "
+        help="stages save only their inputs and are recomputed in the backward; auto: if that is "
         "faster within the memory",
     )
     parser.add_argument("--student", nargs="+", help="trained submodules, if not `student`")
@@ -109,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
     if options.schedule == "relay":
         relaying.run(options, partial(_link, options))
         return
-    _cluster(options, NOMINAL)  # numbers that can't be are told before anything is measured
+    _cluster(options, NOMINAL)  # refuse impossible numbers before anything is measured
     profile = _changed(_profile(options), options)
     cluster = _cluster(options, _link(options))
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
@@ -135,7 +137,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _changed(profile: StepProfile, options: argparse.Namespace) -> StepProfile:
-    """The profile, saved if that is wanted, for the step that is asked about."""
+    """Save the profile if requested, and adapt it to the options."""
     if options.save_profile is not None:
         options.save_profile.write_text(profile.to_json(), encoding="utf-8")
     if options.batch is not None:
@@ -146,7 +148,7 @@ def _changed(profile: StepProfile, options: argparse.Namespace) -> StepProfile:
 
 
 def _use(options: argparse.Namespace) -> str:
-    """What a saved plan is good for."""
+    """Say how to use a saved plan."""
     strategy = f'TSPipeStrategy(plan="{options.save}")'
     devices = f"devices={options.devices // options.nodes}"
     if options.nodes > 1:
@@ -156,7 +158,7 @@ def _use(options: argparse.Namespace) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A schedule, and its best plan or why there is none."""
+    """A schedule, with its best plan or the reason why there is none."""
 
     schedule: str
     plan: Plan | None
@@ -164,7 +166,7 @@ class Outcome:
 
     @property
     def staleness(self) -> int:
-        """How many updates the teacher is late; with 1f1b, the student's first stage."""
+        """Number of updates that the teacher is late; with 1f1b, the student's first stage."""
         if self.plan is not None and self.schedule == ASYNCHRONOUS:
             return self.plan.pipeline.num_ranks - 1
         has_teacher = self.plan is not None and self.plan.pipeline.teacher is not None
@@ -241,7 +243,7 @@ def _profile(options: argparse.Namespace) -> StepProfile:
 
 
 def _link(options: argparse.Namespace) -> Link:
-    """What is between two devices: as said, else as it is here, else as assumed; it is told."""
+    """The link between two devices, as given, measured here, or assumed; prints which."""
     said = options.link is not None and options.latency is not None
     is_here = not options.target.endswith(".json") and options.flops is None and not said
     measured = None
@@ -260,21 +262,21 @@ def _link(options: argparse.Namespace) -> Link:
 
 
 def _cluster(options: argparse.Namespace, link: Link) -> Cluster:
-    """The devices, with times as on the device that is measured.
+    """The devices, with times relative to the device that is measured.
 
     Args:
-        options: Of the command.
-        link: Between two devices.
+        options: Options of the command.
+        link: Link between two devices.
 
     Raises:
-        ConfigurationError: Options that cannot be, or do not go together.
+        ConfigurationError: Impossible or contradicting options.
     """
     if options.devices < 1:
         raise ConfigurationError(f"--devices {options.devices}: at least 1")
     if options.speed <= 0:
-        raise ConfigurationError(f"--speed {options.speed}: more than 0")
+        raise ConfigurationError(f"--speed {options.speed}: must be greater than 0")
 
-    # On devices so many times as fast, messages take so many times as long as they compute.
+    # On devices that are faster by a factor, messages take longer by it, relative to computing.
     def scaled(latency: float, bandwidth: float) -> Link:
         return Link(latency * options.speed, bandwidth / options.speed)
 
@@ -294,33 +296,33 @@ def _cluster(options: argparse.Namespace, link: Link) -> Cluster:
 
 
 def _num_replicas(options: argparse.Namespace) -> int | Literal["auto"]:
-    """One pipeline on one node; several nodes are divided as is fastest.
+    """The number of replicas: by default 1 on one node, the fastest on several.
 
     Raises:
-        ConfigurationError: No number from 1 on.
+        ConfigurationError: It is not at least 1.
     """
     wished = options.replicas or ("1" if options.nodes == 1 else "auto")
     if wished == "auto":
         return "auto"
     if not wished.isdecimal() or int(wished) < 1:
-        raise ConfigurationError(f"--replicas {wished}: 'auto', or a number from 1 on")
+        raise ConfigurationError(f"--replicas {wished}: give 'auto', or a number of at least 1")
     return int(wished)
 
 
 def _outcome(
     name: str, profile: StepProfile, cluster: Cluster, options: argparse.Namespace
 ) -> Outcome:
-    wishes: dict[str, Any] = {
+    constraints: dict[str, Any] = {
         "schedule": name,
         "weights": options.weights,
         "memory_limit": parse_bytes(options.memory),
         "state_limit": parse_bytes(options.state),
     }
     if options.microbatches is not None:
-        wishes["num_microbatches"] = options.microbatches
+        constraints["num_microbatches"] = options.microbatches
 
     def best(profile: StepProfile) -> Plan:
-        return plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **wishes)
+        return plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **constraints)
 
     try:
         if options.activation_checkpointing == "auto":

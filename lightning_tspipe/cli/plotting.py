@@ -1,4 +1,4 @@
-"""``tspipe plot``: what a logger has written, against steps and against time."""
+"""``tspipe plot``: draw what a logger has written, against steps and against time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTERESTING = re.compile(r"loss|knn|probe|top\d|acc")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``tspipe plot`` takes."""
+    """Add the arguments of ``tspipe plot``."""
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN",
         help=f"the {_FILE} of a CSVLogger, or its folder; several are drawn together",
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Draw curves."""
+    """Draw the curves of one or several runs."""
     paths = [path / _FILE if path.is_dir() else path for path in options.runs]
     curves: dict[str, dict[str, Curve]] = {}
     for label, path in zip(_labels(paths), paths, strict=True):
@@ -53,14 +53,13 @@ def run(options: argparse.Namespace) -> None:
 def read_curves(path: Path) -> dict[str, Curve]:
     """The metrics of a run, by name.
 
-    Seconds are those that a ``PipelineThroughputMonitor`` logged, between two of them in
-    proportion to the steps.
+    Seconds are those that a ``PipelineThroughputMonitor`` logged, interpolated between steps.
 
     Args:
         path: A file of Lightning's ``CSVLogger``.
 
     Raises:
-        ConfigurationError: There is no such file, or it is another one.
+        ConfigurationError: There is no such file, or it has no column ``step``.
     """
     if not path.is_file():
         raise ConfigurationError(f"there is no file {path}")
@@ -68,7 +67,7 @@ def read_curves(path: Path) -> dict[str, Curve]:
         reader = csv.DictReader(file)
         names = [name for name in reader.fieldnames or () if name not in {"step", "epoch"}]
         if "step" not in (reader.fieldnames or ()):
-            raise ConfigurationError(f"{path} has no column 'step': a CSVLogger writes one")
+            raise ConfigurationError(f"{path} has no column 'step', as a CSVLogger writes it")
         rows = list(reader)
     points = {name: _points(rows, name) for name in names}
     clock = sorted(points.pop(_CLOCK, []))
@@ -99,7 +98,7 @@ def _seconds_at(step: float, clock: Sequence[tuple[float, float]]) -> float:
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Short names: those of folders, as long as they differ."""
+    """Short names of the runs: those of their folders, if they differ."""
     names = [path.parent.name or path.stem for path in paths]
     if len(set(names)) == len(names):
         return names

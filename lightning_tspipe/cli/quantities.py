@@ -1,4 +1,4 @@
-"""Amounts as people write them: ``32GiB``, ``50GB/s``, ``20us``."""
+"""Quantities with units, parsed and formatted: ``32GiB``, ``50GB/s``, ``20us``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bytes per second.
+    """Parse bytes per second.
 
     Raises:
-        ConfigurationError: The text is no bandwidth.
+        ConfigurationError: The text is not a bandwidth.
 
     >>> parse_bandwidth("50GB/s"), parse_bandwidth("100Gbit/s")
     (50000000000.0, 12500000000.0)
@@ -34,10 +34,10 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_flops(text: str | None) -> float | None:
-    """Floating-point operations per second.
+    """Parse floating-point operations per second.
 
     Raises:
-        ConfigurationError: The text is no such rate.
+        ConfigurationError: The text is not such a rate.
 
     >>> parse_flops("60TFLOP/s"), parse_flops("1.5 PFLOPS")
     (60000000000000.0, 1500000000000000.0)
@@ -51,10 +51,10 @@ def parse_flops(text: str | None) -> float | None:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds.
+    """Parse a time in seconds.
 
     Raises:
-        ConfigurationError: The text is no time.
+        ConfigurationError: The text is not a time.
 
     >>> parse_seconds("20us"), parse_seconds("1.5 ms")
     (2e-05, 0.0015)
@@ -66,10 +66,10 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_speeds(text: str) -> tuple[float, ...]:
-    """Numbers between commas.
+    """Parse numbers separated by commas.
 
     Raises:
-        ConfigurationError: One of them is no number.
+        ConfigurationError: One of them is not a number.
 
     >>> parse_speeds("1, 0.5")
     (1.0, 0.5)
@@ -77,14 +77,14 @@ def parse_speeds(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ConfigurationError(f"{text!r} is no list of speeds; write '1,1,0.5,0.5'") from None
+        raise ConfigurationError(f"{text!r} is not a list of speeds; write '1,1,0.5,0.5'") from None
 
 
 def parse_memories(text: str) -> tuple[float, ...]:
-    """Amounts of memory between commas, in bytes.
+    """Parse amounts of memory separated by commas, in bytes.
 
     Raises:
-        ConfigurationError: One of them is no amount.
+        ConfigurationError: One of them is not an amount.
 
     >>> parse_memories("1GB, 500MB")
     (1000000000.0, 500000000.0)
@@ -94,7 +94,7 @@ def parse_memories(text: str) -> tuple[float, ...]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit.
+    """Format seconds with three digits and a unit.
 
     >>> format_seconds(0.0123), format_seconds(2.5)
     ('12.3 ms', '2.5 s')

@@ -1,4 +1,4 @@
-"""``tspipe plan --schedule relay``: which devices get which blocks, and what other ways take."""
+"""``tspipe plan --schedule relay``: distribute blocks over devices, and compare the modes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _STEPS = 10
 
 
 def run(options: argparse.Namespace, link: Callable[[], Link]) -> None:
-    """Measure each block, distribute them in each mode, print.
+    """Measure each block, distribute the blocks in each mode, and print a comparison.
 
     Args:
-        options: Of the command.
-        link: Tells what is between two devices.
+        options: Options of the command.
+        link: Returns the link between two devices.
 
     Raises:
         ConfigurationError: The module has no blocks.
-        PartitionError: They fit in no mode.
+        PartitionError: The blocks fit in no mode.
     """
     module, data = modules.load(options.target)
     if not isinstance(module, BlockwiseDistillation):
@@ -57,10 +57,10 @@ def run(options: argparse.Namespace, link: Callable[[], Link]) -> None:
 
 
 def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> str:
-    """All modes beside each other, and who gets what in the best that relays.
+    """Compare all modes, and describe the distribution of the best mode that relays.
 
     Raises:
-        PartitionError: Blocks fit in no mode.
+        PartitionError: The blocks fit in no mode.
     """
     rows = [("", "mode", "step", "samples/s", "devices of each stage")]
     plans = {}
@@ -96,18 +96,18 @@ def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> st
 
 
 def _reason(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> str:
-    """Why a step takes as long as it does."""
+    """The reason for the time of a step."""
     longest = max(range(plan.num_stages), key=lambda stage: plan.stage_seconds[stage])
     work = sum(block.seconds(profile.batch_size) + block.update for block in profile.blocks)
     return (
-        f"mode={mode!r} is the fastest that relays. Its step takes as long as its longest stage, "
-        f"{longest}; all blocks' work, of whole batches and spread evenly, would take "
+        f"mode={mode!r} is the fastest that relays. Its step takes as long as its slowest stage, "
+        f"{longest}; the work of all blocks on whole batches, divided evenly, would take "
         f"{format_seconds(work / plan.num_devices)}."
     )
 
 
 class _Measure(Callback):
-    """Measures all blocks with the first batch."""
+    """Measures all blocks on the first batch."""
 
     def __init__(self, options: argparse.Namespace, link: Link) -> None:
         self._options = options

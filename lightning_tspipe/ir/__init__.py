@@ -1,1 +1,1 @@
-"""The schedule language: actions, who runs them, what each waits for. Pure Python."""
+"""The schedule language: actions, their ranks and their dependencies. Pure Python."""

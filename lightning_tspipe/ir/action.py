@@ -1,4 +1,4 @@
-"""One thing that one stage (or one rank) does to one unit of work.
+"""Actions: one operation of one stage (or one rank) on one unit of work.
 
 An action prints and parses in the grammar of PyTorch's pipeline schedules, extended with the
 teacher, the batch offset and the rank-wide actions::
@@ -24,7 +24,7 @@ from lightning_tspipe.errors import ScheduleError
 
 
 class Op(Enum):
-    """What an action does; the value is its letter."""
+    """Operation of an action; the value is its letter."""
 
     EFFECTS = "E"
     DATA = "D"
@@ -54,10 +54,10 @@ class Action:
     """One cell of a schedule.
 
     Attributes:
-        op: What is done.
+        op: The operation.
         stage: The stage of the op's network; for rank-wide ops the rank.
-        unit: The unit, or None for rank-wide ops.
-        batch: Offset from the batch whose step this is: 1 is the next batch.
+        unit: The unit; None for rank-wide ops.
+        batch: Offset from the batch of this step: 1 is the next batch.
     """
 
     op: Op
@@ -71,7 +71,7 @@ class Action:
             raise ScheduleError(
                 f"{self.op.name} {'takes no' if self.op.is_rank_wide else 'needs a'} unit"
             )
-        # Computed once, since the executor finds everything by its actions.
+        # Computed once, since the executor looks up everything by actions.
         object.__setattr__(self, "_hash", hash((self.op, self.stage, self.unit, self.batch)))
 
     def __hash__(self) -> int:
@@ -83,7 +83,7 @@ class Action:
 
     @property
     def in_words(self) -> str:
-        """The action as people say it, for messages.
+        """The action in words, for messages.
 
         >>> Action.parse("2T0+1").in_words, Action.parse("0L").in_words
         ('TEACHER stage 2 unit 0', 'LOSS rank 0')

@@ -18,7 +18,7 @@ A student whose beginning is frozen is a chain that begins with the teacher::
 
     prefix     D ──► T(0,u) ──► ... ──► T(last,u) ──► F(0,u) ──► ... ──► L
 
-What several actions of a rank read travels there once: the others read what the first has kept.
+Data that several actions of a rank read is sent once: the first saves it for the others.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lightning_tspipe.ir.shares import may_overlap
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """``consumer`` waits for ``producer``; ``payload`` tells what travels between them.
+    """``consumer`` waits for ``producer``; ``payload`` is the data sent between them.
 
     Payloads: ``"input"`` (call inputs), ``"batch"`` (batch fields for the loss), ``"activation"``
     (stage to stage), ``"output"`` (network output to the loss), ``"gradient"`` (backwards, from
-    the loss too), ``"saved"`` (what a forward or the input half of a backward keeps on its rank),
+    the loss too), ``"saved"`` (saved on its rank by a forward or the input half of a backward),
     ``"reduction"`` (weight gradients, among the ranks that share a stage).
     """
 
@@ -48,11 +48,11 @@ class Dependency:
 def depends_on(
     action: Action, pipeline: Pipeline, split: frozenset[int] = frozenset()
 ) -> tuple[Dependency, ...]:
-    """What ``action`` waits for, within its own batch.
+    """The dependencies of ``action`` within its own batch.
 
     Args:
         action: The consumer.
-        pipeline: Who holds what.
+        pipeline: The pipeline.
         split: Student stages whose backward is split into I and W.
     """
 
@@ -76,7 +76,7 @@ def depends_on(
 
 
 def _relayed(action: Action, pipeline: Pipeline) -> list[Action]:
-    """The shares of the stage before that may have samples in common with this one."""
+    """The shares of the stage before that may overlap with this one."""
     groups, stage, unit = pipeline.layout(action.op).groups, action.stage, action.unit
     assert unit is not None
     width, before = len(groups[stage]), len(groups[stage - 1])
@@ -114,7 +114,7 @@ def _read_by_forward(action: Action, pipeline: Pipeline) -> tuple[str, list[Acti
 
 
 def _read_by_head(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]]:
-    """The whole batch, as the teacher puts it out; for a rank's other heads it is there already."""
+    """Inputs of a head: the teacher's outputs, which a rank's first head saves for the others."""
     first = pipeline.stages_of(pipeline.student.ranks[action.stage])[0]
     if action.stage != first:
         return "saved", [Action(Op.FORWARD, first, action.unit, action.batch)]
@@ -122,7 +122,7 @@ def _read_by_head(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]
 
 
 def _read_by_block(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]]:
-    """What the teacher's block reads, which may be on the same rank."""
+    """Inputs of a block: those of the teacher's block, which may be on the same rank."""
     stage, unit, batch = action.stage, action.unit, action.batch
     if pipeline.layout(Op.TEACHER).ranks[stage] == pipeline.student.ranks[stage]:
         return "saved", [Action(Op.TEACHER, stage, unit, batch)]
@@ -137,7 +137,7 @@ def _read_by_loss(loss: Action, pipeline: Pipeline) -> list[Action]:
         outputs = _outputs(Op.FORWARD, pipeline.student, loss.batch)
         return outputs + ([] if teacher is None else _outputs(Op.TEACHER, teacher, loss.batch))
     own = pipeline.stages_of(loss.stage)
-    # The teacher's part of a head's loss is what the head has read.
+    # The loss of a head needs the teacher's outputs only through the head's input.
     ops = [Op.FORWARD] + [Op.TEACHER] * (pipeline.coupling is Coupling.BLOCKWISE)
     return [
         Action(op, stage, unit, loss.batch)

@@ -14,7 +14,7 @@ from lightning_tspipe.ir.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One payload that crosses ranks. Messages of one channel arrive in the order they are sent.
+    """A payload sent between ranks. Messages of one channel arrive in the order of sending.
 
     Attributes:
         producer: The action after which it is sent.
@@ -42,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Program:
-    """What the executors of all ranks do in one step.
+    """The actions and messages of all ranks in one step.
 
     Attributes:
         schedule: The schedule that was lowered.
@@ -54,12 +54,12 @@ class Program:
 
     @cached_property
     def sends(self) -> dict[Action, tuple[Message, ...]]:
-        """Producer to the messages sent right after it."""
+        """Messages sent right after each producer."""
         return _group(self.messages, key="producer")
 
     @cached_property
     def receives(self) -> dict[int, tuple[Message, ...]]:
-        """Rank to the messages it receives, in the order in which they must be posted."""
+        """Messages that each rank receives, in the order in which they must be posted."""
         by_rank: dict[int, list[Message]] = {}
         for message in self.messages:
             by_rank.setdefault(message.target, []).append(message)
@@ -67,7 +67,7 @@ class Program:
 
     @cached_property
     def needs(self) -> dict[Action, tuple[Dependency, ...]]:
-        """Consumer to all it waits for, from this rank or from others."""
+        """Dependencies of each consumer, on the same rank or on others."""
         pipeline, split = self.schedule.pipeline, self.schedule.split
         return {
             action: depends_on(action, pipeline, split)
@@ -77,9 +77,9 @@ class Program:
 
 
 def lower(schedule: Schedule) -> Program:
-    """Find every dependency that crosses ranks and make it a message.
+    """Make a message of every dependency between ranks.
 
-    A forward that runs steps early sends what it made in the step that runs it, although the next
+    A forward that runs steps early sends its output in the step that runs it, although the next
     stage or the loss reads it in a later step; so messages are found from the producers.
     """
     pipeline = schedule.pipeline
@@ -97,7 +97,7 @@ def lower(schedule: Schedule) -> Program:
 
 
 def _consumers(schedule: Schedule) -> dict[Action, tuple[Dependency, ...]]:
-    """Producer to its dependencies, counting what a later step runs of the batches worked on."""
+    """Dependencies on each producer, including those of actions that a later step runs."""
     pipeline = schedule.pipeline
     actions = {action for rank in schedule.ranks for action in rank}
     order = sorted(actions | _later(pipeline, actions), key=_stable)
@@ -111,13 +111,13 @@ def _consumers(schedule: Schedule) -> dict[Action, tuple[Dependency, ...]]:
 
 
 def _waits_for_its_step(dependency: Dependency) -> bool:
-    """Whether it travels in the step of its batch: looking ahead sends the teacher's inputs."""
+    """Whether it is sent in the step of its batch; only the teacher's inputs are sent ahead."""
     student = dependency.consumer.op is Op.FORWARD
     return dependency.payload == "batch" or (dependency.payload == "input" and student)
 
 
 def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
-    """Who reads what is made here: the losses, the stages that follow, and heads and blocks."""
+    """Possible consumers in later steps: losses, the next stages, and heads and blocks."""
     batches = {action.batch for action in actions}
     readers = {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches}
     ahead = {action for action in actions if action.op is Op.TEACHER and action.batch}

@@ -1,4 +1,4 @@
-"""Which rank holds which stage, and how many units flow: what a schedule is made for."""
+"""The pipeline that a schedule is made for: ranks, stages and units."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LOSS_RANK = 0
 
 
 class Coupling(Enum):
-    """What the stages of the student read, and whose losses they get; the value is its name.
+    """Inputs and losses of the student's stages; the value is the coupling's name.
 
     - ``CHAIN``: each stage reads the one before it, and one loss reads all outputs.
-    - ``FANOUT``: every stage is a head of its own, which reads what the teacher puts out.
-    - ``BLOCKWISE``: stage s reads what stage s of the teacher reads, and learns to do the same.
-    - ``PREFIX``: a chain that begins with the teacher, which is the student's frozen part.
+    - ``FANOUT``: every stage is a head of its own, which reads the teacher's output.
+    - ``BLOCKWISE``: stage s reads the input of the teacher's stage s, and learns its output.
+    - ``PREFIX``: a chain that begins with the teacher, which is the student's frozen prefix.
 
     In fan-out and blockwise, stages don't depend on each other: every rank has its own loss.
     """
@@ -36,13 +36,12 @@ class NetworkLayout:
     """One network cut into stages.
 
     Attributes:
-        ranks: For each stage, the rank (position within the pipeline) that holds it. A rank may
-            hold several stages.
+        ranks: Rank (position within the pipeline) of each stage. A rank may hold several stages.
         num_calls: Calls per step (views).
         num_microbatches: Micro-batches per call.
         output_stages: Stages that send something to the loss; the last stage always does.
-        groups: For each stage the ranks that divide each batch (see ``shares``), where any stage
-            is shared; then a unit of a stage is one rank's share.
+        groups: If stages are shared: for each stage the ranks that divide each batch (see
+            ``shares``); a unit of a stage is then one rank's share.
     """
 
     ranks: tuple[int, ...]
@@ -82,7 +81,7 @@ class NetworkLayout:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> NetworkLayout:
-        """Read a network of what :meth:`Pipeline.to_dict` wrote."""
+        """Read a network from what :meth:`Pipeline.to_dict` wrote."""
         ranks, outputs = tuple(data["ranks"]), frozenset(data["output_stages"])
         groups = tuple(tuple(group) for group in data.get("groups", ()))
         return cls(ranks, data["num_calls"], data["num_microbatches"], outputs, groups)
@@ -98,12 +97,12 @@ class Pipeline:
         teacher: The forward-only network, or None.
         data_rank: The rank that reads the data.
         loss_rank: The rank that runs the rest of the step; always rank 0 of the replica.
-        coupling: What the stages of the student read.
-        is_relayed: Blockwise, whether a stage reads what the one before it relays; otherwise each
-            stage runs the teacher from the beginning, on the batch.
+        coupling: Inputs of the student's stages.
+        is_relayed: If blockwise, whether a stage reads the output that the one before it relays;
+            otherwise each stage runs the teacher from its first block, on the batch.
 
     Raises:
-        ScheduleError: The networks can't be coupled so.
+        ScheduleError: The networks can't be coupled this way.
     """
 
     num_ranks: int
@@ -124,13 +123,13 @@ class Pipeline:
         if self.coupling is Coupling.PREFIX and len(units) > 1:
             raise ScheduleError(
                 f"the frozen part has {self.teacher.num_units} units and the rest of the student "
-                f"{self.student.num_units}: they have equally many"
+                f"{self.student.num_units}: they must have equally many"
             )
         if self.coupling is Coupling.BLOCKWISE and len(stages) + len(units) > 2:
             raise ScheduleError(
                 f"student and teacher have {self.student.num_stages} and "
                 f"{self.teacher.num_stages} stages, {self.student.num_units} and "
-                f"{self.teacher.num_units} units: blockwise, they have equally many"
+                f"{self.teacher.num_units} units: blockwise, they must have equally many"
             )
 
     @property
@@ -170,7 +169,7 @@ class Pipeline:
         return self.layout(action.op).holder(action.stage, action.unit)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in what JSON knows."""
+        """Everything, as plain values for JSON."""
         data = asdict(self) | {"coupling": self.coupling.value}
         for name in ("student", "teacher"):
             if data[name] is not None:
@@ -182,7 +181,7 @@ class Pipeline:
         """Read what :meth:`to_dict` wrote.
 
         Raises:
-            KeyError: Something is missing.
+            KeyError: A field is missing.
         """
         teacher = data["teacher"]
         return cls(

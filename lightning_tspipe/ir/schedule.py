@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,10 +13,10 @@ from lightning_tspipe.ir.pipeline import Pipeline
 
 @dataclass(frozen=True)
 class Schedule:
-    """Rank to actions, for one step.
+    """The actions of each rank in one step.
 
     Attributes:
-        pipeline: What the schedule was made for.
+        pipeline: The pipeline that the schedule was made for.
         ranks: ``ranks[r]`` are the actions of rank r, in the order in which it runs them.
         asynchronous: Whether a student's forward may run steps before its backward.
     """
@@ -42,9 +43,32 @@ class Schedule:
         """Read what ``str(schedule)`` prints: one line per rank.
 
         Raises:
-            ScheduleError: A line for each rank is missing, or a cell is not an action.
+            ScheduleError: The number of lines is wrong, or a cell is not an action.
         """
         lines = [line for line in text.splitlines() if line.strip()]
         if len(lines) != pipeline.num_ranks:
             raise ScheduleError(f"{len(lines)} lines for {pipeline.num_ranks} ranks")
         return cls(pipeline, tuple(tuple(map(Action.parse, line.split())) for line in lines))
+
+
+def walk(
+    ranks: Sequence[Sequence[Action]], is_ready: Callable[[Action], bool]
+) -> Iterator[tuple[int, Action]]:
+    """Walk all ranks at once, until none can move.
+
+    Args:
+        ranks: The actions of each rank, in order.
+        is_ready: Whether an action may run, given all that were yielded before.
+
+    Yields:
+        Rank and action, each as soon as the action may run.
+    """
+    places = [0] * len(ranks)
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(ranks):
+            while places[rank] < len(actions) and is_ready(actions[places[rank]]):
+                yield rank, actions[places[rank]]
+                places[rank] += 1
+                moved = True

@@ -1,8 +1,8 @@
-"""A batch that several ranks share, and what one share has in common with another.
+"""Shares of a batch that several ranks divide, and their overlaps.
 
-A stage of width r divides the samples of a batch into r contiguous shares that differ by one sample
-at most. What a stage of another width needs of them is an intersection of intervals, for any two
-widths and any batch::
+A stage of width r divides the samples of a batch into r contiguous shares that differ by at most
+one sample. A stage of another width needs intersections of these intervals, for any two widths and
+any batch::
 
     width 3   [ 0  1 | 2  3 | 4  5  6 ]
                    └──┐  └──┐
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 
 def share(unit: int, width: int, size: int) -> tuple[int, int]:
-    """The samples of one share: first, and one after the last.
+    """The samples of one share: the first, and the one after the last.
 
     >>> [share(unit, 3, 7) for unit in range(3)]
     [(0, 2), (2, 4), (4, 7)]
@@ -22,12 +22,12 @@ def share(unit: int, width: int, size: int) -> tuple[int, int]:
 
 
 def largest_share(width: int, size: int) -> int:
-    """Samples of the largest share: what all wait for."""
+    """Number of samples in the largest share, for which all ranks wait."""
     return -(-size // width)
 
 
 def overlap(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
-    """What two intervals have in common; as long as 0 where that is nothing.
+    """The intersection of two intervals; of length 0 if they are disjoint.
 
     >>> overlap((0, 3), (2, 5)), overlap((0, 2), (2, 5))
     ((2, 3), (2, 2))
@@ -37,10 +37,10 @@ def overlap(first: tuple[int, int], second: tuple[int, int]) -> tuple[int, int]:
 
 
 def may_overlap(unit: int, width: int, other_unit: int, other_width: int) -> bool:
-    """Whether two shares have samples in common, of any batch.
+    """Whether two shares can have samples in common, for some batch size.
 
-    Shares begin at rounded fractions of the batch. Rounding keeps an order, so that shares whose
-    fractions don't overlap have nothing in common, whatever the batch.
+    Shares begin at rounded fractions of the batch. Rounding is monotonic, so that shares whose
+    fractions don't overlap have nothing in common, for any batch size.
 
     >>> [may_overlap(1, 3, unit, 2) for unit in range(2)]
     [True, True]

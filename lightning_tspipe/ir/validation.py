@@ -1,17 +1,17 @@
-"""Proof, before anything runs, that a schedule computes the right thing and comes to an end.
+"""Validation of a schedule before it runs: it computes the right thing, and it terminates.
 
 Five checks, in this order, so that each may rely on those before it:
 
 1. every cell is on the rank that holds its stage;
-2. every action is there exactly once: a whole batch of student work, and all or nothing of the
-   teacher's work for this batch and for the next (of each of its stages, where stages of the
-   student read the teacher: then they work on batches of their own; asynchronously, of a stage's
-   forwards for any batch: ``versions`` then looks at all steps of an epoch);
-3. a rank's step begins with the effects and ends with the optimizer, so every action reads the
-   weights that :func:`weight_versions` says;
-4. walking all ranks at once comes to an end: whatever is waited for comes earlier (what is missing
-   of the teacher, or of asynchronous forwards, ran in a step before);
-5. the messages are those that the order asks for, and each channel's are in the order of sending.
+2. every action occurs exactly once: all student work of a batch, and all or none of the teacher's
+   work for this batch and for the next (per stage of the teacher, where stages work on batches of
+   their own; asynchronously, per stage and batch of the forwards: ``versions`` then checks all
+   steps of an epoch together);
+3. a rank's step begins with the effects and ends with the optimizer, so that every action reads the
+   weights that :func:`weight_versions` returns;
+4. walking all ranks at once terminates: dependencies come earlier (missing forwards of the teacher,
+   or asynchronous ones, ran in a step before);
+5. the messages are those that the order requires, in the order of sending on each channel.
 
 An error shows the schedule and marks the cells::
 
@@ -32,7 +32,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
 from lightning_tspipe.ir.lowering import Message, Program, lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
-from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.ir.schedule import Schedule, walk
 
 
 def validate(checked: Program | Schedule, *, before: Schedule | None = None) -> None:
@@ -40,8 +40,8 @@ def validate(checked: Program | Schedule, *, before: Schedule | None = None) -> 
 
     Args:
         checked: A schedule, or a program whose messages are checked too.
-        before: The step before, if it is known; then the teacher of this batch must have run in
-            exactly one of the two. Without it, what this step doesn't run counts as done.
+        before: The step before, if known; then the teacher of this batch must have run in exactly
+            one of the two. Without it, forwards that this step doesn't run count as done.
 
     Raises:
         ScheduleError: Shows the schedule and marks what is wrong.
@@ -60,10 +60,9 @@ def validate(checked: Program | Schedule, *, before: Schedule | None = None) -> 
 def weight_versions(schedule: Schedule) -> dict[Action, int]:
     """The version of the weights that each forward and backward reads.
 
-    Versions count from the weights that are due in this step: for the student those after the
-    optimizer step before it, for the teacher those after this step's effects. So
-    ``batch - version`` is an action's staleness in updates: 0 for the student, and 1 for a teacher
-    that ran ahead.
+    Versions count from the current weights of this step: for the student those after the optimizer
+    step before it, for the teacher those after this step's effects. So ``batch - version`` is an
+    action's staleness in updates: 0 for the student, and 1 for a teacher that ran ahead.
     """
     versions: dict[Action, int] = {}
     for actions in schedule.ranks:
@@ -135,7 +134,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _kin(action: Action, others: Collection[Action]) -> list[Action]:
-    """The cells of the same row of units: between them one is missing."""
+    """The cells of the other units of the same stage and batch."""
     return [
         other
         for other in others
@@ -144,7 +143,7 @@ def _kin(action: Action, others: Collection[Action]) -> list[Action]:
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:
-    """Everything that must be there, given the teacher batches and the split that are there."""
+    """All actions that must occur, given the split and the batches of the teacher that occur."""
     pipeline, split = schedule.pipeline, schedule.split
     for rank in range(pipeline.num_ranks):
         yield Action(Op.EFFECTS, rank)
@@ -165,7 +164,7 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
 
 
 def _expected_at_once(schedule: Schedule, teacher: NetworkLayout) -> Iterator[Action]:
-    """All stages of the teacher work on a batch, or none."""
+    """Teacher actions of chains: all stages work on a batch, or none."""
     present = {
         action.batch for actions in schedule.ranks for action in actions if action.op is Op.TEACHER
     }
@@ -176,7 +175,7 @@ def _expected_at_once(schedule: Schedule, teacher: NetworkLayout) -> Iterator[Ac
 
 
 def _expected_of_queues(schedule: Schedule, teacher: NetworkLayout) -> Iterator[Action]:
-    """Each stage of the teacher works on batches of its own: on each, all units or nothing."""
+    """Teacher actions of other couplings: on each batch a stage runs all units, or none."""
     cells = {
         (action.stage, action.batch)
         for actions in schedule.ranks
@@ -191,7 +190,7 @@ def _expected_of_queues(schedule: Schedule, teacher: NetworkLayout) -> Iterator[
 
 
 def _forwards_of_any_batch(schedule: Schedule) -> Iterator[Action]:
-    """All units where a stage works on one of a batch; which batches, one step can't tell."""
+    """Asynchronous forwards: if a stage runs one unit of a batch, all units of it."""
     for action in {action for actions in schedule.ranks for action in actions}:
         if action.op is Op.DATA:
             yield action
@@ -233,7 +232,7 @@ def _check_teacher_ran_once(schedule: Schedule, before: Schedule) -> None:
         if replace(action, batch=action.batch + 1) in ran
     ]
     if twice:
-        raise _fail(schedule, "the teacher of this batch ran in the step before already", *twice)
+        raise _fail(schedule, "the teacher of this batch already ran in the step before", *twice)
     if not schedule.pipeline.is_chain:
         return  # it may have run in a step before that one
     now = _teacher_cells(schedule, batch=0)
@@ -254,29 +253,22 @@ def _teacher_cells(schedule: Schedule, batch: int) -> list[Action]:
 
 
 def _check_order(schedule: Schedule) -> None:
-    """Walk all ranks as far as they get; what is left waits for ever."""
+    """Walk all ranks as far as possible; remaining actions are deadlocked."""
     needs = _needs(schedule)
     done: set[Action] = set()
-    places = [0] * len(schedule.ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(schedule.ranks):
-            while places[rank] < len(actions) and needs[actions[places[rank]]] <= done:
-                done.add(actions[places[rank]])
-                places[rank] += 1
-                moved = True
+    for _, ran in walk(schedule.ranks, lambda action: needs[action] <= done):
+        done.add(ran)
     blocked = [
-        (rank, actions[place])
-        for rank, (actions, place) in enumerate(zip(schedule.ranks, places, strict=True))
-        if place < len(actions)
+        (rank, next(action for action in actions if action not in done))
+        for rank, actions in enumerate(schedule.ranks)
+        if not done.issuperset(actions)
     ]
     if blocked:
         raise _deadlock(schedule, blocked, {action: needs[action] - done for _, action in blocked})
 
 
 def _needs(schedule: Schedule) -> dict[Action, set[Action]]:
-    """What each action waits for in this step; what ran before, it doesn't."""
+    """Dependencies of each action within this step, without those that ran in a step before."""
     present = {action for actions in schedule.ranks for action in actions}
     early = _EARLY if schedule.asynchronous else {Op.TEACHER}
     return {

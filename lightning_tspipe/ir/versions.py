@@ -1,6 +1,6 @@
-"""Which version of the weights everything in an epoch reads, and that everything is done once.
+"""Weight versions that the actions of an epoch read; each action runs exactly once.
 
-One step can't tell whether a forward that it lacks ran before; the steps of an epoch together can.
+A single step cannot show whether a missing forward ran before; all steps of an epoch can.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from dataclasses import replace
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
-from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.ir.schedule import Schedule, walk
 
 _BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD})
 
 
 def versions(steps: Sequence[Schedule]) -> dict[Action, int]:
-    """Walk an epoch whose steps each end with an update of the weights.
+    """Find the weight versions in an epoch whose steps each end with an update.
 
     Args:
-        steps: For batch 0, 1, 2, ..., what the ranks do in its step.
+        steps: The schedules of the steps of batch 0, 1, 2, ...
 
     Returns:
-        For each forward and backward, with the number of its batch, how many updates its rank had
-        made before. A forward of batch i that reads version v, and whose backward reads version
-        i, is late by ``i - v`` updates.
+        For each forward and backward, with the number of its batch, the number of updates that its
+        rank had made before. A forward of batch i that reads version v, and whose backward reads
+        version i, is late by ``i - v`` updates.
 
     Raises:
-        ScheduleError: Something is done twice, or not at all, or waits for ever.
+        ScheduleError: An action runs twice or not at all, or the ranks deadlock.
     """
     pipeline = steps[0].pipeline
     lists = [
@@ -43,22 +43,18 @@ def versions(steps: Sequence[Schedule]) -> dict[Action, int]:
     places, updates = [0] * len(lists), [0] * len(lists)
     found: dict[Action, int] = {}
     done: set[Action] = set()
-    moved = True
-    while moved:
-        moved = False
-        for rank, actions in enumerate(lists):
-            while places[rank] < len(actions):
-                action = actions[places[rank]]
-                if any(need.producer not in done for need in depends_on(action, pipeline, split)):
-                    break
-                if action in done:
-                    raise ScheduleError(f"{action} is done twice")
-                done.add(action)
-                if not action.op.is_rank_wide:
-                    found[action] = updates[rank]
-                updates[rank] += action.op is Op.OPTIMIZER
-                places[rank] += 1
-                moved = True
+
+    def is_ready(action: Action) -> bool:
+        return all(need.producer in done for need in depends_on(action, pipeline, split))
+
+    for rank, action in walk(lists, is_ready):
+        if action in done:
+            raise ScheduleError(f"{action} is done twice")
+        done.add(action)
+        if not action.op.is_rank_wide:
+            found[action] = updates[rank]
+        updates[rank] += action.op is Op.OPTIMIZER
+        places[rank] += 1
     blocked = [str(a[i]) for a, i in zip(lists, places, strict=True) if i < len(a)]
     if blocked:
         raise ScheduleError(f"the ranks wait for each other for ever: at {', '.join(blocked)}")

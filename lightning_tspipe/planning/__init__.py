@@ -1,1 +1,1 @@
-"""Planning: where to cut, who holds what, how many micro-batches. Pure Python."""
+"""Planning: cuts, placement and micro-batches of a pipeline. Pure Python."""

@@ -1,16 +1,16 @@
-"""What no order of a step undercuts: fill condition and work, in a few additions.
+"""Lower bounds of the step time, from the work of each rank and the fill condition.
 
-The teacher hides what a stage waits for, as far as it takes as long (TSPipe, section 3.2): between
-its last forward and its first backward, stage s waits for the stages behind it and for the loss,
-there and back. Until its next optimizer step it can't do student's work of another batch. So a step
-takes at least, for every stage s::
+The teacher can fill the time that a stage waits, as far as it takes that long (TSPipe, section
+3.2): between its last forward and its first backward, stage s waits for the later stages and for
+the loss, there and back. Until its optimizer step it cannot work on the student for another batch.
+So a step takes at least, for every stage s::
 
     forwards of s | F(s + 1) ... F(last), loss, B(last) ... B(s + 1) | backwards of s | optimizer
                   |<------ to be filled with the teacher ----------->|
 
-and at least as long as the busiest rank works. Where the second is the larger one, the fill
-condition holds; a pipeline without bubbles is then possible if whole teacher units fill the time,
-and if a teacher that is slower than the student reaches the next stage early enough.
+and at least as long as the busiest rank works. If the second bound is larger, the fill condition
+holds; a pipeline without bubbles is then possible if whole teacher units fill the time, and if a
+teacher that is slower than the student reaches the next stage early enough.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_tspipe.simulation.ledger import NUM_BUCKETS
 
 
 def step_bound(layout: Layout, *, teacher_first: bool = False) -> float:
-    """Seconds per step that no order undercuts.
+    """A lower bound of the seconds per step, for any order.
 
     Args:
-        layout: What is where, and in which units.
-        teacher_first: Whether every rank runs the teacher before the student, as in GPipe's order:
-            then it fills nothing.
+        layout: The layout.
+        teacher_first: Whether every rank runs the teacher before the student, as in GPipe's order,
+            so that it fills no bubble.
     """
     pipeline, costs = layout.pipeline, layout.costs
     cycles = cycle_seconds(pipeline, costs, layout.split, teacher_first=teacher_first)
@@ -41,17 +41,17 @@ def cycle_seconds(
     *,
     teacher_first: bool = False,
 ) -> tuple[float, ...]:
-    """For each student stage: seconds from its first forward of a batch to that of the next.
+    """For each student stage, seconds from its first forward of a batch to that of the next.
 
     Args:
-        pipeline: Who holds what.
-        costs: Of that pipeline.
+        pipeline: The pipeline.
+        costs: Costs of the pipeline.
         split: Student stages whose backward runs in two halves.
         teacher_first: As in :func:`step_bound`.
     """
     num_units, ranks = pipeline.student.num_units, pipeline.student.ranks
-    # From the last stage back: the way of a unit from each stage to the loss and back grows.
-    way = costs.loss
+    # From the last stage back: the round trip of a unit from each stage to the loss grows.
+    round_trip = costs.loss
     found = []
     for stage in reversed(range(len(ranks))):
         cost, rank = costs.student[stage], ranks[stage]
@@ -61,12 +61,12 @@ def cycle_seconds(
             own += _teacher(pipeline, costs, rank)
         if costs.reduction:
             last = cost.weight_backward if stage in split else cost.backward
-            own += _behind_the_backward(costs.reduction[rank], last)
-        found.append(own + way)
+            own += _exposed_reduction(costs.reduction[rank], last)
+        found.append(own + round_trip)
         first = cost.input_backward if stage in split else cost.backward
-        way += cost.forward + first
+        round_trip += cost.forward + first
         if stage:
-            way += 2 * _message(costs, ranks[stage - 1], rank, costs.student[stage - 1])
+            round_trip += 2 * _message(costs, ranks[stage - 1], rank, costs.student[stage - 1])
     return tuple(reversed(found))
 
 
@@ -82,8 +82,8 @@ def _teacher(pipeline: Pipeline, costs: CostTable, rank: int) -> float:
     return teacher.num_units * sum(cost.forward for other, cost in held if other == rank)
 
 
-def _behind_the_backward(reduction: float, backward: float) -> float:
-    """Seconds of the sum over the replicas that the last backward cannot hide."""
+def _exposed_reduction(reduction: float, backward: float) -> float:
+    """Seconds of the gradient reduction that the last backward cannot hide."""
     bucket = 1 / NUM_BUCKETS
     return max(bucket * reduction, reduction - (1 - bucket) * backward)
 
@@ -91,6 +91,5 @@ def _behind_the_backward(reduction: float, backward: float) -> float:
 def _message(costs: CostTable, source: int, target: int, cost: StageCost) -> float:
     if source == target:
         return 0.0
-    if costs.crosses_nodes(source, target):
-        return costs.inter_node_latency + cost.output_bytes / costs.inter_node_bandwidth
-    return costs.latency + cost.output_bytes / costs.bandwidth
+    latency, bandwidth = costs.link(source, target)
+    return latency + cost.output_bytes / bandwidth

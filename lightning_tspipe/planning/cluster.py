@@ -1,9 +1,9 @@
-"""The machine on paper: how fast each device is, what it holds, and what links it to the others.
+"""Devices and links of a cluster: speeds, memories, latencies, bandwidths.
 
-Devices are numbered node by node. R replicas of a pipeline of P ranks lie on them as a mesh
-[replica][rank]: rank p of replica r is device ``r * P + p``. So a pipeline is within a node as long
-as that is possible, and the sums of gradients, which wait longest, cross the nodes. Eight devices
-on two nodes, as 4 x 2 and as 2 x 4::
+Devices are numbered node by node. R replicas of a pipeline of P ranks form a mesh [replica][rank]:
+rank p of replica r is device ``r * P + p``. So a pipeline stays within a node where possible, and
+gradient reductions, which can wait longest, cross nodes. Eight devices on two nodes, as 4 x 2 and
+as 2 x 4::
 
     node 0: 0 1 | 2 3    node 1: 4 5 | 6 7        node 0: 0 1 2 3    node 1: 4 5 6 7
             r0    r1             r2    r3                 r0                 r1
@@ -20,7 +20,7 @@ from lightning_tspipe.errors import ConfigurationError
 
 
 class Link(NamedTuple):
-    """What is between two devices, in each direction.
+    """The link between two devices, in each direction.
 
     Attributes:
         latency: Seconds from the end of sending a message to its arrival.
@@ -31,7 +31,7 @@ class Link(NamedTuple):
     bandwidth: float = math.inf
 
     def __str__(self) -> str:
-        """In words.
+        """Bandwidth and latency in words.
 
         >>> print(Link(1.5e-4, 4e9))
         4 GB/s, 150 µs per message
@@ -45,20 +45,20 @@ FREE = Link()
 
 @dataclass(frozen=True)
 class Ranks:
-    """The devices as the ranks of one pipeline: each rank is as bad as the worst of its replicas.
+    """The devices as the ranks of one pipeline; each rank is as slow as its slowest replica.
 
-    Replicas do the same and wait for each other at every optimizer step, so the slowest device
-    that holds a rank is the one that counts.
+    Replicas wait for each other at every optimizer step, so the slowest device that holds a rank
+    determines its speed.
 
     Attributes:
-        speeds: By rank: how many times as fast as the device that was measured.
-        memories: By rank: bytes; infinity where nothing is known.
-        nodes: By rank: ranks with different numbers are on different nodes, at least in one
-            replica; () if all are on one node.
-        link: Between ranks of one node.
-        inter_node_link: Between ranks of different nodes.
-        ring_links: By rank: the slowest link between the replicas of a rank.
-        num_replicas: Replicas of the pipeline.
+        speeds: Speed of each rank, relative to the device that was measured.
+        memories: Bytes of each rank; infinity if unknown.
+        nodes: Number of each rank's node: ranks with different numbers are on different nodes, in
+            at least one replica; () if all are on one node.
+        link: Link between ranks of one node.
+        inter_node_link: Link between ranks of different nodes.
+        ring_links: For each rank, the slowest link between its replicas.
+        num_replicas: Number of replicas of the pipeline.
     """
 
     speeds: tuple[float, ...]
@@ -71,16 +71,15 @@ class Ranks:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no rank differs from another one in speed or memory."""
+        """Whether all ranks have the same speed and memory."""
         return len(set(self.speeds)) == 1 and len(set(self.memories)) == 1
 
     def reduction_seconds(self, rank: int, num_bytes: float) -> float:
         """Seconds to sum the gradients of ``rank`` over the replicas.
 
         Each device sends ``2 (R - 1) / R`` times its gradients, as in a ring, over the slowest link
-        between the replicas; messages follow each other ``2 log2 R`` times, as in Rabenseifner's
-        algorithm (Thakur, Rabenseifner and Gropp, IJHPCA 2005). What else is on the link at that
-        time is not counted.
+        between the replicas, in ``2 log2 R`` consecutive messages, as in Rabenseifner's algorithm
+        (Thakur, Rabenseifner and Gropp, IJHPCA 2005). Other traffic on the link is not considered.
         """
         if self.num_replicas == 1:
             return 0.0
@@ -95,16 +94,16 @@ class Cluster:
     """Devices and links.
 
     Attributes:
-        num_devices: All of them.
-        link: Between two devices of one node.
-        speeds: How many times as fast each device is as the one that was measured; the list is
-            repeated as often as it fits, so that one node's devices are enough; () means 1.
+        num_devices: Number of devices.
+        link: Link between two devices of one node.
+        speeds: Speed of each device, relative to the device that was measured; the list repeats, so
+            that the devices of one node are enough; () means 1.
         memories: Bytes of each device, repeated likewise; () means unlimited.
-        num_nodes: Nodes of equally many devices.
-        inter_node_link: Between two devices of different nodes; None means as ``link``.
+        num_nodes: Number of nodes, each with the same number of devices.
+        inter_node_link: Link between two devices of different nodes; None means as ``link``.
 
     Raises:
-        ConfigurationError: Numbers that do not go together.
+        ConfigurationError: The numbers contradict each other.
     """
 
     num_devices: int
@@ -124,7 +123,7 @@ class Cluster:
             )
         for what, values in (("speeds", self.speeds), ("memories", self.memories)):
             if any(not value > 0 for value in values):
-                raise ConfigurationError(f"{what} {list(values)}: every one must be more than 0")
+                raise ConfigurationError(f"{what} {list(values)}: all must be greater than 0")
             if values and self.num_devices % len(values):
                 raise ConfigurationError(
                     f"{len(values)} {what} for {self.num_devices} devices: give one for each "
@@ -139,14 +138,14 @@ class Cluster:
         """
         if num_replicas < 1 or self.num_devices % num_replicas:
             raise ConfigurationError(
-                f"{self.num_devices} devices cannot be divided into {num_replicas} replicas of "
-                f"equally many; {_divisors_text(self.num_devices)} are possible"
+                f"{self.num_devices} devices cannot be divided evenly into {num_replicas} "
+                f"replicas; {_divisors_text(self.num_devices)} are possible"
             )
         return _ranks(self, num_replicas)
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All that divide ``number``, ascending.
+    """All divisors of ``number``, ascending.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -159,7 +158,7 @@ def _divisors_text(number: int) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-@lru_cache(maxsize=256)  # asked for with every cut that the planner prices
+@lru_cache(maxsize=256)  # needed for every cut that the planner prices
 def _ranks(cluster: Cluster, num_replicas: int) -> Ranks:
     num_ranks = cluster.num_devices // num_replicas
     per_node = cluster.num_devices // cluster.num_nodes
@@ -169,7 +168,7 @@ def _ranks(cluster: Cluster, num_replicas: int) -> Ranks:
         min(cluster.link.bandwidth, between.bandwidth),
     )
     copies = [range(rank, cluster.num_devices, num_ranks) for rank in range(num_ranks)]
-    # A node may end within one replica and not within another: any end counts.
+    # A node may end within one replica and not within another: any of them counts.
     ends = [any(device % per_node == 0 for device in held) for held in copies]
     nodes = tuple(sum(ends[1 : rank + 1]) for rank in range(num_ranks))
     return Ranks(

@@ -1,4 +1,4 @@
-"""How long a step takes under a layout: quickly, for searching; exactly, for what was found."""
+"""Step time of a layout: estimated quickly for the search, simulated exactly for the result."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_tspipe.simulation.simulator import graph_step_time, steady_step_t
 
 
 class Evaluator:
-    """Simulates layouts. Actions depend on few properties of a layout, so they are kept.
+    """Simulates layouts; caches the actions of a step, which depend on few of their properties.
 
     Args:
         schedule: Name of the schedule.
-        runs_ahead: Whether the teacher of the next batch may run early, if the schedule does that.
+        ahead: Whether the teacher of the next batch may run early, if the schedule does that.
     """
 
     def __init__(self, schedule: str, *, ahead: bool = True) -> None:
@@ -32,7 +32,7 @@ class Evaluator:
         self.num_simulated = 0
 
     def estimate(self, layout: Layout, effort: int = 1) -> float:
-        """Seconds per steady step, from ``effort`` simulations if the order follows the costs."""
+        """Estimated seconds per steady step; from ``effort`` simulations for "tspipe"."""
         graph, costs = self._graph(layout), layout.costs
         if self._name == "tspipe":
             self.num_simulated += effort
@@ -41,7 +41,7 @@ class Evaluator:
         return graph_step_time(graph, costs)
 
     def exact(self, layout: Layout) -> float:
-        """Seconds per steady step of the schedule that will run."""
+        """Simulated seconds per steady step of the schedule that will run."""
         self.num_simulated += 1
         costs = layout.costs
         return steady_step_time(self._build(layout.pipeline, costs, layout.split), costs)
@@ -57,13 +57,13 @@ class Evaluator:
         )
 
     def bound(self, layout: Layout) -> float:
-        """Seconds per step that this schedule cannot undercut; without a simulation."""
+        """A lower bound of the seconds per step of this schedule, without a simulation."""
         if self._name == "sequential":
-            return sum(layout.busy)  # about: one rank works at a time, but for its optimizer step
+            return sum(layout.busy)  # about: one rank works at a time, except in optimizer steps
         return step_bound(layout, teacher_first=self._name == "gpipe")
 
     def num_actions(self, layout: Layout) -> int:
-        """Actions of a step."""
+        """Number of actions in a step."""
         return len(self._graph(layout).actions)
 
     def _graph(self, layout: Layout) -> StepGraph:

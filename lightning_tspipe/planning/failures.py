@@ -1,4 +1,4 @@
-"""What to tell a user whose network fits no device."""
+"""Error messages for networks that fit no device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _REMEDY = "Use more devices, smaller batches or a smaller network, or raise the 
 
 
 def does_not_fit(closest: Layout) -> PartitionError:
-    """Name the atom that no rank can hold, or else the rank that is short of memory.
+    """The error that names the atom that no rank can hold, or else the rank without memory.
 
     Args:
-        closest: The layout that comes closest to the limits.
+        closest: The layout that exceeds the limits least.
     """
     workload = closest.workload
     limit = min(workload.state_limit, max(workload.memory_limits))
@@ -42,7 +42,7 @@ def does_not_fit(closest: Layout) -> PartitionError:
 
 
 def _atom_sizes(workload: Workload) -> list[tuple[str, float]]:
-    """Name and state of every atom that is placed on its own."""
+    """Name and state bytes of every atom that is placed on its own."""
     sizes = []
     for network, sums in (
         (workload.student, workload.state_sums),

@@ -1,8 +1,8 @@
-"""Two stages for each rank, where atoms are too coarse for one.
+"""Folded pipelines: two stages per rank, where atoms are too coarse for one.
 
-Twelve equal layers cannot be shared evenly by eight ranks, nor can their thirds be cut wherever one
-likes. A rank that holds two short pieces, one of each half of the network, can be given what is
-missing in the one by the other::
+Twelve equal layers cannot be divided evenly among eight ranks, nor can a layer be cut anywhere. A
+rank that holds two short pieces, one from each half of the network, can balance one with the
+other::
 
     stage     0  1  2 .. P-1 | P  P+1 .. 2P-1
     rank    P-1  .. ..     0 | P-1 ..       0
@@ -10,9 +10,9 @@ missing in the one by the other::
     best[r][i, j] = least busiest rank among the first r, if they hold the atoms before i of the
                     first half and before j of the second
 
-Where one piece is enough, the last ranks get no second one. Stages follow each other round the
-ranks, as everywhere (see :func:`~.placement.default_ranks`). Messages are twice as many, and a unit
-has a longer way: the simulation has the last word.
+If one piece is enough, the last ranks get no second one. Stages are placed round-robin, as
+everywhere (see :func:`~.placement.default_ranks`). There are twice as many messages, and a unit
+takes a longer path, so that the simulation decides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 _ENOUGH = 1.005
-"""Nothing evener is looked for."""
+"""A balance this close to the mean ends the search."""
 
 _Cuts = tuple[int, ...]
 
@@ -36,14 +36,14 @@ def fold(
     joined: Collection[int] = (),
     limit: float,
 ) -> _Cuts | None:
-    """Cut a chain of atoms into more stages than ranks, as evenly as that can be.
+    """Cut a chain of atoms into more stages than ranks, as evenly as possible.
 
     Args:
         costs: Seconds of each atom.
-        speeds: By stage of the first half: how many times as fast its rank does an atom.
-        num_stages: How many stages there may be: up to two for each rank.
+        speeds: Relative speed of the rank of each stage of the first half.
+        num_stages: Largest number of stages: up to two for each rank.
         joined: Atoms that must be on one stage with the atom after them.
-        limit: Seconds of the busiest rank that must be undercut.
+        limit: Seconds that the busiest rank must stay below.
 
     Returns:
         First atom of each stage, and the number of atoms; None if nothing is below the limit.
@@ -70,7 +70,7 @@ def fold(
 
 @dataclass(frozen=True)
 class _Chain:
-    """The pieces between which cuts are possible, as running sums."""
+    """Running sums at the positions where cuts are possible."""
 
     positions: tuple[int, ...]
     sums: tuple[float, ...]
@@ -79,11 +79,11 @@ class _Chain:
 
     @property
     def mean(self) -> float:
-        """What the busiest rank works at least."""
+        """Seconds of each rank if the work were divided evenly."""
         return self.sums[-1] / sum(self.speeds)
 
     def middles(self) -> list[int]:
-        """Where the second half may begin, from the middle outwards."""
+        """Positions where the second half may begin, from the middle outwards."""
         num_ranks, last = len(self.speeds), len(self.positions) - 1
         half = self.sums[-1] / 2
         return sorted(range(num_ranks, last), key=lambda n: abs(self.sums[n] - half))
@@ -108,19 +108,19 @@ class _Chain:
         found = states.get((middle, last))
         if found is None or found[0] >= limit:
             return None
-        cuts = dict.fromkeys((*found[1], *found[2]))  # empty pieces at the end fall away
+        cuts = dict.fromkeys((*found[1], *found[2]))  # drops empty pieces at the end
         return found[0], tuple(self.positions[n] for n in cuts)
 
     def _pieces(
         self, held: tuple[int, int], middle: int, most: float, rest: float
     ) -> Iterator[tuple[int, int, float]]:
-        """What the next rank may get: the ends of both pieces, and their work, below ``most``.
+        """Choices for the next rank: the ends of both its pieces, and their work.
 
         Args:
-            held: Where its pieces begin.
-            middle: Where the first half ends.
-            most: Work that it must stay below.
-            rest: Work that the ranks after it can do at most.
+            held: Beginnings of its pieces.
+            middle: End of the first half.
+            most: Its work must stay below this.
+            rest: The most work that the ranks after it can do.
         """
         (i, j), sums, last = held, self.sums, len(self.positions) - 1
         least = sums[middle] - sums[i] + sums[last] - sums[j] - rest

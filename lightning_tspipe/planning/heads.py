@@ -1,9 +1,9 @@
-"""Where the heads of a fan-out go, and the trunk's cuts beside them.
+"""Placement of the heads of a fan-out, and of the trunk's cuts beside them.
 
-A rank is busy with its part of the trunk and with the steps of its heads, the one that reads the
-data with that too, and all ranks take as long as the busiest. Few heads on few ranks are tried in
-all ways; many are dealt out largest first, and moved as long as that helps. For each way the trunk
-is cut exactly (``partition``)::
+A rank is busy with its part of the trunk, with the steps of its heads, and, on the data rank, with
+reading; a step takes as long as on the busiest rank. With few heads and ranks, all assignments are
+tried; otherwise the largest heads are assigned first, and single heads are moved. For each
+assignment the trunk is cut optimally (``partition``)::
 
     rank 1 | data █ trunk ██████ head c ███     |
     rank 0 | trunk ███      head a ████ head b █|
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.partition import megabytes, partition
@@ -24,16 +24,16 @@ from lightning_tspipe.planning.table import aligned
 
 _MOST_WAYS = 4096
 _MOST_CUTS = 200
-"""Ways that are looked at with the trunk cut for them, the most even ones first."""
+"""Number of assignments for which the trunk is cut, the most even ones first."""
 
 
 @dataclass(frozen=True)
 class HeadCost:
-    """What one head costs its rank.
+    """Costs of one head.
 
     Attributes:
-        name: The head.
-        seconds: Of a step: forward, loss, backward and update.
+        name: Name of the head.
+        seconds: Seconds per step: forward, loss, backward and update.
         num_bytes: Parameters, gradients and optimizer state.
     """
 
@@ -44,14 +44,14 @@ class HeadCost:
 
 @dataclass(frozen=True)
 class TrunkCost:
-    """What the atoms of the trunk cost.
+    """Costs of the atoms of the trunk.
 
     Attributes:
-        seconds: Of a forward of the whole batch.
-        num_bytes: Parameters and buffers.
-        transfers: Seconds to send what each passes on.
-        names: For messages.
-        joined: Atoms that must be with the next one.
+        seconds: Seconds of a forward of the whole batch.
+        num_bytes: Bytes of parameters and buffers.
+        transfers: Seconds to send the output of each atom.
+        names: Names of the atoms, for messages.
+        joined: Atoms that must be on the stage of the next one.
     """
 
     seconds: tuple[float, ...]
@@ -62,20 +62,20 @@ class TrunkCost:
 
     @property
     def num_pieces(self) -> int:
-        """Stages that can be made of it at most."""
+        """The largest number of stages."""
         return len(self.seconds) - len(self.joined)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Who gets what.
+    """A placement of the trunk and of the heads.
 
     Attributes:
         cuts: First atom of each stage of the trunk, and the number of atoms.
-        ranks: The rank of each stage of the trunk.
-        head_ranks: The rank of each head.
+        ranks: Rank of each stage of the trunk.
+        head_ranks: Rank of each head.
         busy: Seconds per step of each rank.
-        num_bytes: What each rank holds.
+        num_bytes: Bytes that each rank holds.
     """
 
     cuts: tuple[int, ...]
@@ -85,12 +85,12 @@ class Spread:
     num_bytes: tuple[int, ...]
 
     def placement(self, depth: int, num_microbatches: int = 1, pieces: Pieces = WHOLE) -> Placement:
-        """For the engine.
+        """The placement that the engine carries out.
 
         Args:
-            depth: How many batches the trunk may run ahead.
-            num_microbatches: Pieces in which a batch goes through the trunk.
-            pieces: What of the trunk a batch goes through in pieces, within the first stage.
+            depth: Number of batches that the trunk may run ahead.
+            num_microbatches: Number of pieces in which a batch goes through the trunk.
+            pieces: The atoms within the first stage that a batch goes through in pieces.
         """
         return Placement(
             num_ranks=len(self.busy),
@@ -104,12 +104,12 @@ class Spread:
         )
 
     def describe(self, heads: Sequence[HeadCost]) -> str:
-        """A table, rank by rank."""
+        """Describe each rank, as a table."""
         rows = [("rank", "trunk", "heads", "ms per step", "memory")]
         for rank, (seconds, size) in enumerate(zip(self.busy, self.num_bytes, strict=True)):
             atoms = [
                 f"atoms {start}-{stop - 1}"
-                for stage, (start, stop) in enumerate(zip(self.cuts, self.cuts[1:], strict=False))
+                for stage, (start, stop) in enumerate(pairwise(self.cuts))
                 if self.ranks[stage] == rank
             ]
             own = [h.name for h, where in zip(heads, self.head_ranks, strict=True) if where == rank]
@@ -126,18 +126,18 @@ def spread(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     cuts: tuple[int, ...] | None = None,
     beside: Sequence[float] = (),
 ) -> Spread:
-    """Find the way in which the busiest rank is the least busy; among equals, the leanest.
+    """Find the placement whose busiest rank is least busy; among equals, the one with less memory.
 
     Args:
         trunk: Costs of the trunk.
         heads: Costs of the heads.
-        num_ranks: Devices.
-        memory_limit: Bytes that each may hold.
-        cuts: The trunk's, if they are given: first atom of each stage, and the number of atoms.
-        beside: Seconds that each rank is busy with something else; nobody is, if not given.
+        num_ranks: Number of devices.
+        memory_limit: Bytes that each device may hold.
+        cuts: The trunk's cuts, if given: first atom of each stage, and the number of atoms.
+        beside: Seconds that each rank is busy with something else; by default none.
 
     Raises:
-        PartitionError: Nothing fits; names the largest head, or the atom of the trunk.
+        PartitionError: Nothing fits; names the largest head, or an atom of the trunk.
     """
     _check_sizes(heads, memory_limit)
     task = _Task(
@@ -176,7 +176,7 @@ def _score(found: Spread) -> tuple[float, int]:
 
 @dataclass(frozen=True)
 class _Task:
-    """What is to be dealt out, as ``spread`` gets it; a *way* is the rank of each head."""
+    """The arguments of ``spread``; a *way* is an assignment: the rank of each head."""
 
     trunk: TrunkCost
     heads: tuple[HeadCost, ...]
@@ -187,13 +187,13 @@ class _Task:
 
     @property
     def numbers_of_stages(self) -> Sequence[int]:
-        """Into how many parts the trunk may be cut."""
+        """Numbers of stages that the trunk may be cut into."""
         if self.given is not None:
             return (len(self.given) - 1,)
         return range(1, min(self.num_ranks, self.trunk.num_pieces) + 1)
 
     def ways(self) -> Iterator[tuple[int, ...]]:
-        """All ways to deal out few heads; a good one of many, and its neighbours."""
+        """All assignments of few heads; a good assignment of many, and its neighbours."""
         if self.num_ranks ** len(self.heads) <= _MOST_WAYS:
             yield from product(range(self.num_ranks), repeat=len(self.heads))
             return
@@ -218,13 +218,13 @@ class _Task:
         return seconds, sizes
 
     def evenness(self, way: tuple[int, ...]) -> tuple[float, float]:
-        """No cut of the trunk makes the busiest rank less busy than that; and the fullest rank."""
+        """A lower bound of the busiest rank for any cut of the trunk; and the fullest rank."""
         seconds, sizes = self.loads(way)
         total = sum(seconds) + sum(self.trunk.seconds)
         return max(*seconds, total / self.num_ranks), max(sizes)
 
     def cut(self, way: tuple[int, ...], num_stages: int) -> Spread:
-        """One way, with the trunk cut for it.
+        """One assignment, with the trunk cut for it.
 
         Raises:
             PartitionError: It does not fit the memory.
@@ -247,7 +247,7 @@ class _Task:
             joined=trunk.joined,
             names=trunk.names,
         )
-        for stage, rank in enumerate(ranks):
-            seconds[rank] += sum(trunk.seconds[cuts[stage] : cuts[stage + 1]])
-            sizes[rank] += sum(trunk.num_bytes[cuts[stage] : cuts[stage + 1]])
+        for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
+            seconds[rank] += sum(trunk.seconds[start:stop])
+            sizes[rank] += sum(trunk.num_bytes[start:stop])
         return Spread(cuts, ranks, way, tuple(seconds), tuple(sizes))

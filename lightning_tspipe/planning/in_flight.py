@@ -1,7 +1,7 @@
-"""What a rank holds besides its weights and one batch, where batches follow each other.
+"""Memory of batches in flight: activations and weight versions of asynchronous schedules.
 
-The rank that is w ranks before the loss has w + 1 batches between forward and backward, and as
-many versions of its weights as the weight policy reads. By rank, of three (rank 0 has the loss)::
+A rank that is w ranks before the loss has w + 1 batches between forward and backward, and as many
+versions of its weights as its weight policy reads. For three ranks (rank 0 has the loss)::
 
     copies beside the current weights    rank 0    rank 1    rank 2
     pipedream                                 0         1         2    one for each batch ahead
@@ -14,17 +14,17 @@ from __future__ import annotations
 
 
 def num_batches(rank: int, num_ranks: int) -> int:
-    """Batches that a rank has between their forward and their backward, at most."""
+    """The most batches that a rank has between forward and backward."""
     return rank + 1 if num_ranks > 1 else 1
 
 
 def num_copies(policy: str, rank: int, num_ranks: int) -> int:
-    """Copies of a rank's trained weights beside the current ones, at most.
+    """The most copies of a rank's trained weights, beside the current ones.
 
     Args:
         policy: Name of the weight policy.
-        rank: The rank; as many ranks lie between it and the end of the pipeline.
-        num_ranks: In the pipeline.
+        rank: The rank, which is also the number of ranks between it and the loss.
+        num_ranks: Ranks of the pipeline.
     """
     if num_ranks == 1:
         return 0

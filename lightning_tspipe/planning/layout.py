@@ -1,4 +1,4 @@
-"""One way to cut the networks and place the stages, and what it costs."""
+"""A layout: one way to cut the networks and place the stages, with its costs."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_tspipe.simulation.cost import CostTable, StageCost
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Where both networks are cut.
+    """The cuts of both networks.
 
     Attributes:
         student: First atom of each stage, and the number of atoms. Stage s is on rank
             ``(P - 1 - s) % P``: the first one on the last rank, where the data is, and with more
             stages than ranks *folded* (for P = 2 and S = 3: stages 0 and 2 on rank 1, stage 1 on
             rank 0).
-        teacher: The same for an independent teacher, for its parts on ranks P - 1, ..., 0, of
-            which some may be empty; () for a teacher that is paired, or not there.
+        teacher: The same for an independent teacher, whose parts on ranks P - 1, ..., 0 may be
+            empty; () for a paired teacher, and without a teacher.
     """
 
     student: tuple[int, ...]
@@ -36,13 +36,13 @@ class Cuts:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the student."""
+        """Number of student stages."""
         return len(self.student) - 1
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Cuts, priced for a number of micro-batches and a choice of backward halves."""
+    """Cuts with a number of micro-batches and the stages whose backward is split; has costs."""
 
     workload: Workload
     cuts: Cuts
@@ -51,12 +51,12 @@ class Layout:
 
     @property
     def student_ranks(self) -> tuple[int, ...]:
-        """Stage to rank."""
+        """Rank of each student stage."""
         return default_ranks(self.cuts.num_stages, self.workload.num_ranks)
 
     @cached_property
     def student_parts(self) -> tuple[tuple[int, int, int], ...]:
-        """First atom, one after the last, and rank, of each student stage."""
+        """First atom, end and rank of each student stage."""
         bounds = pairwise(self.cuts.student)
         return tuple(
             (start, stop, rank)
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def teacher_parts(self) -> tuple[tuple[int, int, int], ...]:
-        """First atom, one after the last, and rank, of each teacher stage."""
+        """First atom, end and rank of each teacher stage."""
         teacher = self.workload.teacher
         if teacher is None:
             return ()
@@ -88,7 +88,7 @@ class Layout:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """What schedules are made for."""
+        """The pipeline that schedules are made for."""
         workload = self.workload
         ranks = self.student_ranks
         teacher = None
@@ -118,7 +118,7 @@ class Layout:
 
     @cached_property
     def costs(self) -> CostTable:
-        """What the simulator needs."""
+        """Costs for the simulator."""
         workload, units = self.workload, self.workload.units(self.num_microbatches)
         ranks = workload.ranks
         own, other = units.samples
@@ -168,7 +168,7 @@ class Layout:
 
     @property
     def reduction(self) -> tuple[float, ...]:
-        """Seconds that summing its gradients over the replicas takes each rank; () without."""
+        """Seconds of each rank's gradient reduction over the replicas; () without replicas."""
         ranks = self.workload.ranks
         if ranks.num_replicas == 1:
             return ()
@@ -177,19 +177,13 @@ class Layout:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each rank works in a step: no schedule is faster than the largest."""
+        """Seconds that each rank works in a step; the largest is a lower bound for any schedule."""
         workload, units = self.workload, self.workload.units(self.num_microbatches)
         overhead = workload.action_overhead
         speeds = workload.ranks.speeds
         own, other = (calls * self.num_microbatches for calls in workload.num_calls)
-        seconds = [
-            a + b
-            for a, b in zip(
-                self._seconds_per_rank(workload.update_sums),
-                self._seconds_per_rank(workload.effect_sums),
-                strict=True,
-            )
-        ]
+        sums = workload.update_sums, workload.effect_sums
+        seconds = list(map(operator.add, *map(self._seconds_per_rank, sums)))
         seconds[0] += workload.loss_seconds / speeds[0]
         seconds[-1] += workload.data_seconds
         for stage, (start, stop, rank) in enumerate(self.student_parts):
@@ -205,7 +199,7 @@ class Layout:
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Parameters, gradients and optimizer state of both networks, per rank."""
+        """Bytes of parameters, gradients and optimizer state of both networks, per rank."""
         held = list(self._per_rank(self.workload.state_sums))
         if not self.workload.paired:
             for start, stop, rank in self.teacher_parts:
@@ -214,7 +208,7 @@ class Layout:
 
     @cached_property
     def version_bytes(self) -> tuple[int, ...]:
-        """Copies of the trained weights beside the current ones, per rank."""
+        """Bytes of copies of the trained weights beside the current ones, per rank."""
         num_ranks, policy = self.workload.num_ranks, self.workload.weights
         if policy is None:
             return (0,) * num_ranks
@@ -225,10 +219,10 @@ class Layout:
 
     @cached_property
     def message_bytes(self) -> tuple[int, ...]:
-        """Room for what a step receives, per rank; for what the student passes on, see above.
+        """Bytes of receive buffers per rank; the student's activations are counted elsewhere.
 
-        Receives are posted when the step begins, each with memory of its own: for gradients, for
-        what the teacher's stages pass on, and on rank 0 for what the loss reads.
+        Receives are posted when the step begins, each with a buffer of its own: for gradients, for
+        the activations of teacher stages, and on rank 0 for the inputs of the loss.
         """
         calls = self.workload.num_calls
         room = [0] * self.workload.num_ranks
@@ -248,25 +242,27 @@ class Layout:
 
     @cached_property
     def memory_bytes(self) -> tuple[int, ...]:
-        """State, what the student keeps from forward to backward, and messages, per rank."""
-        activations = self._in_flight(self._per_rank(self.workload.activation_sums))
-        held = [a + b for a, b in zip(self.state_bytes, activations, strict=True)]
-        samples = sum(self.workload.samples())
-        again = [0.0] * self.workload.num_ranks
+        """Bytes of state, saved activations and receive buffers, per rank."""
+        workload, samples = self.workload, sum(self.workload.samples())
+        again, received = [0.0] * workload.num_ranks, [0.0] * workload.num_ranks
         for start, stop, rank in self.student_parts:
-            need = self.workload.again_bytes(start, stop, self.num_microbatches)
-            again[rank] = max(again[rank], need)
-        held = [a + b for a, b in zip(held, again, strict=True)]
-        # What a stage received stays until its backward.
-        received = [0.0] * self.workload.num_ranks
-        for start, _, rank in self.student_parts[1:]:
-            before = self.workload.student.atoms[start - 1]
-            received[rank] += before.output_bytes_per_sample * samples
-        held = [a + b for a, b in zip(held, self._in_flight(received), strict=True)]
-        return tuple(map(round, map(operator.add, held, self.message_bytes)))
+            again[rank] = max(
+                again[rank], workload.recompute_bytes(start, stop, self.num_microbatches)
+            )
+            if start:  # what a stage received stays until its backward
+                before = workload.student.atoms[start - 1]
+                received[rank] += before.output_bytes_per_sample * samples
+        parts = (
+            self.state_bytes,
+            self._in_flight(self._per_rank(workload.activation_sums)),
+            again,
+            self._in_flight(received),
+            self.message_bytes,
+        )
+        return tuple(round(sum(amounts)) for amounts in zip(*parts, strict=True))
 
     def _in_flight(self, amounts: Sequence[float]) -> list[float]:
-        """What each rank holds of all its batches, of what it holds of one."""
+        """Amounts for all batches in flight on each rank, given those for one batch."""
         if self.workload.weights is None:
             return list(amounts)
         num_ranks = self.workload.num_ranks
@@ -274,7 +270,7 @@ class Layout:
 
     @cached_property
     def memory_use(self) -> MemoryUse:
-        """What the memory of each rank is needed for."""
+        """Breakdown of the memory of each rank."""
         workload = self.workload
         trained = self._per_rank(workload.gradient_sums)
         teacher = [0] * workload.num_ranks
@@ -301,7 +297,7 @@ class Layout:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank keeps within the limits."""
+        """Whether every rank stays within the memory limits."""
         workload = self.workload
         if max(self.state_bytes) > workload.state_limit:
             return False
@@ -326,14 +322,14 @@ def _part(sums: tuple[float, ...], start: int, stop: int) -> float:
 def _output_bytes(
     network: NetworkProfile | None, stop: int, samples: float, *, passed_on: bool = False
 ) -> int:
-    """Bytes that a stage passes on to the next one; behind the last, a frozen part only."""
+    """Bytes that a stage sends to the next one; the last stage only if it is a frozen prefix."""
     if network is None or (stop == network.num_atoms and not passed_on):
         return 0
     return round(network.atoms[stop - 1].output_bytes_per_sample * samples)
 
 
 def _result_bytes(network: NetworkProfile | None, start: int, stop: int, samples: float) -> int:
-    """Bytes that a stage sends to the loss; the network's output if no tap is known."""
+    """Bytes that a stage sends to the loss; the network's output if its taps are unknown."""
     if network is None:
         return 0
     amount = sum(atom.result_bytes_per_sample for atom in network.atoms[start:stop])

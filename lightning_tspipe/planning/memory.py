@@ -1,4 +1,4 @@
-"""What the memory of each device is needed for."""
+"""Breakdown of the memory of each device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ class MemoryUse:
 
     Attributes:
         parameters: The student's parameters and buffers.
-        gradients: Of the trained parameters.
-        optimizer: What the optimizer keeps: momentum, moments.
+        gradients: Gradients of the trained parameters.
+        optimizer: Optimizer state: momentum, moments.
         teacher: The teacher's parameters and buffers.
-        activations: What the student keeps from forward to backward, of all units at once, and
-            what its stages received; of all batches that are under way at once.
-        versions: Copies of the trained weights beside the current ones; () where there is no
-            other version than that.
-        messages: Room for what a step receives beside the student's activations; () in a plan of
-            an older version.
+        activations: Activations that the student saves from forward to backward, and inputs that
+            its stages received, of all units and of all batches in flight.
+        versions: Copies of the trained weights beside the current ones; () if there are none.
+        messages: Receive buffers other than those of the student's activations; () in a plan of an
+            older version.
     """
 
     parameters: tuple[int, ...]
@@ -32,7 +31,7 @@ class MemoryUse:
     messages: tuple[int, ...] = ()
 
     def of_rank(self, rank: int) -> Iterator[tuple[str, int]]:
-        """Names and bytes of one rank."""
+        """Names and bytes of each part, for one rank."""
         for part in fields(self):
             amounts = getattr(self, part.name)
             if amounts:

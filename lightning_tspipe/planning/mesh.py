@@ -1,49 +1,52 @@
-"""How to divide many devices: replicas of the pipeline, times its depth.
+"""Division of many devices into replicas of a pipeline.
 
-N devices are R replicas of a pipeline of P ranks, ``R * P = N``. More replicas mean fewer stages to
-wait for, but a smaller batch for each, more memory per device, and more gradients to sum::
+N devices are R replicas of a pipeline of P ranks, ``R * P = N``. With more replicas there are fewer
+stages to wait for, but each has a smaller batch, more memory per device, and more gradients to
+sum::
 
     R x P     8 x 1          4 x 2          2 x 4          1 x 8
     memory    whole model    half           quarter        an eighth
     waits     none           little         more           most
     sums      everything     half of it     a quarter      nothing
 
-1. Every division is priced by what no order of its step undercuts (see ``bounds``), with its most
+1. For every division, the lower bound of the step time is computed (see ``bounds``), with its most
    even cuts.
-2. Best bounds first, these cuts are simulated, until the next bound is above the best time so far.
-3. The best one, and a second one that is about as good, is planned in full.
+2. These cuts are simulated in the order of their bounds, until the next bound exceeds the best
+   time.
+3. The best division, and a second one that is about as good, is planned in full.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, divisors
+from lightning_tspipe.planning.constraints import Constraints
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.search import CutSpace, joined_atoms
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.planning.wishes import Wishes
 from lightning_tspipe.planning.workload import Workload
 
 _MAX_PLANNED = 2
-"""Divisions that are planned in full at most: each takes seconds."""
+"""Most divisions that are planned in full: each takes seconds."""
 
 _NEAR = 1.05
-"""Estimates this close may change places when a division is planned in full."""
+"""Estimates this close may be reordered when a division is planned in full."""
 
 _EQUAL = 0.99
-"""What is not faster by so much need not be planned."""
+"""A division is planned only if it may be faster by this factor."""
 
 _NUM_ESTIMATES = 3
-"""Simulations of one division: of the choices with the best bounds."""
+"""Simulations of each division: the choices with the best bounds."""
 
 _MAX_NAMED = 3
 """Other divisions that the reason names."""
@@ -51,25 +54,17 @@ _MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """A step to be planned for a cluster.
 
     Attributes:
         profile: The step; its batch is that of all replicas together.
         cluster: The devices.
-        schedule: Name of the schedule.
-        num_microbatches: Micro-batches per call.
-        memory_limit: Bytes per device for everything; a device may have less.
-        state_limit: Bytes per device for parameters, gradients and optimizer state.
-        weights: The weight policy, for schedule "1f1b".
+        options: As for :meth:`.StepProfile.problem`.
     """
 
     profile: StepProfile
     cluster: Cluster
-    schedule: str = "tspipe"
-    num_microbatches: int | Literal["auto"] = "auto"
-    memory_limit: int | None = None
-    state_limit: int | None = None
-    weights: str = "pipeoptim"
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self, num_replicas: int, *, thorough: bool = True) -> Plan:
         """The fastest plan of one division.
@@ -82,17 +77,17 @@ class Request:
             PartitionError: Too few atoms, or no cut fits.
             ConfigurationError: Devices or samples cannot be divided so.
         """
+        return plan(*self.problem(num_replicas), thorough=thorough)
+
+    def problem(self, num_replicas: int) -> tuple[Workload, Constraints]:
+        """One replica's work.
+
+        Raises:
+            ConfigurationError: Devices or samples cannot be divided so.
+        """
         num_ranks = len(self.cluster.ranks(num_replicas).speeds)
-        return self.profile.plan(
-            num_ranks,
-            cluster=self.cluster,
-            num_replicas=num_replicas,
-            schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
-            memory_limit=self.memory_limit,
-            state_limit=self.state_limit,
-            weights=self.weights,
-            thorough=thorough,
+        return self.profile.problem(
+            num_ranks, cluster=self.cluster, num_replicas=num_replicas, **self.options
         )
 
 
@@ -101,7 +96,7 @@ def plan_cluster(
     cluster: Cluster,
     *,
     num_replicas: int | Literal["auto"] = "auto",
-    **wishes: Any,  # noqa: ANN401 - as in `Request`
+    **options: Any,  # noqa: ANN401 - as in `StepProfile.problem`
 ) -> Plan:
     """The fastest plan for all devices of a cluster, and how it divides them.
 
@@ -109,13 +104,13 @@ def plan_cluster(
         profile: The step; its batch is that of all replicas together.
         cluster: The devices.
         num_replicas: Replicas of the pipeline; "auto" finds the fastest number.
-        wishes: The other fields of :class:`Request`.
+        options: As for :meth:`.StepProfile.problem`.
 
     Raises:
         PartitionError: No division has enough atoms and fits the memory; says what each lacks.
-        ConfigurationError: The devices or the batch cannot be divided as wished.
+        ConfigurationError: The devices or the batch cannot be divided as requested.
     """
-    request = Request(profile, cluster, **wishes)
+    request = Request(profile, cluster, options)
     if num_replicas != "auto":
         return request.plan(num_replicas)
     return _fastest(request)
@@ -123,14 +118,14 @@ def plan_cluster(
 
 @dataclass(frozen=True)
 class _Division:
-    """A number of replicas.
+    """A division of the devices into replicas.
 
     Attributes:
-        num_replicas: Replicas.
+        num_replicas: Number of replicas.
         num_ranks: Ranks of each.
-        layouts: Choices of micro-batches and halves for the most even cuts, best bound first.
-        bound: Seconds that a step takes at least.
-        failure: Why the division is impossible, if it is.
+        layouts: The most even cuts, with choices of micro-batches and halves, best bound first.
+        bound: Lower bound of the seconds per step.
+        failure: Why the division is impossible; empty if it is possible.
     """
 
     num_replicas: int
@@ -191,30 +186,23 @@ def _planned(request: Request, times: dict[_Division, float]) -> tuple[_Division
 def _bounded(request: Request, division: _Division) -> _Division:
     """Bound a division, or say why it is impossible."""
     try:
-        workload = request.profile.workload(
-            division.num_ranks,
-            division.num_replicas,
-            cluster=request.cluster,
-            memory_limit=_unless_none(request.memory_limit),
-            state_limit=_unless_none(request.state_limit),
-        )
+        workload, constraints = request.problem(division.num_replicas)
         _check(workload)
     except (ConfigurationError, PartitionError) as error:
         return replace(division, failure=str(error))
-    evaluator = Evaluator(request.schedule)
-    wishes = Wishes(request.schedule, True, request.num_microbatches, None, "auto")
-    layouts = sorted(_layouts(workload, wishes), key=evaluator.bound)
+    evaluator = Evaluator(constraints.schedule)
+    layouts = sorted(_layouts(workload, constraints), key=evaluator.bound)
     return replace(
         division, layouts=tuple(layouts[:_NUM_ESTIMATES]), bound=evaluator.bound(layouts[0])
     )
 
 
-def _layouts(workload: Workload, wishes: Wishes) -> Iterator[Layout]:
+def _layouts(workload: Workload, constraints: Constraints) -> Iterator[Layout]:
     """The most even cuts, for each number of micro-batches and choice of halves."""
-    counts = wishes.microbatch_counts(workload)
+    counts = constraints.microbatch_counts(workload)
     even = CutSpace(workload, workload.num_ranks, counts[0]).balanced()
     for count in counts:
-        for split in wishes.splits(workload, workload.num_ranks):
+        for split in constraints.splits(workload, workload.num_ranks):
             yield replace(even, num_microbatches=count, split=split)
 
 
@@ -227,7 +215,7 @@ def _estimate(request: Request, division: _Division) -> float:
     fitting = [layout for layout in division.layouts if layout.fits]
     if not fitting:
         return request.plan(division.num_replicas, thorough=False).step_seconds
-    evaluator = Evaluator(request.schedule)
+    evaluator = Evaluator(request.options.get("schedule", "tspipe"))
     return min(map(evaluator.estimate, fitting))
 
 
@@ -241,7 +229,7 @@ def _reason(best: _Division, slower: list[str], impossible: list[str], plan: Pla
 
 
 def _short(failure: str) -> str:
-    """What is lacking, without the remedy."""
+    """The problem, without the remedy."""
     return failure.partition(". ")[0]
 
 
@@ -254,11 +242,11 @@ def _bound(division: _Division) -> float:
 
 
 def _check(workload: Workload) -> None:
-    """Refuse what cannot be planned, before anything is cut.
+    """Refuse a division that cannot be planned, before anything is cut.
 
     Raises:
-        PartitionError: Too few atoms, units smaller than any that was measured, or too little
-            memory for everything together.
+        PartitionError: Too few atoms, units smaller than those that were measured, or too little
+            memory on all ranks together.
     """
     num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
     if num_pieces < workload.num_ranks:
@@ -274,7 +262,3 @@ def _check(workload: Workload) -> None:
     limits = workload.memory_limits
     if state > workload.state_limit * len(limits) or needed > sum(limits):
         raise does_not_fit(CutSpace(workload, workload.num_ranks, 1).balanced())
-
-
-def _unless_none(limit: int | None) -> float:
-    return math.inf if limit is None else limit

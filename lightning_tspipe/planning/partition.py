@@ -1,12 +1,13 @@
 """The exact min-max contiguous partition, under memory limits (TSPipe, section 3.4).
 
-Dynamic programming over (stages, atoms): the best way to give the first ``n`` atoms to ``s`` stages
-is the best way to give some first ``m`` of them to ``s - 1`` stages, and the rest to stage s::
+Dynamic programming over (stages, atoms): the best partition of the first ``n`` atoms into ``s``
+stages is the best partition of some first ``m`` of them into ``s - 1`` stages, and the rest as
+stage s::
 
     best[s][n] = min over m of max(best[s - 1][m], cost of atoms m .. n - 1 on stage s)
 
-Devices may differ in speed and memory: stages are given away in order, so each option is priced for
-the device it is on.
+Devices may differ in speed and memory: stages are assigned in order, so each option is priced for
+its device.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ def partition(  # noqa: PLR0913 -- what a stage costs, and what it may hold
     names: Sequence[str] | None = None,
     allow_empty: bool = False,
 ) -> tuple[int, ...]:
-    """Cut a chain of atoms such that the slowest stage is as fast as possible.
+    """Cut a chain of atoms so that the slowest stage is as fast as possible.
 
     Args:
         costs: Seconds of each atom.
         num_stages: Stages to make.
         memory: Bytes of each atom.
         memory_limits: Bytes that each stage may hold.
-        transfers: Seconds to send what each atom passes on, if the next one is on another stage.
+        transfers: Seconds to send the output of each atom, if the next one is on another stage.
             A stage costs the larger of its compute and its transfer: they overlap.
         loads: Seconds that each stage is busy with something else.
-        speeds: By stage: how many times as fast its device does an atom; 1 if not given.
-        fits: What else decides whether a stage may hold some atoms.
+        speeds: Relative speed of each stage's device; 1 if not given.
+        fits: Additional condition on the atoms of a stage.
         joined: Atoms that must be on one stage with the atom after them.
         names: Names of the atoms, for errors.
         allow_empty: Whether a stage may get no atom.
@@ -88,13 +89,13 @@ def too_few_atoms(num_atoms: int, num_stages: int) -> PartitionError:
     return PartitionError(
         f"the network can be cut into {num_atoms} "
         f"{'piece' if num_atoms == 1 else 'pieces'} at most, and {num_stages} stages are "
-        f"asked for. Use devices={num_atoms} or fewer, or write the network such that fewer values "
+        f"requested. Use devices={num_atoms} or fewer, or write the network so that fewer values "
         "are alive between its layers (a cut never breaks a skip connection)"
     )
 
 
 def megabytes(amount: float) -> str:
-    """Bytes for people.
+    """Format bytes for people.
 
     >>> megabytes(1_500_000)
     '1.5 MB'
@@ -104,7 +105,7 @@ def megabytes(amount: float) -> str:
 
 @dataclass(frozen=True)
 class _Chain:
-    """The atoms as running sums, and what a stage may be."""
+    """Running sums over the atoms, and the limits of each stage."""
 
     seconds: tuple[float, ...]
     memory: tuple[int, ...]
@@ -130,7 +131,7 @@ class _Chain:
     def _best(
         self, before: dict[int, _Option], end: int, stage: int, *, is_last: bool
     ) -> _Option | None:
-        """The best way to give the atoms before ``end`` away, of which the last to ``stage``."""
+        """The best partition of the atoms before ``end``, of which the last are on ``stage``."""
         best: _Option | None = None
         # From the shortest stage on: when one is too large or too slow, so are all longer ones.
         for start in reversed(before):
@@ -161,7 +162,7 @@ class _Chain:
 
 
 _Option = tuple[float, float, tuple[int, ...]]
-"""The slowest stage, the sum of squares (of equally fast cuts the more even one), the cuts."""
+"""Seconds of the slowest stage, sum of squares (to prefer even cuts), and the cuts."""
 
 
 def _does_not_fit(

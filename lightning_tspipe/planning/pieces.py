@@ -1,8 +1,8 @@
-"""Of a trunk that is never trained: the first atoms, which a batch goes through in pieces.
+"""Micro-batching of the first atoms of a frozen trunk.
 
-Much lies between the first layers of a network, little between the last: pictures are large, and
-features are small. Pieces of a batch need less memory, and where that is much, they also stay in
-the caches; but most layers take longer for several pieces than for the whole::
+Activations are large between the first layers of a network, and small between the last. Pieces of a
+batch need less memory, and large activations then stay in the CPU's caches; but most layers take
+longer for several pieces than for the whole batch::
 
     pieces   |a0─a1─a2|a0─a1─a2|
     whole                      |a3──a4──a5|
@@ -24,18 +24,18 @@ _SECONDS_PER_PIECE = 5e-5
 
 @dataclass(frozen=True)
 class Pieces:
-    """What goes through in pieces.
+    """The first atoms of a trunk, which a batch goes through in pieces.
 
     Attributes:
-        num_atoms: So many atoms, from the first on.
-        number: Pieces of a batch.
+        num_atoms: Number of these atoms.
+        number: Number of pieces of a batch.
     """
 
     num_atoms: int = 0
     number: int = 1
 
     def seconds(self, profile: NetworkProfile, batch_size: int) -> tuple[float, ...]:
-        """Of each atom, for a whole batch."""
+        """Seconds of each atom, for a whole batch."""
         size = math.ceil(batch_size / self.number)
         return tuple(
             self.number * seconds_at(atom.forward, size)
@@ -45,11 +45,11 @@ class Pieces:
         )
 
     def within(self, num_atoms: int, ends: Collection[int]) -> Pieces:
-        """The same of the first atoms only.
+        """The same, limited to the first atoms.
 
         Args:
-            num_atoms: At most so many.
-            ends: Numbers of atoms that may go through in pieces.
+            num_atoms: Largest number of atoms.
+            ends: Possible numbers of atoms.
         """
         most = min(self.num_atoms, num_atoms)
         last = max((end for end in ends if end <= most), default=0)
@@ -57,19 +57,19 @@ class Pieces:
 
 
 WHOLE = Pieces()
-"""Nothing does."""
+"""No atoms: the batch goes through as a whole."""
 
 
 def choose_pieces(
     profile: NetworkProfile, batch_size: int, input_bytes: int, ends: Collection[int]
 ) -> Pieces:
-    """Of the ways that are about as fast as the fastest, the one that needs the least memory.
+    """The choice with the least memory among those about as fast as the fastest.
 
     Args:
         profile: The trunk, measured at the sizes that pieces may have, and for a whole batch.
-        batch_size: Samples.
-        input_bytes: Of a sample of what the first atom gets.
-        ends: Numbers of atoms that may go through in pieces.
+        batch_size: Samples in a batch.
+        input_bytes: Bytes per sample of the first atom's input.
+        ends: Possible numbers of atoms.
     """
     bytes_between = [input_bytes, *(atom.output_bytes_per_sample for atom in profile.atoms)]
     ways = [(_seconds(way, profile, batch_size, bytes_between), way)
@@ -97,7 +97,7 @@ def _seconds(
 
 
 def _peak(way: Pieces, batch_size: int, bytes_between: list[int]) -> float:
-    """The most that lies before and behind one atom, and what is there of pieces that are done."""
+    """Peak bytes: the input and output of one atom, and the outputs of finished pieces."""
     pairs = [a + b for a, b in pairwise(bytes_between)]
     whole = batch_size * max(pairs[way.num_atoms :], default=0)
     if not way.num_atoms:

@@ -1,4 +1,4 @@
-"""Who holds which atoms: the decision that a plan makes and an engine carries out."""
+"""Placement of atoms on ranks: decided by a plan, carried out by an engine."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Placement:
     Attributes:
         num_ranks: Ranks of the pipeline.
         student_cuts: First atom of each student stage, and the number of atoms.
-        student_ranks: The rank of each student stage.
+        student_ranks: Rank of each student stage.
         teacher_cuts: The same for the teacher; empty without one.
-        teacher_ranks: The rank of each teacher stage.
+        teacher_ranks: Rank of each teacher stage.
         num_microbatches: Micro-batches per call.
         split: Student stages whose backward runs in two halves.
-        recomputed: Atoms of the student that run again in the backward, so that only what they
-            got is kept.
-        student_holders: For each student stage all ranks that hold its values, its own rank among
-            them; () where each stage is on one rank.
+        recomputed: Atoms of the student that are recomputed in the backward, so that only their
+            inputs are saved.
+        student_holders: For each student stage all ranks that hold its values, including its own;
+            () if each stage is on one rank.
         teacher_holders: The same for the teacher.
-        depth: Of heads: how far their trunk runs ahead.
-        pieces: Of heads: what of their trunk a batch goes through in pieces, within one stage.
+        depth: For heads, how many batches their trunk runs ahead.
+        pieces: For heads, the atoms of their trunk that a batch goes through in pieces.
     """
 
     num_ranks: int
@@ -49,15 +49,15 @@ class Placement:
 
     @property
     def data_rank(self) -> int:
-        """The rank that reads the data: the last, whatever stages it holds."""
+        """The rank that reads the data: the last one."""
         return self.num_ranks - 1
 
 
 def default_ranks(num_stages: int, num_ranks: int) -> tuple[int, ...]:
     """The first stage on the last rank, the others before it; folded if there are more than ranks.
 
-    The rank that reads the data has the first stage, so that no other one has to wait for the end
-    of its step before it may start the next.
+    The rank that reads the data has the first stage, so that no other rank has to wait for the end
+    of its step before starting the next.
 
     >>> default_ranks(3, 3), default_ranks(3, 2)
     ((2, 1, 0), (1, 0, 1))

@@ -1,4 +1,4 @@
-"""What the planner decided, and what it expects."""
+"""A plan: the decisions of the planner, and the step time and memory that it expects."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ _BANDWIDTHS = ("bandwidth", "inter_node_bandwidth")
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that all ranks must agree on before the first step.
+    """The decisions that all ranks must agree on before the first step.
 
     Attributes:
         schedule: Name of the schedule.
-        pipeline: Who holds which stage.
+        pipeline: Ranks of all stages.
         student_cuts: First atom of each stage, and the number of atoms.
-        teacher_cuts: The same; () without a teacher.
+        teacher_cuts: The same for the teacher; () without one.
         num_microbatches: Micro-batches per call.
         split: Student stages whose backward runs in two halves.
-        costs: What the order of the schedule is chosen by.
-        step_seconds: Simulated, in the steady state.
-        samples_per_second: Simulated.
+        costs: Costs that determine the order of the schedule.
+        step_seconds: Simulated seconds per step, in the steady state.
+        samples_per_second: Simulated throughput.
         bubble_ratio: Simulated share of the ranks' time in which they wait.
-        memory_bytes: Per rank: state, activations kept for the backward, and room for messages.
-        state_bytes: Per rank: parameters, gradients and optimizer state of both networks.
-        reason: Why this plan, in a sentence.
-        num_replicas: Pipelines like this one, beside each other; all numbers by rank are those of
-            one, and ``samples_per_second`` counts the samples of all.
-        speeds: By rank: how many times as fast as the device that was measured; () if all are
-            equal.
-        memory: What the memory is needed for; None in a plan of an older version.
-        recomputed: Atoms of the student that run again in the backward.
+        memory_bytes: For each rank, bytes of state, saved activations and receive buffers.
+        state_bytes: For each rank, bytes of parameters, gradients and optimizer state of both
+            networks.
+        reason: Why this plan was chosen.
+        num_replicas: Number of data-parallel pipelines; numbers per rank are those of one pipeline,
+            and ``samples_per_second`` counts the samples of all.
+        speeds: Relative speed of each rank; () if all are equal.
+        memory: Breakdown of the memory; None in a plan of an older version.
+        recomputed: Atoms of the student that are recomputed in the backward.
     """
 
     schedule: str
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def placement(self) -> Placement:
-        """The part that an engine carries out."""
+        """The placement that an engine carries out."""
         teacher = self.pipeline.teacher
         return Placement(
             num_ranks=self.pipeline.num_ranks,
@@ -83,13 +83,13 @@ class Plan:
         )
 
     def simulate(self, num_steps: int = 5) -> Timeline:
-        """The first steps of a run, on paper: the pipeline fills, then repeats itself.
+        """Simulate the first steps of a run: the pipeline fills, then it is in a steady state.
 
         Raises:
             ConfigurationError: Fewer than one step.
         """
         if num_steps < 1:
-            raise ConfigurationError(f"{num_steps} steps to simulate; at least 1")
+            raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
         ahead = self.pipeline.teacher is not None and runs_ahead(self.schedule)
         first, steady = (
             lower(
@@ -121,7 +121,7 @@ class Plan:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ConfigurationError: The text is something else.
+            ConfigurationError: The text is not a plan.
         """
         try:
             return cls._from(json.loads(text))
@@ -161,7 +161,7 @@ class Plan:
         return "\n".join(parts + self._on_paper())
 
     def _memory_lines(self) -> list[str]:
-        """What the memory of each rank is needed for."""
+        """Breakdown of the memory of each rank, as a table."""
         if self.memory is None:
             return []
         ranks = range(self.pipeline.num_ranks)
@@ -173,7 +173,7 @@ class Plan:
         return aligned(rows)
 
     def _on_paper(self) -> list[str]:
-        """What the strategy does not do with this plan yet."""
+        """Notes on what the strategy does not check."""
         notes = []
         if self.speeds:
             speeds = ", ".join(f"{speed:g}" for speed in self.speeds)
@@ -186,7 +186,7 @@ class Plan:
     def _title(self) -> str:
         halves = f", backward in halves on stages {sorted(self.split)}" if self.split else ""
         if self.recomputed:
-            halves += f", activations of {len(self.recomputed)} atoms computed again"
+            halves += f", activations of {len(self.recomputed)} atoms recomputed"
         replicas = ""
         if self.num_replicas > 1:
             replicas = f" in {self.num_replicas} replicas of {self.pipeline.num_ranks} ranks"
@@ -198,7 +198,7 @@ class Plan:
         )
 
     def _busy(self, rank: int) -> float:
-        """Seconds that ``rank`` works in a step."""
+        """Seconds that ``rank`` is busy in a step."""
         student, costs = self.pipeline.student, self.costs
         seconds = costs.optimizer[rank] + costs.effects[rank]
         seconds += costs.loss * (rank in self.pipeline.loss_ranks)

@@ -1,9 +1,9 @@
-"""Chooses cuts, micro-batches and halves together: by simulated step time, under memory limits.
+"""Search for cuts, micro-batches and backward halves, by simulated step time.
 
-1. For every number of micro-batches and of stages: cuts whose ranks are evenly busy.
-2. Each with and without halves of the backward: one quick simulation, best bounds first.
-3. The best few: their boundaries are moved as long as that helps.
-4. The best of those: the schedule that will run is built and simulated.
+1. For every number of micro-batches and of stages: make cuts with evenly busy ranks.
+2. Simulate each quickly, with and without halves of the backward, best bounds first.
+3. Move the boundaries of the best few as long as that helps.
+4. Build and simulate the schedule that will run, for the best of those.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.planning.cluster import Cluster, Link
+from lightning_tspipe.planning.constraints import Constraints
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import partition as cut_evenly
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.reason import TIE, as_plan
 from lightning_tspipe.planning.search import (
     MAX_STARTS,
@@ -31,153 +28,55 @@ from lightning_tspipe.planning.search import (
     folded_cuts,
     joined_atoms,
 )
-from lightning_tspipe.planning.wishes import Wishes, explicit_cuts
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 _NUM_EXACT = 5
 _FEW_EXACT = 2
 _EXACT_ACTIONS = 10_000
-"""Bounds the time of building schedules: those of large steps take seconds each."""
+"""Limits the time of building schedules: those of large steps take seconds each."""
 
 _REFINED_ACTIONS = 90_000
-"""Bounds the time of all refinements: neighbours that are simulated, times actions per step."""
+"""Limits the time of all refinements: simulated neighbours, times actions per step."""
 
 _CAREFUL_ACTIONS = 400
-"""Small steps are simulated several times, with as many ways to choose among actions."""
+"""Small steps are simulated several times, with different policies of list scheduling."""
 
 _NUM_PROMISING = 40
-"""Starts that are simulated more than once before the best of each kind are refined."""
+"""Number of starts that are simulated again before the best of each kind are refined."""
 
 _QUICK = 8
-"""A search that is not thorough looks at so many times fewer layouts."""
+"""A quick search looks at fewer layouts, by this factor."""
 
 _NEAR = 1.05
-"""Estimates this close may change places when the real schedule is built."""
+"""Estimates this close may be reordered when the real schedule is built."""
 
 _SEARCHED = 2
-"""Ranks for which contiguous cuts are simulated in such numbers that no others are needed."""
+"""Up to this number of ranks, contiguous cuts are searched so well that folding is not."""
 
 _MAX_FOLDED = 16
-"""With more ranks there is one stage for each: synthesising a step of twice as many takes long."""
+"""Most ranks with two stages each: synthesising so many stages takes long."""
 
 _FOLDED_EFFORT = 4
-"""Simulations of a layout with two stages per rank: much depends on which of them goes first."""
+"""Simulations of a layout with two stages per rank, whose order matters more."""
 
 _FOLDING = ("tspipe", "gpipe")
-"""Schedules that gain by even ranks."""
+"""Schedules that are faster with evenly busy ranks."""
 
 
-def plan(  # noqa: PLR0913 -- the machine, the model and the user's wishes
-    student: NetworkProfile,
-    teacher: NetworkProfile | None,
-    *,
-    num_ranks: int,
-    num_calls: tuple[int, int],
-    batch_sizes: Sequence[int],
-    paired: bool = True,
-    memory_limit: int | None = None,
-    state_limit: int | None = None,
-    optimizer_bytes_per_parameter_byte: float = 1.0,
-    schedule: str = "tspipe",
-    ahead: bool = True,
-    num_microbatches: int | Literal["auto"] = "auto",
-    partition: Sequence[int] | Literal["auto"] = "auto",
-    split: bool | Literal["auto"] = "auto",
-    link: tuple[float, float] = (0.0, math.inf),
-    cluster: Cluster | None = None,
-    num_replicas: int = 1,
-    thorough: bool = True,
-    loss_seconds: float = 0.0,
-    data_seconds: float = 0.0,
-    action_overhead: float = 0.0,
-    update_seconds_per_byte: float = 0.0,
-    input_bytes_per_sample: int = 0,
-    frozen: bool = False,
-    num_stages: int | None = None,
-    weights: str = "pipeoptim",
-) -> Plan:
+def plan(workload: Workload, constraints: Constraints, *, thorough: bool = True) -> Plan:
     """Find the plan with the smallest simulated steady step time that fits the memory.
 
     Args:
-        student: Profile of the trainable network.
-        teacher: Profile of the forward-only network, or None.
-        num_ranks: Ranks of the pipeline.
-        num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student, of all replicas together; the teacher's
-            are the first of them. One number serves all.
-        paired: Whether the teacher's atoms are the student's first ones, and must lie on the same
-            ranks (an EMA); otherwise the teacher is cut where that is best.
-        memory_limit: Bytes per rank for state and activations.
-        state_limit: Bytes per rank for parameters, gradients and optimizer state.
-        optimizer_bytes_per_parameter_byte: 0 for SGD, 1 with momentum, 2 for Adam.
-        schedule: Name of the schedule.
-        ahead: Whether the teacher may run ahead, if the schedule does that.
-        num_microbatches: Micro-batches per call.
-        partition: Number of atoms in each stage of the student.
-        split: Whether backwards run in halves; "auto" decides by cost, for "tspipe" only.
-        link: Seconds of latency, and bytes per second.
-        cluster: Devices that differ, or several nodes; then ``link`` says nothing.
-        num_replicas: Pipelines beside each other, of ``num_ranks`` each: every one gets an equal
-            part of the batch, and gradients are summed over them.
+        workload: The step, and the devices.
+        constraints: Decisions of the user.
         thorough: Whether to search for seconds rather than for about one.
-        loss_seconds: The loss of the whole batch.
-        data_seconds: Reading one batch.
-        action_overhead: Seconds that each action costs besides its computation.
-        update_seconds_per_byte: Of the optimizer step, per byte of trained parameters.
-        input_bytes_per_sample: One sample of a call's input.
-        frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
-        num_stages: Stages of the student; None: one for each rank, or, behind a frozen part, fewer
-            if it has not as many atoms.
-        weights: The weight policy, for schedule "1f1b".
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
-        ConfigurationError: A partition, a number of micro-batches or of replicas that cannot be.
+        ConfigurationError: An impossible partition.
     """
-    workload = Workload(
-        student=student,
-        teacher=teacher,
-        num_ranks=num_ranks,
-        num_calls=num_calls,
-        batch_sizes=per_replica(batch_sizes, num_replicas),
-        paired=paired,
-        memory_limit=math.inf if memory_limit is None else memory_limit,
-        state_limit=math.inf if state_limit is None else state_limit,
-        optimizer_bytes_per_parameter_byte=optimizer_bytes_per_parameter_byte,
-        cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
-        num_replicas=num_replicas,
-        loss_seconds=loss_seconds,
-        data_seconds=data_seconds,
-        action_overhead=action_overhead,
-        update_seconds_per_byte=update_seconds_per_byte,
-        input_bytes_per_sample=input_bytes_per_sample,
-        frozen=frozen,
-        weights=weights if schedule == ASYNCHRONOUS else None,
-    )
-    wishes = Wishes(
-        schedule=schedule,
-        ahead=ahead,
-        num_microbatches=num_microbatches,
-        cuts=None if partition == "auto" else explicit_cuts(partition, workload),
-        split=split,
-        num_stages=num_stages,
-    )
-    return _Planner(workload, wishes, share=1 if thorough else _QUICK).plan()
-
-
-def per_replica(batch_sizes: Sequence[int], num_replicas: int) -> tuple[int, ...]:
-    """What one of several replicas gets of each call.
-
-    Raises:
-        ConfigurationError: The samples can't be divided evenly.
-    """
-    for size in batch_sizes:
-        if num_replicas < 1 or size % num_replicas:
-            raise ConfigurationError(
-                f"a batch of {size} samples cannot be divided evenly among {num_replicas} replicas"
-            )
-    return tuple(size // num_replicas for size in batch_sizes)
+    return _Planner(workload, constraints, share=1 if thorough else _QUICK).plan()
 
 
 @dataclass(frozen=True)
@@ -190,20 +89,21 @@ class _Scored:
 
 
 class _Planner:
-    """The search, from all possibilities to one plan."""
+    """The search for one plan."""
 
-    def __init__(self, workload: Workload, wishes: Wishes, *, share: int) -> None:
-        self._workload, self._wishes = workload, wishes
+    def __init__(self, workload: Workload, constraints: Constraints, *, share: int) -> None:
+        self._workload, self._constraints = workload, constraints
+        self._cuts = constraints.cuts(workload)
         self._most_exact = _NUM_EXACT if share == 1 else _FEW_EXACT
         self._num_promising = _NUM_PROMISING // share
         self._refined_actions = _REFINED_ACTIONS // share
         self._num_starts = MAX_STARTS // share
         self._most_folded = _MAX_FOLDED // share
-        self._evaluator = Evaluator(wishes.schedule, ahead=wishes.ahead)
+        self._evaluator = Evaluator(constraints.schedule, ahead=constraints.ahead)
 
     def plan(self) -> Plan:
         found = self._simulate_starts()
-        if self._wishes.schedule != "sequential":
+        if self._constraints.schedule != "sequential":
             found = self._refine_best(found)
         fastest = min(map(_seconds, found))
         finalists = sorted(
@@ -220,7 +120,7 @@ class _Planner:
         return as_plan(
             best.layout,
             best.seconds,
-            self._wishes,
+            self._constraints,
             num_simulated=self._evaluator.num_simulated,
             num_equal=len(equal),
         )
@@ -235,16 +135,16 @@ class _Planner:
         starts = self._starts(spaces)
         if not starts:
             raise does_not_fit(spaces[0].closest())
-        if self._wishes.schedule == "sequential":
+        if self._constraints.schedule == "sequential":
             # One rank works at a time, so cuts differ in memory only: take the most even one.
             starts = [(space, layouts[:1]) for space, layouts in starts]
         starts = [(space, layouts[: self._num_starts]) for space, layouts in starts]
         found: list[_Scored] = []
         best = math.inf
         for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
-            splits = self._wishes.splits(self._workload, space.num_stages)
+            splits = self._constraints.splits(self._workload, space.num_stages)
             if space.start is not None:
-                splits = splits[-1:]  # the most that is wished for: a unit's way is long
+                splits = splits[-1:]  # as many as allowed, since a unit's path is long
             for split in splits:
                 for layout in (replace(start, split=split) for start in layouts):
                     if not found or self._can_win(layout, best):
@@ -261,7 +161,7 @@ class _Planner:
         return self._evaluator.bound(layout) < best * _NEAR
 
     def _distinct(self, found: Sequence[_Scored]) -> list[_Scored]:
-        """Look again at the promising ones; of each kind keep the best."""
+        """Simulate the promising ones again, and keep the best of each kind."""
         promising = [self._look_again(one) for one in found[: self._num_promising]]
         kinds: dict[tuple[int, int, frozenset[int]], _Scored] = {}
         for one in sorted([*promising, *found[self._num_promising :]], key=_seconds):
@@ -271,7 +171,7 @@ class _Planner:
         return list(kinds.values())
 
     def _look_again(self, scored: _Scored) -> _Scored:
-        """More simulations, if there were not as many before."""
+        """Estimate again with more simulations, if the step is small."""
         effort = self._effort(scored.layout)
         if effort == 1:
             return scored
@@ -293,13 +193,13 @@ class _Planner:
         return found
 
     def _spaces(self) -> Iterator[CutSpace]:
-        workload, fixed = self._workload, self._wishes.cuts
-        counts = self._wishes.microbatch_counts(workload)
+        workload, fixed = self._workload, self._cuts
+        counts = self._constraints.microbatch_counts(workload)
         if fixed is not None:
             yield from (CutSpace(workload, len(fixed) - 1, n, fixed) for n in counts)
             return
         num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
-        wanted = self._wishes.num_stages or (1 if workload.frozen else workload.num_ranks)
+        wanted = self._constraints.num_stages or (1 if workload.frozen else workload.num_ranks)
         if num_pieces < wanted:
             raise too_few_atoms(num_pieces, wanted)
         for num_stages in self._stage_counts(num_pieces, counts[0]):
@@ -309,32 +209,32 @@ class _Planner:
             yield from (CutSpace(workload, num_stages, count, start=cuts) for count in counts)
 
     def _folded(self, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Cuts with two stages on some ranks, if they may be worth it."""
-        wishes, num_ranks = self._wishes, self._workload.num_ranks
-        is_free = wishes.schedule in _FOLDING and wishes.num_stages is None
+        """Cuts with two stages on some ranks, if these may be faster."""
+        constraints, num_ranks = self._constraints, self._workload.num_ranks
+        is_free = constraints.schedule in _FOLDING and constraints.num_stages is None
         if not is_free or not _SEARCHED < num_ranks <= self._most_folded:
             return []
         return folded_cuts(self._workload, num_microbatches)
 
     def _stage_counts(self, num_pieces: int, num_microbatches: int) -> list[int]:
-        """As many stages as ranks; more, to be folded, if the most even cut doesn't fit."""
+        """Numbers of stages: one per rank, and more (folded) if the most even cut doesn't fit."""
         workload = self._workload
         num_ranks = workload.num_ranks
-        if self._wishes.num_stages is not None:
-            return [self._wishes.num_stages]
+        if self._constraints.num_stages is not None:
+            return [self._constraints.num_stages]
         if num_pieces < num_ranks:
             return [num_pieces]
         even = cut_evenly(
             atom_seconds(workload, num_microbatches), num_ranks, joined=joined_atoms(workload)
         )
         unlimited = CutSpace(workload, num_ranks, num_microbatches, even)
-        if num_ranks == 1 or self._wishes.schedule == ASYNCHRONOUS or unlimited.starts():
+        if num_ranks == 1 or self._constraints.schedule == ASYNCHRONOUS or unlimited.starts():
             return [num_ranks]
         folded = sorted({num_ranks + 1, 2 * num_ranks - 1, 2 * num_ranks})
         return [num_ranks, *(count for count in folded if count <= num_pieces)]
 
     def _refine_best(self, found: Sequence[_Scored]) -> list[_Scored]:
-        """Refine from the best on, as long as there is time; the rest stays as it is."""
+        """Refine the best ones while there is time; the rest does not change."""
         budget = self._refined_actions
         refined = []
         for scored in found:
@@ -347,7 +247,7 @@ class _Planner:
         return refined
 
     def _refine(self, scored: _Scored, num_simulations: int, effort: int) -> _Scored:
-        """Move boundaries as long as a simulation says that it helps; promising moves first."""
+        """Move boundaries as long as a simulation is faster; promising moves first."""
         best = self._look_again(scored)
         left = num_simulations
         moves = self._moves(best)

@@ -1,4 +1,4 @@
-"""What the atoms of a network cost, as measured: the planner's only knowledge of a network."""
+"""Measured costs of the atoms of a network."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class AtomProfile:
     """Costs of one atom.
 
     Attributes:
-        name: As users know it (``"backbone.layer1.0"``).
+        name: Name for users (``"backbone.layer1.0"``).
         forward: Seconds by micro-batch size.
         backward: Seconds by micro-batch size; empty for a network that is never trained.
         input_backward: Seconds of the half that makes the input's gradient; empty if unknown.
         weight_backward: Seconds of the half that makes the weights' gradients.
-        output_bytes_per_sample: What the next atom gets.
-        activation_bytes_per_sample: What is kept from forward to backward.
-        parameter_bytes: All parameters and buffers, and what is held with them: averages.
-        trainable_bytes: The parameters that get a gradient.
-        result_bytes_per_sample: What the loss gets from here: a tap, or the network's output.
+        output_bytes_per_sample: Bytes of the output that the next atom gets.
+        activation_bytes_per_sample: Bytes of activations saved from forward to backward.
+        parameter_bytes: Bytes of all parameters and buffers, and of their averages.
+        trainable_bytes: Bytes of the parameters that get a gradient.
+        result_bytes_per_sample: Bytes sent to the loss: a tap, or the network's output.
         joined: Whether the next atom must be in the same stage (they share a parameter).
-        recomputed: Whether it runs again in the backward, so that only what it got is kept.
+        recomputed: Whether it is recomputed in the backward, so that only its input is saved.
     """
 
     name: str
@@ -53,7 +53,7 @@ class AtomProfile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> AtomProfile:
-        """Read what :meth:`to_dict` gave, also after JSON has made the sizes strings."""
+        """Read what :meth:`to_dict` returned, even if JSON has turned the sizes into strings."""
         values = dict(data)
         for name in ("forward", "backward", "input_backward", "weight_backward"):
             values[name] = {int(size): time for size, time in values.get(name, {}).items()}
@@ -73,13 +73,13 @@ class NetworkProfile:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes that every atom was measured at, ascending."""
+        """The micro-batch sizes at which every atom was measured, ascending."""
         if not self.atoms:
             return ()
         return tuple(sorted(set.intersection(*(set(atom.forward) for atom in self.atoms))))
 
     def holding(self, more_bytes: Sequence[int]) -> NetworkProfile:
-        """The same network, with so many more bytes beside the parameters of each atom."""
+        """The same network with additional bytes beside the parameters of each atom."""
         return NetworkProfile(
             tuple(
                 replace(atom, parameter_bytes=atom.parameter_bytes + more)
@@ -100,26 +100,26 @@ class NetworkProfile:
             size: Samples; between measured sizes the time is interpolated.
 
         Returns:
-            One number more than there are atoms: atoms i to j - 1 take ``sums[j] - sums[i]``.
+            ``num_atoms + 1`` numbers: atoms i to j - 1 take ``sums[j] - sums[i]``.
         """
         return tuple(accumulate((_seconds(atom, kind, size) for atom in self.atoms), initial=0.0))
 
     @property
     def recomputed(self) -> frozenset[int]:
-        """The atoms that run again in the backward."""
+        """The atoms that are recomputed in the backward."""
         return frozenset(place for place, atom in enumerate(self.atoms) if atom.recomputed)
 
     def recomputing(self, atoms: Collection[int]) -> NetworkProfile:
-        """The same network, of which some atoms run again in the backward."""
+        """The same network with some atoms recomputed in the backward."""
         return NetworkProfile(
             tuple(replace(a, recomputed=place in atoms) for place, a in enumerate(self.atoms))
         )
 
-    def kept_sums(self) -> tuple[int, ...]:
-        """Running sums over the atoms, from 0: bytes per sample kept from forward to backward.
+    def saved_sums(self) -> tuple[int, ...]:
+        """Running sums over the atoms, from 0: bytes per sample saved for the backward.
 
-        Of neighbours that run again, what the first one got; at the beginning of a stage it has
-        been received, and counts there.
+        Of consecutive recomputed atoms, the input of the first one is saved; at the beginning of a
+        stage it was received, and is counted there.
         """
         kept = [0 if atom.recomputed else atom.activation_bytes_per_sample for atom in self.atoms]
         for place in self.recomputed:
@@ -127,13 +127,13 @@ class NetworkProfile:
                 kept[place] = self.atoms[place - 1].output_bytes_per_sample
         return tuple(accumulate(kept, initial=0))
 
-    def again_sums(self) -> tuple[int, ...]:
-        """Running sums over the atoms, from 0: bytes per sample that running again needs."""
+    def recompute_sums(self) -> tuple[int, ...]:
+        """Running sums over the atoms, from 0: bytes per sample needed to recompute them."""
         needs = (atom.activation_bytes_per_sample * atom.recomputed for atom in self.atoms)
         return tuple(accumulate(needs, initial=0))
 
     def byte_sums(self, kind: str) -> tuple[int, ...]:
-        """Running sums over the atoms, from 0, of an attribute that counts bytes."""
+        """Running sums over the atoms, from 0, of an attribute in bytes."""
         return tuple(accumulate((getattr(atom, kind) for atom in self.atoms), initial=0))
 
 
@@ -145,10 +145,10 @@ def _seconds(atom: AtomProfile, kind: str, size: int) -> float:
 
 
 def seconds_at(times: Seconds, size: int) -> float:
-    """Seconds for ``size`` samples: measured, or interpolated between the sizes beside it.
+    """Seconds for ``size`` samples: measured, or interpolated between the nearest sizes.
 
-    Beyond the measured sizes the time grows along the last two; below them it shrinks along the
-    first two, but not below a proportional share.
+    Above the measured sizes it is extrapolated from the last two; below them from the first two,
+    but not below a proportional share.
 
     Raises:
         ConfigurationError: A size of 0 or less.

@@ -1,4 +1,4 @@
-"""Activations that are kept, or computed again in the backward: part of the search."""
+"""Activation checkpointing as a choice of the planner: keep activations, or recompute them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Planner = Callable[[StepProfile], Plan]
 
 
 def keep_or_recompute(profile: StepProfile, plan: Planner) -> tuple[StepProfile, Plan]:
-    """The faster of two plans within the memory: all activations kept, or all computed again.
+    """The faster of two plans within the memory: all activations saved, or all recomputed.
 
-    Computing again costs forwards. It is worth them where memory keeps out faster plans: evener
-    cuts, or more micro-batches under way.
+    Recomputing costs additional forwards. That pays off if the memory otherwise rules out faster
+    plans: more even cuts, or more micro-batches in flight.
 
     Args:
-        profile: The step, with activations kept.
+        profile: The step, with activations saved.
         plan: Plans a step.
 
     Returns:
-        The profile of the chosen plan, and the plan; kept, where both are equally fast.
+        The profile of the chosen plan, and the plan; without recomputing if both are equally fast.
 
     Raises:
         PartitionError: Neither fits.

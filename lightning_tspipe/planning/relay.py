@@ -1,21 +1,20 @@
-"""Which devices get which blocks in blockwise distillation: automatic hybrid distribution.
+"""Automatic hybrid distribution: assign blocks to devices in blockwise distillation.
 
 Blocks don't wait for each other, so a step takes as long as its slowest stage (Jang et al.,
-*Pipe-BD*, DATE 2023, section 4.3). A stage is some contiguous blocks on some contiguous devices,
-which divide the batch::
+*Pipe-BD*, DATE 2023, section 4.3). A stage is a range of blocks on a range of devices, which divide
+the batch::
 
     blocks    0    1 2   3 4 5          seconds of a stage =  teacher and student at its share
     devices  A B    C     D               + sum of gradients + update + what is relayed to it
 
-The best distribution of the first n blocks over the first d devices ends with one stage, and what
-precedes it is the best of fewer blocks and fewer devices: so trying every last stage is exact, for
-any number of either.
+The best distribution of the first n blocks over the first d devices is some last stage after the
+best distribution of fewer blocks over fewer devices: so trying every last stage is exact.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -26,18 +25,18 @@ from lightning_tspipe.planning.table import aligned
 
 @dataclass(frozen=True)
 class BlockProfile:
-    """One block of the teacher with its block of the student.
+    """Costs of one block of the teacher with its block of the student.
 
     Attributes:
-        name: For messages and tables.
-        teacher: Seconds of the teacher's forward, by the number of samples.
-        student: Seconds of the student's forward, loss and backward, by the number of samples.
+        name: Name for messages and tables.
+        teacher: Seconds of the teacher's forward, by number of samples.
+        student: Seconds of the student's forward, loss and backward, by number of samples.
         update: Seconds of the optimizer's step.
-        input_bytes: Bytes per sample of what both get.
+        input_bytes: Bytes per sample of the input of both.
         gradient_bytes: Bytes of the student's gradients, which ranks that share the block sum.
-        state_bytes: Bytes that the block holds whatever the batch: weights of both, gradients of
-            this step and of the one before, optimizer state.
-        activation_bytes: Bytes per sample that the student keeps for its backward.
+        state_bytes: Bytes independent of the batch: weights of both, gradients of this step and of
+            the one before, optimizer state.
+        activation_bytes: Bytes per sample that the student saves for its backward.
     """
 
     name: str
@@ -50,14 +49,14 @@ class BlockProfile:
     activation_bytes: int = 0
 
     def seconds(self, samples: int) -> float:
-        """Teacher and student, without the update.
+        """Seconds of teacher and student, without the update.
 
         Raises:
-            PartitionError: That many samples were not measured.
+            PartitionError: This number of samples was not measured.
         """
         if samples not in self.teacher:
             raise PartitionError(
-                f"block {self.name} was not measured with {samples} samples, but with "
+                f"block {self.name} was not measured with {samples} samples, only with "
                 f"{', '.join(map(str, sorted(self.teacher)))}"
             )
         return self.teacher[samples] + self.student[samples]
@@ -65,12 +64,12 @@ class BlockProfile:
 
 @dataclass(frozen=True)
 class RelayProfile:
-    """All blocks, and what lies between the devices.
+    """Costs of all blocks and of the links between devices.
 
     Attributes:
-        blocks: In their order.
+        blocks: The blocks, in order.
         batch_size: Samples of a batch.
-        latency: Seconds of a message besides its bytes.
+        latency: Seconds of latency of a message.
         bandwidth: Bytes per second between two devices.
     """
 
@@ -80,7 +79,7 @@ class RelayProfile:
     bandwidth: float = math.inf
 
     def stage_seconds(self, first: int, last: int, width: int) -> float:
-        """Seconds per step of the devices that share the blocks ``first`` to ``last - 1``."""
+        """Seconds per step of ``width`` devices that share the blocks ``first`` to ``last - 1``."""
         blocks, share = self.blocks[first:last], largest_share(width, self.batch_size)
         work = sum(block.seconds(share) + block.update for block in blocks)
         relayed = 0.0
@@ -89,7 +88,7 @@ class RelayProfile:
         return work + self.reduction_seconds(first, last, width) + relayed
 
     def reduction_seconds(self, first: int, last: int, width: int) -> float:
-        """Seconds to sum the gradients of a shared stage: each sends its own to all others."""
+        """Seconds to sum the gradients of a shared stage: each rank sends its own to all others."""
         if width == 1:
             return 0.0
         travels = (width - 1) * sum(block.gradient_bytes for block in self.blocks[first:last])
@@ -100,21 +99,21 @@ class RelayProfile:
         share = largest_share(width, self.batch_size)
         blocks = self.blocks[first:last]
         state = sum(block.state_bytes for block in blocks)
-        # What the teacher's blocks pass on is all there; of the students one runs at a time.
+        # The outputs of all teacher blocks are held; of the students one runs at a time.
         activations = max(block.activation_bytes for block in blocks)
         return state + share * (activations + sum(block.input_bytes for block in blocks))
 
 
 @dataclass(frozen=True)
 class RelayPlan:
-    """Who gets which blocks.
+    """A distribution of blocks over devices.
 
     Attributes:
         cuts: First block of each stage, and the number of blocks.
-        widths: Devices that share each stage.
-        stage_seconds: What each stage takes per step; empty where nothing was measured.
-        stage_bytes: What each device of a stage holds.
-        names: Of the blocks, for tables.
+        widths: Number of devices that share each stage.
+        stage_seconds: Seconds per step of each stage; empty if nothing was measured.
+        stage_bytes: Bytes that each device of a stage holds.
+        names: Names of the blocks, for tables.
     """
 
     cuts: tuple[int, ...]
@@ -130,17 +129,17 @@ class RelayPlan:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all stages."""
+        """Number of devices of all stages."""
         return sum(self.widths)
 
     @property
     def step_seconds(self) -> float:
-        """What a step takes in the steady state: as long as the slowest stage."""
+        """Seconds per step in the steady state: those of the slowest stage."""
         return max(self.stage_seconds)
 
     @property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each stage; the first stage is on the last ones, where the data are read.
+        """The ranks of each stage; the first stage is on the last ranks, where data is read.
 
         >>> RelayPlan((0, 1, 3), (2, 1)).ranks
         ((2, 1), (0,))
@@ -192,8 +191,8 @@ def _distributions(
 
 
 def described(plan: RelayPlan, profile: RelayProfile) -> RelayPlan:
-    """A plan with what its stages take and hold."""
-    stages = list(zip(plan.cuts, plan.cuts[1:], plan.widths, strict=False))
+    """A plan with the seconds and bytes of its stages filled in."""
+    stages = list(zip(plan.cuts[:-1], plan.cuts[1:], plan.widths, strict=True))
     return RelayPlan(
         plan.cuts,
         plan.widths,
@@ -214,9 +213,9 @@ def distribute(
 
     Args:
         profile: The blocks.
-        num_devices: All of them get something to do.
+        num_devices: Number of devices, all of which are used.
         memory_limits: Bytes that each device may hold, in the order of the stages; None: any.
-        max_width: Devices that may share a stage; 1 shares none.
+        max_width: Most devices that may share a stage; 1: none is shared.
 
     Raises:
         PartitionError: There is no distribution: too few blocks, or too little memory.
@@ -226,32 +225,57 @@ def distribute(
     widest = min(num_devices, max_width or num_devices, profile.batch_size)
     if num_blocks * widest < num_devices:
         raise PartitionError(
-            f"{num_blocks} blocks for {num_devices} devices, of which at most {widest} share a "
-            "block: use fewer devices, more blocks, or let more devices share one"
+            f"{num_blocks} blocks for {num_devices} devices, of which at most {widest} may share "
+            "a block: use fewer devices, more blocks, or let more devices share one"
         )
     _check_blocks(profile, max(limits), widest)
-    # Slowest stage, then all stages' work, so that of equals the one with less to do wins.
+
+    def fits(first: int, last: int, devices: range) -> bool:
+        room = min(limits[devices.start : devices.stop])
+        return profile.stage_bytes(first, last, len(devices)) <= room
+
+    found = fastest(num_blocks, num_devices, widest, profile.stage_seconds, fits)
+    if found is None:
+        raise PartitionError(_too_little(profile, num_devices, min(limits), widest))
+    return described(found, profile)
+
+
+def fastest(
+    num_blocks: int,
+    num_devices: int,
+    max_width: int,
+    seconds: Callable[[int, int, int], float],
+    fits: Callable[[int, int, range], bool],
+) -> RelayPlan | None:
+    """The distribution whose slowest stage is fastest; of equals, the one with less work.
+
+    Args:
+        num_blocks: Number of blocks.
+        num_devices: Number of devices, all of which are used.
+        max_width: Most devices that may share a stage.
+        seconds: Seconds of a stage, by its first block, the one after its last, and its width.
+        fits: Whether a stage fits the memory of a range of devices.
+    """
     best: dict[tuple[int, int], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
         (0, 0): (0.0, 0.0, (), ())
     }
     for blocks in range(1, num_blocks + 1):
         for devices in range(1, num_devices + 1):
             found = [
-                (max(known[0], seconds), known[1] + width * seconds,
+                (max(known[0], taken), known[1] + width * taken,
                  (*known[2], first), (*known[3], width))
                 for first in range(blocks)
-                for width in range(1, min(widest, devices) + 1)
+                for width in range(1, min(max_width, devices) + 1)
                 if (known := best.get((first, devices - width))) is not None
-                and profile.stage_bytes(first, blocks, width)
-                <= min(limits[devices - width : devices])
-                for seconds in [profile.stage_seconds(first, blocks, width)]
+                and fits(first, blocks, range(devices - width, devices))
+                for taken in [seconds(first, blocks, width)]
             ]  # fmt: skip
             if found:
                 best[blocks, devices] = min(found)
     if (num_blocks, num_devices) not in best:
-        raise PartitionError(_too_little(profile, num_devices, min(limits), widest))
+        return None
     _, _, cuts, widths = best[num_blocks, num_devices]
-    return described(RelayPlan((*cuts, num_blocks), widths), profile)
+    return RelayPlan((*cuts, num_blocks), widths)
 
 
 def _check_blocks(profile: RelayProfile, limit: float, widest: int) -> None:

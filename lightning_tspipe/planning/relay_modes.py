@@ -1,17 +1,23 @@
-"""The ways to train blocks on several devices: Pipe-BD's, and those that it is compared with.
+"""Modes of blockwise training on several devices: Pipe-BD's, and its baselines.
 
-A *pass* is one walk of the teacher and what students do beside it. Relaying needs one per batch;
-training block by block, as data parallelism does, one for each block.
+A *pass* is one forward of the teacher with the work of the students beside it. Relaying needs one
+pass per batch; training block by block, as data parallelism does, one for each block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.relay import RelayPlan, RelayProfile, described, distribute
+from lightning_tspipe.planning.relay import (
+    RelayPlan,
+    RelayProfile,
+    described,
+    distribute,
+    fastest,
+)
 
 Mode = Literal["tr", "dpu", "ahd", "ir", "dp", "ls"]
 MODES: tuple[Mode, ...] = ("tr", "dpu", "ahd", "ir", "dp", "ls")
@@ -19,12 +25,12 @@ MODES: tuple[Mode, ...] = ("tr", "dpu", "ahd", "ir", "dp", "ls")
 
 @dataclass(frozen=True)
 class Work:
-    """What one stage does in a pass.
+    """The work of one stage in a pass.
 
     Attributes:
         first: The first block of the teacher that runs.
         trained: The student's blocks; the teacher runs up to the last of them.
-        ranks: Who shares the stage.
+        ranks: The ranks that share the stage.
     """
 
     first: int
@@ -39,12 +45,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk of the teacher.
+    """One forward of the teacher, divided into stages.
 
     Attributes:
-        stages: Everybody's part.
-        is_relayed: Whether each stage gets what the one before has computed; otherwise all of them
-            get the batch.
+        stages: The work of each stage.
+        is_relayed: Whether each stage gets the output of the one before; otherwise all of them get
+            the batch.
     """
 
     stages: tuple[Work, ...]
@@ -52,13 +58,13 @@ class Pass:
 
 
 def passes(mode: Mode, plan: RelayPlan) -> tuple[Pass, ...]:
-    """What a mode does with each batch.
+    """The passes of a mode for each batch.
 
     Args:
         mode: ``tr``, ``dpu`` and ``ahd`` relay from stage to stage; ``ir`` relays within each
             device, all of which share one stage; ``dp`` trains block by block, all devices sharing
-            each; ``ls`` gives whole blocks to devices that run the teacher from its beginning.
-        plan: Who gets which blocks; for ``ls`` one stage for each device.
+            each; ``ls`` gives whole blocks to devices that run the teacher from its first block.
+        plan: The distribution of the blocks; for ``ls`` one stage for each device.
     """
     everyone = tuple(rank for ranks in plan.ranks for rank in ranks)
     num_blocks = plan.cuts[-1]
@@ -77,7 +83,7 @@ def plan_mode(
     num_devices: int,
     memory_limit: int | None = None,
 ) -> RelayPlan:
-    """Who gets which blocks, as a mode has it.
+    """The distribution of blocks that a mode uses.
 
     Raises:
         PartitionError: There is no such distribution.
@@ -93,16 +99,16 @@ def plan_mode(
     if width == 1 and num_blocks < num_devices:
         raise PartitionError(
             f"{num_blocks} blocks for {num_devices} devices: with mode={mode!r} each device needs "
-            "one. Let devices share blocks (mode='ahd'), or use fewer"
+            "one. Let devices share blocks (mode='ahd'), or use fewer devices"
         )
     return distribute(profile, num_devices, memory_limits=limits, max_width=width)
 
 
 def within(memory_limit: int | None, plan: RelayPlan) -> RelayPlan:
-    """The plan, if each device may hold what it gets.
+    """The plan, if it fits the memory of each device.
 
     Raises:
-        PartitionError: One may not.
+        PartitionError: It does not.
     """
     for stage, held in enumerate(plan.stage_bytes):
         if memory_limit is not None and held > memory_limit:
@@ -116,42 +122,22 @@ def within(memory_limit: int | None, plan: RelayPlan) -> RelayPlan:
 
 
 def _packed(profile: RelayProfile, num_devices: int) -> RelayPlan:
-    """Contiguous blocks, counting the teacher from its beginning for each device."""
+    """Contiguous blocks for each device, which runs the teacher from its first block."""
     batch, blocks = profile.batch_size, profile.blocks
-    if len(blocks) < num_devices:
+
+    def seconds(first: int, last: int, _width: int = 1) -> float:
+        students = sum(block.student[batch] + block.update for block in blocks[first:last])
+        return sum(block.teacher[batch] for block in blocks[:last]) + students
+
+    found = fastest(len(blocks), num_devices, 1, seconds, lambda *_: True)
+    if found is None:
         raise PartitionError(f"{len(blocks)} blocks for {num_devices} devices: use fewer devices")
-    known: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(0, 0): (0.0, ())}
-    for last in range(1, len(blocks) + 1):
-        prefix = sum(block.teacher[batch] for block in blocks[:last])
-        for devices in range(1, num_devices + 1):
-            found = [
-                (max(known[first, devices - 1][0], prefix + _students(profile, first, last)),
-                 (*known[first, devices - 1][1], first))
-                for first in range(last)
-                if (first, devices - 1) in known
-            ]  # fmt: skip
-            if found:
-                known[last, devices] = min(found)
-    cuts = (*known[len(blocks), num_devices][1], len(blocks))
-    return RelayPlan(
-        cuts,
-        (1,) * num_devices,
-        tuple(
-            sum(block.teacher[batch] for block in blocks[:last]) + _students(profile, first, last)
-            for first, last in pairwise(cuts)
-        ),
-        tuple(profile.stage_bytes(first, last, 1) for first, last in pairwise(cuts)),
-        tuple(block.name for block in blocks),
-    )
-
-
-def _students(profile: RelayProfile, first: int, last: int) -> float:
-    blocks = profile.blocks[first:last]
-    return sum(block.student[profile.batch_size] + block.update for block in blocks)
+    times = tuple(seconds(first, last) for first, last in pairwise(found.cuts))
+    return replace(described(found, profile), stage_seconds=times)
 
 
 def seconds_per_batch(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> float:
-    """What a batch takes by the costs of the blocks alone, on devices that never wait otherwise."""
+    """Seconds per batch from the costs of the blocks alone, on devices that never wait."""
     if mode != "dp":
         return plan.step_seconds
     width = plan.num_devices

@@ -1,9 +1,9 @@
-"""The plan of a run as its checkpoints keep it: plain text, so that another run can go by it.
+"""Plans in checkpoints: stored as text, so that a resumed run can follow them.
 
-Which rank has what decides more than how long a step takes: where updates don't wait for batches, a
-stage's place says which version of its weights it reads, a micro-batch has the batch statistics of
-its own samples, and dropout draws from the generator of the rank that runs it. Costs that are
-measured differ from run to run, and so may the plans that are made from them.
+The placement determines more than the step time: in asynchronous schedules, a stage's place decides
+which version of its weights it reads; a micro-batch has the batch statistics of its own samples;
+and dropout draws from the generator of the rank that runs it. Measured costs differ from run to
+run, and so may plans that are made from them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.simulation.cost import CostTable
 
 Source = Literal["times", "flops", "given"]
-"""What a plan was made from: measured times, counted operations, or what the user said."""
+"""The basis of a plan: measured times, counted operations, or the user's partition."""
 
 PLAN, PLACED = "plan", "placed"
-"""Keys in a checkpoint: what the planner found, if it searched; and what was carried out."""
+"""Keys in a checkpoint: the planner's result, if it searched; and what was carried out."""
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Who has what in a run, and for what that was decided.
+    """The placement of a run, and the conditions that it was made for.
 
     Attributes:
-        made_for: By name, what a run must have in common with this one to go by its plan: numbers
-            of devices, of atoms, and what the user said. Plain values.
-        source: What it was made from.
-        placement: What an engine carries out; None where blocks are relayed.
-        plan: What the planner found, with the costs that order actions; None if nothing was
-            searched.
-        blocks: Who has which blocks, where they are relayed.
+        made_for: By name, what another run must have in common with this one to use its plan:
+            numbers of devices and atoms, and the user's options. Plain values.
+        source: The basis of the plan.
+        placement: The placement that an engine carries out; None if blocks are relayed.
+        plan: The planner's result, with the costs that order actions; None if nothing was searched.
+        blocks: The distribution of blocks, if they are relayed.
     """
 
     made_for: Mapping[str, Any]
@@ -49,19 +48,19 @@ class RunPlan:
 
     @property
     def costs(self) -> CostTable | None:
-        """Costs of the stages, for the order of actions."""
+        """Costs of the stages, which determine the order of actions."""
         return None if self.plan is None else self.plan.costs
 
     def carries_out(self, other: RunPlan) -> bool:
-        """Whether another plan gives the same to everybody, to be done in the same order."""
+        """Whether another plan has the same placement, and the same order of actions."""
         mine, others = (self.placement, self.blocks), (other.placement, other.blocks)
         return mine == others and self.costs == other.costs
 
     def differences(self, wanted: Mapping[str, Any]) -> list[str]:
-        """What another run has not in common with this one, in words.
+        """The differences between another run and this one, in words.
 
         Args:
-            wanted: What that run is, as in :attr:`made_for`.
+            wanted: The other run's conditions, as in :attr:`made_for`.
 
         >>> RunPlan({"devices": 4, "schedule": "tspipe"}, "times").differences({"devices": 2})
         ['devices (4 then, 2 now)', "schedule ('tspipe' then, None now)"]
@@ -71,7 +70,7 @@ class RunPlan:
         return [f"{name} ({then!r} then, {now!r} now)" for name, then, now in pairs if then != now]
 
     def to_entries(self) -> dict[str, str | None]:
-        """Texts for a checkpoint, by their keys; the first one is what ``tspipe plan`` saves."""
+        """Texts for a checkpoint, by key; the first one is what ``tspipe plan`` saves."""
         placement = None if self.placement is None else _as_dict(self.placement)
         blocks = None if self.blocks is None else asdict(self.blocks)
         placed = {
@@ -87,7 +86,7 @@ class RunPlan:
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> RunPlan | None:
-        """What :meth:`to_entries` gave; None of an older version, which kept no plan.
+        """Read what :meth:`to_entries` returned; None for older versions, which stored no plan.
 
         Raises:
             CheckpointError: The texts are something else.
@@ -113,7 +112,7 @@ class RunPlan:
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - whatever options hold
-    """A value as it is after a way through text, so that it can be compared with one that was."""
+    """A value after a round trip through JSON, for comparison with one from a checkpoint."""
     return json.loads(json.dumps(value, default=_as_list))
 
 

@@ -1,7 +1,7 @@
-"""Cuts worth simulating: balanced ones to start from, and their neighbours.
+"""Candidate cuts for the planner: balanced ones to start from, and their neighbours.
 
 No schedule is faster than its busiest rank, so cuts are tried in the order of that bound, and those
-whose bound is above the best time so far are never simulated::
+whose bound exceeds the best time so far are never simulated::
 
     bound      10    10    11    12    14   ...
     simulated  13    12    12    skipped: 12 is reached already
@@ -23,28 +23,28 @@ from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 
 _MAX_ENUMERATED = 10_000
-"""With so many cuts at most, all are priced; else the search starts from balanced ones."""
+"""Most cuts of which all are priced; otherwise the search starts from balanced ones."""
 
 MAX_STARTS = 100
-"""Layouts that a space yields at most: those with the best bounds."""
+"""Most layouts that a space yields: those with the best bounds."""
 
 _MAX_CLIMBED = 16
-"""With more stages the boundaries are not moved before the first simulation: it takes too long."""
+"""Most stages whose boundaries are moved before the first simulation, which takes long."""
 
 _UNEVEN = 1.02
-"""How much busier than the mean a rank may be before two stages for each are considered."""
+"""Imbalance of the ranks above which two stages per rank are considered."""
 
 _STRIDES = (1, -1, 2, -2, 4, -4)
 
 
 @dataclass(frozen=True)
 class CutSpace:
-    """All ways to cut for a number of stages and micro-batches.
+    """All cuts for a number of stages and micro-batches.
 
     Attributes:
-        workload: What is cut.
-        num_stages: Stages of the student.
-        num_microbatches: Micro-batches per call; the balance depends on them a little.
+        workload: The step to cut.
+        num_stages: Number of student stages.
+        num_microbatches: Micro-batches per call; the balance depends on them slightly.
         fixed: The student's cuts, if the user gave them.
         start: The student's cuts to start from, if they are known.
     """
@@ -63,19 +63,18 @@ class CutSpace:
         """Layouts that fit the memory, best bound first.
 
         Args:
-            hints: Good layouts for another number of micro-batches: where a search is needed, they
-                are taken instead.
+            hints: Good layouts for another number of micro-batches, which replace a search.
         """
         layouts = (self.layout(cuts) for cuts in dict.fromkeys(self._candidates(hints)))
         return sorted((layout for layout in layouts if layout.fits), key=_bound)[:MAX_STARTS]
 
     def balanced(self) -> Layout:
-        """The layout that is best before anything is simulated; it may not fit."""
+        """The most even layout; it may not fit."""
         cuts = next(self._optimum(), None)
         return self.layout(cuts or self._with_teacher(next(self._even())))
 
     def closest(self) -> Layout:
-        """A layout that needs little more memory than there is, or none."""
+        """A layout that exceeds the memory as little as possible."""
         if self.fixed is not None:
             return self.layout(self._with_teacher(self.fixed))
         return min(self._climbed(), key=excess_and_bound)
@@ -94,13 +93,13 @@ class CutSpace:
 
     @property
     def _positions(self) -> tuple[int, ...]:
-        """Where the student may be cut."""
+        """Positions where the student may be cut."""
         joined = joined_atoms(self.workload)
         return tuple(n for n in range(1, self.workload.student.num_atoms) if n - 1 not in joined)
 
     @property
     def _teacher_positions(self) -> tuple[int, ...]:
-        """Where an independent teacher may be cut; at its ends a part of it is empty."""
+        """Positions where an independent teacher may be cut; its ends make empty parts."""
         teacher = self.workload.independent_teacher
         if teacher is None:
             return ()
@@ -131,7 +130,7 @@ class CutSpace:
         return num_cuts * price <= _MAX_ENUMERATED
 
     def _optimum(self) -> Iterator[Cuts]:
-        """The exact optimum, where every rank has one stage and the teacher follows."""
+        """The exact optimum, if every rank has one stage and the teacher is paired."""
         workload = self.workload
         if self.num_stages > workload.num_ranks or workload.independent_teacher is not None:
             return
@@ -148,7 +147,7 @@ class CutSpace:
         yield Cuts(cuts)
 
     def _fits(self, start: int, stop: int, stage: int) -> bool:
-        """Whether the rank of ``stage`` can hold these atoms, if it holds no other ones."""
+        """Whether the rank of ``stage`` can hold these atoms, and no others."""
         workload = self.workload
         state = workload.state_sums[stop] - workload.state_sums[start]
         if round(state) > workload.state_limit:
@@ -160,16 +159,16 @@ class CutSpace:
         if start:
             received = workload.student.atoms[start - 1].output_bytes_per_sample
             kept += received * sum(workload.samples())
-        kept += workload.again_bytes(start, stop, self.num_microbatches)
+        kept += workload.recompute_bytes(start, stop, self.num_microbatches)
         return round(state + kept) <= limit
 
     def _of_stages(self, by_rank: Sequence[float]) -> list[float]:
-        """What belongs to the ranks, by stage."""
+        """Values of the ranks, by stage."""
         ranks = default_ranks(self.num_stages, self.workload.num_ranks)
         return [by_rank[rank] for rank in ranks]
 
     def _climbed(self) -> list[Layout]:
-        """Local optima of the bound, under the limits if there is a way."""
+        """Local optima of the bound, within the limits if possible."""
         starts = [self.layout(self._with_teacher(cuts)) for cuts in dict.fromkeys(self._even())]
         if self.num_stages > _MAX_CLIMBED:
             return starts
@@ -196,7 +195,7 @@ class CutSpace:
             best, score = layout, excess_and_bound(layout)
 
     def _with_teacher(self, student: tuple[int, ...]) -> Cuts:
-        """Cut an independent teacher such that the ranks' sums are even, given the student."""
+        """Cut an independent teacher so that the ranks are evenly busy, given the student."""
         workload = self.workload
         teacher = workload.independent_teacher
         if teacher is None:
@@ -230,10 +229,10 @@ class CutSpace:
 
 
 def folded_cuts(workload: Workload, num_microbatches: int) -> list[tuple[int, ...]]:
-    """The evenest cuts with two stages on some ranks, for each number of stages.
+    """The most even cuts with two stages on some ranks, for each number of stages.
 
-    None where one stage for each rank is about even, or where the teacher is cut on its own: it
-    goes where there is time for it.
+    Empty if one stage per rank is about even, or if the teacher is cut independently, since it is
+    then placed where there is time for it.
     """
     num_ranks = workload.num_ranks
     if workload.frozen or workload.independent_teacher is not None:
@@ -255,7 +254,7 @@ def folded_cuts(workload: Workload, num_microbatches: int) -> list[tuple[int, ..
 
 
 def joined_atoms(workload: Workload) -> frozenset[int]:
-    """Atoms of the student that stay with the one after them, or whose paired ones do."""
+    """Atoms of the student that must stay with the next one, as must their paired atoms."""
     joined = _joined(workload.student)
     if workload.paired and workload.teacher is not None:
         joined |= _joined(workload.teacher)
@@ -285,7 +284,7 @@ def _bound(layout: Layout) -> float:
 
 
 def excess_and_bound(layout: Layout) -> tuple[float, float, float]:
-    """Bytes over the limits, then the busiest rank, then all ranks: the evener the better."""
+    """Bytes above the limits, seconds of the busiest rank, and the imbalance, to be minimised."""
     workload, limits = layout.workload, layout.workload.memory_limits
     over = [max(0, held - workload.state_limit) for held in layout.state_bytes]
     over += [max(0, held - most) for held, most in zip(layout.memory_bytes, limits, strict=True)]

@@ -1,55 +1,38 @@
-"""Everything that planning needs to know about a training step: saved, it plans elsewhere."""
+"""Measured costs of a training step, which can be saved and planned elsewhere."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.cluster import Cluster, Link
+from lightning_tspipe.planning.constraints import Constraints
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.planner import per_replica, plan
+from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.step import Step, per_replica
 from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 
 @dataclass(frozen=True)
-class StepProfile:
-    """What a step does and what its networks cost, on the device where they were measured.
-
-    Attributes:
-        student: Profile of the trainable network.
-        teacher: Profile of the forward-only network, or None.
-        num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student.
-        paired: Whether the teacher is built like the beginning of the student, and follows it.
-        optimizer_bytes_per_parameter_byte: 0 for SGD, 1 with momentum, 2 for Adam.
-        input_bytes_per_sample: One sample of a call's input.
-        update_seconds_per_byte: Of the optimizer step, per byte of trained parameters.
-        frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
-    """
-
-    student: NetworkProfile
-    teacher: NetworkProfile | None
-    num_calls: tuple[int, int]
-    batch_sizes: tuple[int, ...]
-    paired: bool
-    optimizer_bytes_per_parameter_byte: float = 1.0
-    input_bytes_per_sample: int = 0
-    update_seconds_per_byte: float = 0.0
-    frozen: bool = False
+class StepProfile(Step):
+    """A step with measured costs, which can be modified, planned and saved."""
 
     @property
     def state_bytes(self) -> int:
-        """Parameters of both networks, gradients and optimizer state: one whole replica."""
+        """Bytes of parameters of both networks, gradients and optimizer state, of one replica."""
         networks = [self.student, *([self.teacher] if self.teacher is not None else [])]
         held = sum(atom.parameter_bytes for network in networks for atom in network.atoms)
         trained = sum(atom.trainable_bytes for atom in self.student.atoms)
         return held + int(trained * (1 + self.optimizer_bytes_per_parameter_byte))
 
     def recomputing(self, atoms: Collection[int]) -> StepProfile:
-        """The same step, with atoms of the student that run again in the backward."""
+        """The same step with some atoms of the student recomputed in the backward."""
         return replace(self, student=self.student.recomputing(atoms))
 
     def freezing(self, num_atoms: int) -> StepProfile:
@@ -66,47 +49,64 @@ class StepProfile:
             frozen=True,
         )
 
-    def plan(self, num_ranks: int, **wishes: Any) -> Plan:  # noqa: ANN401 - as in `plan`
-        """The fastest plan over ``num_ranks`` ranks; see :func:`~.planner.plan` for the wishes.
+    def plan(self, num_ranks: int, *, thorough: bool = True, **options: Any) -> Plan:  # noqa: ANN401 - as in `problem`
+        """The fastest plan over ``num_ranks`` ranks.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            thorough: Whether to search for seconds rather than for about one.
+            options: As for :meth:`problem`.
 
         Raises:
             PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
-            ConfigurationError: A wish that cannot be.
+            ConfigurationError: An impossible option.
         """
-        return plan(
-            self.student,
-            self.teacher,
-            num_ranks=num_ranks,
-            num_calls=self.num_calls,
-            batch_sizes=self.batch_sizes,
-            paired=self.paired,
-            optimizer_bytes_per_parameter_byte=self.optimizer_bytes_per_parameter_byte,
-            input_bytes_per_sample=self.input_bytes_per_sample,
-            update_seconds_per_byte=self.update_seconds_per_byte,
-            frozen=self.frozen,
-            **wishes,
-        )
+        return plan(*self.problem(num_ranks, **options), thorough=thorough)
 
-    def workload(self, num_ranks: int, num_replicas: int, **limits: Any) -> Workload:  # noqa: ANN401
-        """What one replica has to do, and on what; other fields of ``Workload`` are ``limits``.
+    def problem(  # noqa: PLR0913 - what is converted, and the rest
+        self,
+        num_ranks: int,
+        *,
+        num_replicas: int = 1,
+        link: tuple[float, float] = (0.0, math.inf),
+        cluster: Cluster | None = None,
+        memory_limit: int | None = None,
+        state_limit: int | None = None,
+        weights: str = "pipeoptim",
+        **options: Any,  # noqa: ANN401 - fields of two classes
+    ) -> tuple[Workload, Constraints]:
+        """The problem to solve: one replica's work, and the user's constraints.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            num_replicas: Number of data-parallel pipelines, of ``num_ranks`` each: each gets an
+                equal part of the batch, and gradients are summed over them.
+            link: Latency in seconds, and bytes per second.
+            cluster: Devices that differ, or several nodes; replaces ``link``.
+            memory_limit: Bytes per rank for state and activations.
+            state_limit: Bytes per rank for parameters, gradients and optimizer state.
+            weights: The weight policy, for schedule "1f1b".
+            options: Other fields of :class:`~.workload.Workload` and
+                :class:`~.constraints.Constraints`.
 
         Raises:
             ConfigurationError: The samples can't be divided evenly.
         """
-        return Workload(
-            student=self.student,
-            teacher=self.teacher,
+        names = {field.name for field in fields(Constraints)} & options.keys()
+        constraints = Constraints(**{name: options.pop(name) for name in names})
+        step = {field.name: getattr(self, field.name) for field in fields(Step)}
+        step["batch_sizes"] = per_replica(self.batch_sizes, num_replicas)
+        workload = Workload(
+            **step,
+            **options,
             num_ranks=num_ranks,
-            num_calls=self.num_calls,
-            batch_sizes=per_replica(self.batch_sizes, num_replicas),
-            paired=self.paired,
-            optimizer_bytes_per_parameter_byte=self.optimizer_bytes_per_parameter_byte,
             num_replicas=num_replicas,
-            update_seconds_per_byte=self.update_seconds_per_byte,
-            input_bytes_per_sample=self.input_bytes_per_sample,
-            frozen=self.frozen,
-            **limits,
+            cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
+            memory_limit=math.inf if memory_limit is None else memory_limit,
+            state_limit=math.inf if state_limit is None else state_limit,
+            weights=weights if constraints.schedule == ASYNCHRONOUS else None,
         )
+        return workload, constraints
 
     def with_batch(self, samples: int) -> StepProfile:
         """The same step with ``samples`` in its largest calls, the others in proportion.
@@ -133,7 +133,7 @@ class StepProfile:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ConfigurationError: The text is something else.
+            ConfigurationError: The text is not a profile.
         """
         try:
             data = json.loads(text)

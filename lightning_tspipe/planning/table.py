@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """One line per row; the cells of a column are equally wide.
+    """Format rows as lines with aligned columns.
 
     >>> aligned([("rank", "state"), ("0", "1.0 MB")])
     ['rank  state', '0     1.0 MB']

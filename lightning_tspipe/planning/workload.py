@@ -1,4 +1,4 @@
-"""The profiles of one training step, summed such that any cut is priced in a few additions."""
+"""Running sums over the profiles of a step, so that any cut is priced in a few additions."""
 
 from __future__ import annotations
 
@@ -10,52 +10,34 @@ from functools import cached_property
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Cluster, Ranks
 from lightning_tspipe.planning.profile import NetworkProfile
+from lightning_tspipe.planning.step import Step
 
 
-@dataclass(frozen=True)
-class Workload:
-    """What has to be done in a step, and on what. Arguments of :func:`~.planner.plan`.
+@dataclass(frozen=True, kw_only=True)
+class Workload(Step):
+    """A step of one replica, and the devices that have to do it.
 
     Attributes:
-        student: Profile of the trainable network.
-        teacher: Profile of the forward-only network, or None.
         num_ranks: Ranks of the pipeline.
-        num_calls: Calls per step of the student and of the teacher.
-        batch_sizes: Samples in each call of the student, in one replica; the teacher's calls are
-            the first of them. A single number serves all calls.
-        paired: Whether the teacher is cut where the student is.
-        frozen: Whether it is the student's frozen part, which the rest of the student reads.
         memory_limit: Bytes per rank for everything; a device may have less.
         state_limit: Bytes per rank for parameters, gradients and optimizer state of both networks.
-        optimizer_bytes_per_parameter_byte: 1 for momentum, 2 for Adam.
         cluster: Devices and links; None for equal devices and links that cost nothing.
-        num_replicas: Replicas of the pipeline: together they have the cluster's devices.
+        num_replicas: Replicas of the pipeline: together they have the cluster's devices, and
+            gradients are summed over them.
         loss_seconds: The loss of the whole batch.
         data_seconds: Reading a batch.
         action_overhead: Seconds that running any one action costs besides its computation.
-        update_seconds_per_byte: Optimizer step, per byte of trained parameters; a paired teacher's
-            update costs as much per byte.
-        input_bytes_per_sample: One sample of a call's input.
-        weights: The weight policy, where batches follow each other; None where they don't.
+        weights: The weight policy of an asynchronous schedule; else None.
     """
 
-    student: NetworkProfile
-    teacher: NetworkProfile | None
     num_ranks: int
-    num_calls: tuple[int, int]
-    batch_sizes: tuple[int, ...]
-    paired: bool = True
     memory_limit: float = math.inf
     state_limit: float = math.inf
-    optimizer_bytes_per_parameter_byte: float = 1.0
     cluster: Cluster | None = None
     num_replicas: int = 1
     loss_seconds: float = 0.0
     data_seconds: float = 0.0
     action_overhead: float = 0.0
-    update_seconds_per_byte: float = 0.0
-    input_bytes_per_sample: int = 0
-    frozen: bool = False
     weights: str | None = None
     _units: dict[int, UnitSums] = field(default_factory=dict, repr=False, compare=False)
 
@@ -70,7 +52,7 @@ class Workload:
         """The devices of the pipeline.
 
         Raises:
-            ConfigurationError: The cluster has another number of devices.
+            ConfigurationError: The cluster has a different number of devices.
         """
         num_devices = self.num_ranks * self.num_replicas
         cluster = self.cluster or Cluster(num_devices)
@@ -83,12 +65,12 @@ class Workload:
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...]:
-        """Bytes for everything, by rank."""
+        """Bytes that each rank may hold."""
         return tuple(min(self.memory_limit, memory) for memory in self.ranks.memories)
 
     @property
     def measured_sizes(self) -> tuple[int, int]:
-        """The smallest and the largest unit that was measured for both networks."""
+        """The smallest and the largest unit that were measured for both networks."""
         networks = [n for n in (self.student, self.teacher) if n is not None and n.sizes]
         if not networks:
             return (1, 1)
@@ -96,7 +78,7 @@ class Workload:
 
     @property
     def independent_teacher(self) -> NetworkProfile | None:
-        """The teacher, if it is cut on its own."""
+        """The teacher, if it is cut independently of the student."""
         return None if self.paired else self.teacher
 
     def units(self, num_microbatches: int) -> UnitSums:
@@ -112,9 +94,9 @@ class Workload:
 
     @cached_property
     def state_sums(self) -> tuple[float, ...]:
-        """Running sums over the student's atoms: parameters, gradients, optimizer state.
+        """Running sums over the student's atoms: bytes of parameters, gradients, optimizer state.
 
-        A paired teacher's parameters are among them.
+        Includes the parameters of a paired teacher.
         """
         held, trained = self.parameter_sums, self.gradient_sums
         sums = [
@@ -128,25 +110,25 @@ class Workload:
 
     @cached_property
     def teacher_state_sums(self) -> tuple[float, ...]:
-        """Running sums over an independent teacher's atoms."""
+        """Running sums over an independent teacher's atoms: bytes of its parameters."""
         teacher = self.independent_teacher
         return () if teacher is None else tuple(map(float, teacher.byte_sums("parameter_bytes")))
 
     @cached_property
     def activation_sums(self) -> tuple[float, ...]:
-        """Running sums of what the student keeps for its backward: of all units, at the loss."""
+        """Running sums of the activations saved for the backward, of all units of a batch."""
         samples = sum(self.samples())
-        return tuple(float(samples * amount) for amount in self.student.kept_sums())
+        return tuple(float(samples * amount) for amount in self.student.saved_sums())
 
     @cached_property
-    def again_sums(self) -> tuple[int, ...]:
-        """Running sums of what running again needs, per sample of the one unit that does."""
-        return self.student.again_sums()
+    def recompute_sums(self) -> tuple[int, ...]:
+        """Running sums of the bytes needed to recompute atoms, per sample of one unit."""
+        return self.student.recompute_sums()
 
-    def again_bytes(self, start: int, stop: int, num_microbatches: int) -> float:
-        """What the backward of one unit needs to run atoms again."""
+    def recompute_bytes(self, start: int, stop: int, num_microbatches: int) -> float:
+        """Bytes that the backward of one unit needs to recompute atoms."""
         samples = math.ceil(max(self.samples()) / num_microbatches)
-        return float(samples * (self.again_sums[stop] - self.again_sums[start]))
+        return float(samples * (self.recompute_sums[stop] - self.recompute_sums[start]))
 
     @cached_property
     def gradient_sums(self) -> tuple[float, ...]:

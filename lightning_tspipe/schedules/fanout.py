@@ -1,9 +1,9 @@
 """Fan-out: one frozen trunk, many heads (McNeela, Patel and Gupta, *Pipelined Transfer Learning*).
 
 Every rank holds a part of the trunk and trains heads of its own. Heads don't depend on each other,
-and the trunk depends on nothing but its input: so stage s of the trunk works on a later batch than
-stage s + 1, and nobody waits for what is made in the same step. A step is one forward of the trunk
-and one step of the rank's heads (forward, loss, backward, update)::
+and the trunk depends only on its input: so stage s of the trunk works on a later batch than stage
+s + 1, and no rank waits for a result of the same step. A step is one forward of the trunk and one
+step of the rank's heads (forward, loss, backward, update)::
 
     stage s:  T(n + d(s)) | F(n) of its heads | L(n) | B(n)        d(s) = max(1, depth - s)
 
@@ -14,9 +14,9 @@ of two; the queues fill in the first step (``t``: trunk of a later batch)::
     rank 1 |T0t0  F0B0──t0F0B0──t0F0B0──|  and so on
     rank 2 |T0t0t0t0  F0B0──t0F0B0──t0F0|
 
-The depth bounds the queues: a batch is read at most ``depth`` steps before its own. From as many
-steps as there are stages on, no stage waits for another; with less, the last stages form a chain
-within the step, behind the heads.
+The depth limits the queues: a batch is read at most ``depth`` steps early. If it is at least the
+number of stages, no stage waits for another; otherwise the last stages form a chain within the
+step, after the heads.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_tspipe.ir.schedule import Schedule
 
 
 def distance(stage: int, depth: int) -> int:
-    """How many batches ahead of its heads a stage of the trunk works."""
+    """Number of batches that a stage of the trunk is ahead of its heads."""
     return max(1, depth - stage) if depth else 0
 
 
@@ -37,11 +37,11 @@ def fanout(pipeline: Pipeline, *, before: int, following: int, depth: int) -> Sc
     """One step of every rank.
 
     Args:
-        pipeline: Who holds what; its student's stages are the heads.
-        before: How many batches were at hand beyond its own in the step before; 0 where nothing
-            ran ahead (the first step, and the first after a drain).
-        following: How many batches are at hand beyond this one, at most ``depth``.
-        depth: How far the trunk's first stage runs ahead; 0: not at all.
+        pipeline: The pipeline, whose student stages are the heads.
+        before: Number of batches that the step before could run ahead; 0 if nothing ran ahead (the
+            first step, and the first after a drain).
+        following: Number of batches after this one that are available, at most ``depth``.
+        depth: How many batches the trunk's first stage runs ahead; 0: none.
     """
     return Schedule(
         pipeline,
@@ -77,9 +77,9 @@ def _rank(
 def _trunk(
     pipeline: Pipeline, rank: int, before: int, following: int, depth: int
 ) -> Iterator[tuple[Action, bool]]:
-    """The rank's forwards of the trunk, and whether they come before its heads.
+    """The rank's forwards of the trunk, and whether each comes before its heads.
 
-    Those that read what another rank makes in the same step come behind them, instead of waiting.
+    Those that depend on another rank's work in this step come after the heads, to avoid waiting.
     """
     layout = pipeline.layout(Op.TEACHER)
     for stage in (s for s in range(layout.num_stages) if layout.ranks[s] == rank):
@@ -91,6 +91,6 @@ def _trunk(
 
 
 def _batches(stage: int, before: int, following: int, depth: int) -> range:
-    """The batches on which a stage works in this step: what is at hand and not done before."""
+    """The batches that a stage works on in this step: those available and not done before."""
     own = distance(stage, depth)
     return range(min(own, before), min(own, following) + 1)

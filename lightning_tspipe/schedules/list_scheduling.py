@@ -1,8 +1,8 @@
 """An order that follows from the costs: list scheduling over several consecutive steps.
 
 All ranks are walked through time. Whenever a rank is free it takes the most urgent action whose
-inputs are there; what others wait for comes first (loss, backward, forward), and what nobody
-waits for in this step fills the gaps (weight gradients, the teacher of the next batch)::
+inputs are available; actions that others wait for come first (loss, backward, forward), and actions
+that nobody waits for in this step fill the gaps (weight gradients, the teacher of the next batch)::
 
     free ──► urgent ready? ──yes──► run it
                  │ no
@@ -33,13 +33,13 @@ from lightning_tspipe.simulation.ledger import UNKNOWN, Ledger
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a free rank chooses.
+    """The rule by which a free rank chooses its next action.
 
     Attributes:
         patience: A filler does not start if an urgent action is known to become ready within this
             share of the filler's duration.
-        weights_first: Weight gradients before teacher forwards, or after them.
-        deep_first: Among forwards of several stages, the deepest stage first.
+        weights_first: Whether weight gradients come before teacher forwards.
+        deep_first: Whether the deepest stage comes first among forwards of several stages.
     """
 
     patience: float
@@ -53,13 +53,13 @@ def list_schedule(
     """Find an order for consecutive steps.
 
     Args:
-        graphs: For each step, its actions; their order on a rank says only which come first and
+        graphs: The actions of each step; their order on a rank determines only which come first and
             last, and the order of the units within each stage.
-        costs: Of the same pipeline.
-        policy: How to choose.
+        costs: Costs of the same pipeline.
+        policy: The rule for choosing actions.
 
     Returns:
-        For each step, rank to actions.
+        For each step, the actions of each rank.
     """
     walk = _Walk(graphs, costs, policy)
     walk.run()
@@ -70,7 +70,7 @@ def list_schedule(
 
 
 def list_step_time(graphs: Sequence[StepGraph], costs: CostTable, policy: Policy) -> float:
-    """Seconds per step that the walk itself takes, without the first two steps."""
+    """Simulated seconds per step of the list schedule, without the first two steps."""
     walk = _Walk(graphs, costs, policy)
     walk.run()
     return (walk.step_ends[-1] - walk.step_ends[1]) / (len(graphs) - 2)
@@ -80,7 +80,7 @@ _FIRST = frozenset({Op.EFFECTS, Op.DATA})
 
 
 class _Queue:
-    """The actions of one kind and stage on one rank: they keep their order."""
+    """The actions of one op and stage on one rank, which keep their order."""
 
     def __init__(self, action: Action, policy: Policy) -> None:
         self.slots: list[int] = []
@@ -92,12 +92,12 @@ class _Queue:
 
     @property
     def head(self) -> int:
-        """The action that is next."""
+        """The next action."""
         return self.slots[self.place]
 
 
 def _urgency(action: Action, policy: Policy) -> tuple[int, int]:
-    """Smaller runs first. What most others wait for leads, then what lies farthest from its end."""
+    """Sort key: actions that most others wait for come first, then those farthest from the end."""
     if action.op is Op.TEACHER and action.batch > 0:
         return (6, action.stage)
     if action.op is Op.FORWARD:
@@ -113,7 +113,7 @@ _FIXED_URGENCY = {Op.EFFECTS: 0, Op.DATA: 0, Op.LOSS: 1, Op.TEACHER: 3, Op.OPTIM
 
 
 class _Walk:
-    """The state of the walk: what each rank has left of its step, and when what arrives."""
+    """The state of the walk: the remaining actions of each rank, and future events."""
 
     def __init__(self, graphs: Sequence[StepGraph], costs: CostTable, policy: Policy) -> None:
         self._graphs, self._policy = graphs, policy
@@ -126,10 +126,10 @@ class _Walk:
         self.step_ends = [0.0] * len(graphs)
 
     def run(self) -> None:
-        """Until every rank is through all steps."""
+        """Walk until every rank is done with all steps."""
         while self._events:
             now, rank = heapq.heappop(self._events)
-            # An event that comes while the rank works is dropped: the end of the work wakes it.
+            # An event while the rank is busy is dropped: the end of its action is an event too.
             if now >= self._ledger.free[rank] and self._step[rank] < len(self._graphs):
                 queue = self._choose(rank, now)
                 if queue is not None:
@@ -147,7 +147,7 @@ class _Walk:
         return sorted(queues.values(), key=lambda queue: queue.key)
 
     def _choose(self, rank: int, now: float) -> _Queue | None:
-        """The most urgent queue whose head may start, or None: sleep until something arrives."""
+        """The most urgent queue whose head may start; None: sleep until something arrives."""
         step = self._step[rank]
         urgent_at = UNKNOWN
         for queue in self._open(rank):
@@ -161,7 +161,7 @@ class _Walk:
         return None
 
     def _open(self, rank: int) -> list[_Queue]:
-        """The queues that may start: the opening alone, the optimizer only when all is done."""
+        """The queues that may start: the opening alone; the optimizer after everything else."""
         queues = self._queues[rank]
         if queues[0].op in _FIRST:
             return queues[:1]

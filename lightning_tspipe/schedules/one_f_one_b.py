@@ -1,16 +1,16 @@
 """Asynchronous 1F1B: a forward, a backward, an update (Narayanan et al., PipeDream, SOSP 2019).
 
-A mini-batch is one unit, and nothing waits for a batch to leave the pipeline: after the update of
-batch n each rank goes on at once. The rank that is w ranks before the loss runs forwards w batches
-ahead, with weights that lack w updates; the *weight policy* says what becomes of that. Three
-stages (rank 2 holds stage 0), an epoch of six batches, a backward that costs two forwards::
+A mini-batch is one unit, and the pipeline is never drained: after the update of batch n each rank
+continues immediately. A rank that is w ranks before the loss runs forwards w batches ahead, with
+weights that lack w updates; the *weight policy* decides how to handle that. Three stages (rank 2
+holds stage 0), an epoch of six batches, a backward that costs two forwards::
 
     rank 0 |    F0B0──F1B1──F2B2──F3B3──F4B4──F5B5──        |
     rank 1 |  F0F1    B0──F2B1──F3B2──F4B3──F5B4──  B5──    |
     rank 2 |F0F1F2        B0──F3B1──F4B2──F5B3──  B4──  B5──|
 
-A step of rank w is `F0+w`, then `B0`. The first one after a drain also runs the w forwards before;
-where an epoch ends, forwards of batches that don't exist are left out.
+A step of rank w is `F0+w`, then `B0`. The first step after a drain also runs the w forwards before
+that; at the end of an epoch, forwards of batches that don't exist are omitted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def one_f_one_b(pipeline: Pipeline, *, fresh: bool, ahead: int) -> Schedule:
     """One step: on every rank one batch forwards, one backwards.
 
     Args:
-        pipeline: Who holds what; one stage of the student on each rank.
-        fresh: Whether the pipeline is empty: it is filled first.
-        ahead: How many batches follow on this one, or more than the pipeline holds.
+        pipeline: The pipeline, with one stage of the student on each rank.
+        fresh: Whether the pipeline is empty, so that it is filled first.
+        ahead: Number of batches that follow this one, or more than the pipeline holds.
 
     Raises:
         ScheduleError: The stages don't run from the last rank down to rank 0.
@@ -55,12 +55,12 @@ def check_stages(pipeline: Pipeline) -> None:
     """Refuse a pipeline in which a batch does not go from rank to rank.
 
     Raises:
-        ScheduleError: Says how stages must lie.
+        ScheduleError: Says how stages must be placed.
     """
     if pipeline.student.ranks != tuple(reversed(range(pipeline.num_ranks))):
         raise ScheduleError(
             f"schedule 1f1b has one stage of the student on each of {pipeline.num_ranks} ranks, "
-            f"the first on the last rank; here stages lie on ranks {pipeline.student.ranks}"
+            f"the first on the last rank; here stages are on ranks {pipeline.student.ranks}"
         )
     if pipeline.student.num_microbatches != 1:
         raise ScheduleError("schedule 1f1b does not split a batch: use num_microbatches=1")

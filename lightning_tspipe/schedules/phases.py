@@ -1,7 +1,7 @@
-"""What fixed orders are made of: phases, and the frame around them.
+"""Building blocks of fixed orders: phases, and the frame around them.
 
-A fixed order is one list for the whole pipeline in which everything comes after what it waits for;
-each rank keeps its own part of it. So several stages on one rank merge without a deadlock.
+A fixed order is one list for the whole pipeline in which every action comes after its dependencies;
+each rank takes its own part of it. So several stages on one rank are merged without a deadlock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def assemble(pipeline: Pipeline, body: Iterable[Action], *, teacher_next: bool) 
 
 
 def opening(pipeline: Pipeline, rank: int, *, teacher_next: bool) -> list[Action]:
-    """How every rank starts its step: the effects, and on the data rank the data."""
+    """The first actions of a rank's step: the effects, and on the data rank the data."""
     actions = [Action(Op.EFFECTS, rank)]
     if rank == pipeline.data_rank:
         actions.append(Action(Op.DATA, rank))
@@ -50,7 +50,7 @@ def backwards(pipeline: Pipeline) -> Iterator[Action]:
 
 
 def teacher_only(pipeline: Pipeline) -> Schedule:
-    """The teacher of the next batch and nothing else: what a step before would have run."""
+    """The teacher of the next batch and nothing else, as run by the step before."""
     ranks: list[list[Action]] = [[] for _ in _ranks(pipeline)]
     ranks[pipeline.data_rank].append(Action(Op.DATA, pipeline.data_rank, batch=1))
     for action in teachers(pipeline, batch=1):

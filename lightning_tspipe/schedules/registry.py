@@ -1,4 +1,4 @@
-"""Schedules by name, as the strategy's argument gives them."""
+"""Schedules by name, as in the strategy's argument."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_tspipe.simulation.cost import CostTable
 FIXED: Mapping[str, Callable[[Pipeline], Schedule]] = {"gpipe": gpipe, "sequential": sequential}
 """Orders that run the teacher in the step of its batch, and do not depend on costs."""
 SCHEDULES = ("tspipe", *FIXED)
-"""Those that train a batch with the weights of the batch before."""
+"""Synchronous schedules: a batch is trained with the weights after the batch before."""
 ASYNCHRONOUS = "1f1b"
 
 
@@ -36,15 +36,12 @@ def runs_ahead(name: str) -> bool:
 
 
 def lookahead(name: str, pipeline: Pipeline, depth: int = 1) -> tuple[int, ...]:
-    """For each rank, up to how many batches ahead its step has to do with.
-
-    That is what it works on, and what others send to it. Where others wait for what the data rank
-    says of a batch, it looks one batch further, so that they never do.
+    """For each rank, how many batches ahead its step works on or receives.
 
     Args:
-        name: Of the schedule.
-        pipeline: Who holds what.
-        depth: Of heads: how far their trunk runs ahead.
+        name: Name of the schedule.
+        pipeline: The pipeline.
+        depth: For heads, how many batches their trunk runs ahead.
     """
     if pipeline.coupling is Coupling.FANOUT:
         depth = depth if runs_ahead(name) and pipeline.num_ranks > 1 else 0
@@ -56,7 +53,7 @@ def lookahead(name: str, pipeline: Pipeline, depth: int = 1) -> tuple[int, ...]:
 
 
 def _reach(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the last batch that it works on or gets something of."""
+    """For each rank, the last batch that it works on or receives something of."""
     program = lower(schedule)
     return tuple(
         max(
@@ -81,12 +78,12 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
 
     Args:
         name: As for :func:`build_schedule`.
-        pipeline: Who holds what.
-        costs: For ``"tspipe"``, which chooses its order by them.
-        fresh: Nothing of this batch has been done in a step before.
-        ahead: How many of the batches that follow may be worked on.
+        pipeline: The pipeline.
+        costs: Costs by which ``"tspipe"`` chooses its order.
+        fresh: Whether nothing of this batch was done in a step before.
+        ahead: Number of following batches that may be worked on.
         split: Student stages whose backward runs in two halves.
-        depth: Of heads: how far their trunk runs ahead.
+        depth: For heads, how many batches their trunk runs ahead.
     """
     if pipeline.coupling is Coupling.FANOUT:
         depth = depth if runs_ahead(name) and pipeline.num_ranks > 1 else 0
@@ -115,11 +112,11 @@ def build_schedule(  # noqa: PLR0913 -- what one step is, in full
     Args:
         name: ``"tspipe"`` (the best order that runs ahead), one of :data:`FIXED`, or ``"1f1b"``
             (a step of the steady state).
-        pipeline: Who holds what. Without a teacher the two flags mean nothing.
-        costs: For ``"tspipe"``, which chooses its order by them.
-        teacher_now: The teacher of this batch runs in this step: the first after a drain, or no
-            running ahead at all.
-        teacher_next: The teacher of the next batch runs ahead in this step.
+        pipeline: The pipeline. Without a teacher the two flags have no effect.
+        costs: Costs by which ``"tspipe"`` chooses its order.
+        teacher_now: Whether the teacher of this batch runs in this step: in the first after a
+            drain, or without running ahead.
+        teacher_next: Whether the teacher of the next batch runs ahead in this step.
         split: Student stages whose backward runs in two halves.
 
     Raises:

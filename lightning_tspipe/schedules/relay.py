@@ -1,14 +1,14 @@
 """Teacher relaying (Jang et al., *Pipe-BD*, DATE 2023, sections 4.1 and 4.2).
 
-Stage s holds some blocks of the teacher and the student's blocks that learn from them. It gets what
-the stage before has computed, runs its part of the teacher, relays the result, and only then trains
-its own blocks (forward, loss, backward, update), which nobody waits for::
+Stage s holds some blocks of the teacher and the student's blocks that learn from them. It gets the
+teacher's activation from the stage before, runs its part of the teacher, relays the result, and
+only then trains its own blocks (forward, loss, backward, update), which nobody waits for::
 
-    stage s:  T(n) | F(n) | L(n) | B(n) | O(n)        waits for T(n) of stage s - 1, and for nothing
+    stage s:  T(n) | F(n) | L(n) | B(n) | O(n)        waits for T(n) of stage s - 1 only
 
-Nothing comes back, so there is nothing to run ahead for: an upstream rank is early by itself, and
-the step takes as long as its slowest stage (decoupled parameter update). Three stages (rank 2
-holds stage 0), backwards of two forwards, two steps::
+Nothing is sent back, so upstream ranks run ahead by themselves, and the step takes as long as its
+slowest stage (decoupled parameter update). Three stages (rank 2 holds stage 0), backwards of two
+forwards, two steps::
 
     rank 0 |    T0F0B0──T0F0B0──|
     rank 1 |  T0F0B0──T0F0B0──  |
@@ -38,7 +38,7 @@ def relay_pipeline(groups: Sequence[Sequence[int]], *, is_relayed: bool = True) 
 
     Args:
         groups: The ranks that share each stage.
-        is_relayed: Whether stages get what the one before has computed.
+        is_relayed: Whether each stage gets the output of the one before.
     """
     layout = NetworkLayout.shared(groups)
     num_ranks = sum(map(len, groups))

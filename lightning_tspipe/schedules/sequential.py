@@ -1,15 +1,15 @@
 """Inter-layer model parallelism: one device works at a time, as in TSPipe's baseline (table 3).
 
-Actions start as soon as their inputs are there, so the order alone must keep every other device
-waiting: each stage begins with what the stage before it finished *last*. So the units go forth and
-back, and each stage's backwards are, as everywhere, the reverse of its forwards. Three stages
-(rank 2 holds stage 0) and two units::
+Actions start as soon as their inputs are available, so the order alone must keep every other device
+waiting: each stage begins with the unit that the stage before it finished *last*. So the order of
+the units alternates, and each stage's backwards are, as everywhere, the reverse of its forwards.
+Three stages (rank 2 holds stage 0) and two units::
 
     rank 0 |                T0T1F0F1B1──B0──                |
     rank 1 |        F1F0T1T0                B0──B1──        |
     rank 2 |T0T1F0F1                                B1──B0──|
 
-A teacher with fewer stages than the student, or more, overlaps a little where they differ.
+A teacher with a different number of stages than the student overlaps with it a little.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _forwards(pipeline: Pipeline) -> Iterator[Action]:
     networks = [(Op.FORWARD, pipeline.student)]
     if pipeline.teacher is not None:
         networks.insert(0, (Op.TEACHER, pipeline.teacher))
-    # A frozen part comes before the rest; another teacher runs beside its student.
+    # A frozen prefix comes before the student; any other teacher runs beside it.
     starts = [0, networks[0][1].num_stages if pipeline.coupling is Coupling.PREFIX else 0]
     placed = list(zip(networks, starts, strict=False))
     for place in range(max(start + layout.num_stages for (_, layout), start in placed)):

@@ -1,7 +1,7 @@
-"""The best order known for the costs at hand: a fixed one, or one that list scheduling finds.
+"""Schedule synthesis: the best of the fixed orders and of those that list scheduling finds.
 
-The fixed ones are the paper's, and GPipe's with the next batch's teacher instead of this one's. So
-what is found is never slower than either.
+The fixed orders are the paper's, and GPipe's with the next batch's teacher instead of this one's.
+So the result is never slower than either.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MIDDLE = 3
 
 _MANY_ACTIONS = 4000
 _FEW_POLICIES = 2
-"""So many policies are tried where a step has many actions: each takes a second or more."""
+"""Number of policies for a step with many actions, where each takes a second or more."""
 
 
 def synthesize(
@@ -40,10 +40,10 @@ def synthesize(
     """The order with the smallest simulated step time; never slower than TSPipe's and GPipe's.
 
     Args:
-        pipeline: Who holds what.
+        pipeline: The pipeline.
         costs: Seconds per action and bytes per message.
-        teacher_now: The teacher of this batch runs in this step: nothing ran ahead.
-        teacher_next: The teacher of the next batch runs ahead in this step.
+        teacher_now: Whether the teacher of this batch runs in this step, since nothing ran ahead.
+        teacher_next: Whether the teacher of the next batch runs ahead in this step.
         split: Student stages whose backward runs in two halves.
     """
     costs.check(pipeline)
@@ -58,12 +58,12 @@ def synthesize(
 
 
 def estimate_step_time(graph: StepGraph, costs: CostTable, num_policies: int = 1) -> float:
-    """About the seconds per step that :func:`synthesize` will find; much faster than finding it.
+    """Estimate the seconds per step of :func:`synthesize`; much faster than synthesising.
 
     Args:
-        graph: Any order of a step that repeats, split as wanted.
-        costs: Of the same pipeline.
-        num_policies: Walks to try: the more, the closer.
+        graph: Any order of a step that repeats, with the backwards split as desired.
+        costs: Costs of the same pipeline.
+        num_policies: Number of policies to try; more are more accurate.
     """
     schedule = graph.program.schedule
     policies = _policies(schedule.pipeline, schedule.split, ahead=True)
@@ -81,7 +81,7 @@ def candidates(
     teacher_next: bool,
     split: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Schedule, float]]:
-    """Orders with their simulated steady step time, the paper's first, then GPipe's."""
+    """Orders with their simulated steady step times: the paper's, GPipe's, list schedules."""
     fixed = split_backward(
         tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next), split
     )
@@ -108,7 +108,7 @@ def candidates(
 
 
 def _ahead_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
-    """The order with all that runs ahead at the end of the step: GPipe's, turned by a phase."""
+    """The order with everything that runs ahead at the end of the step: GPipe's, rotated."""
 
     def place(action: Action) -> int:
         if action.op is Op.OPTIMIZER:

@@ -1,7 +1,7 @@
 """TSPipe's order (Lim et al., ICML 2022, section 3.2 and figure 4b).
 
-The teacher of batch n + 1 has no backward pass that pins it in time, so a part of its forwards
-fills the bubble that stage s has between its student's forwards and the first gradient::
+The teacher of batch n + 1 has no backward pass that fixes it in time, so a part of its forwards
+fills the bubble of stage s between its student's forwards and the first gradient::
 
     stage s:  F(n), all units | k(s) units of T(n + 1) | B(n), reverse order | the rest of T(n + 1)
 
@@ -31,9 +31,9 @@ def tspipe(pipeline: Pipeline, *, teacher_now: bool, teacher_next: bool) -> Sche
     """The paper's order for any number of stages, views and micro-batches.
 
     Args:
-        pipeline: Who holds what. Ranks with several stages run each phase stage after stage.
-        teacher_now: The teacher of this batch runs in this step: nothing ran ahead.
-        teacher_next: The teacher of the next batch runs ahead in this step.
+        pipeline: The pipeline. Ranks with several stages run each phase stage by stage.
+        teacher_now: Whether the teacher of this batch runs in this step, since nothing ran ahead.
+        teacher_next: Whether the teacher of the next batch runs ahead in this step.
     """
     now = teachers(pipeline, batch=0) if teacher_now else iter(())
     ahead = list(teachers(pipeline, batch=1)) if teacher_next else []

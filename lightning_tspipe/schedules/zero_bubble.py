@@ -1,7 +1,7 @@
 """Backwards in two halves: Zero Bubble pipeline parallelism (Qi et al., ICLR 2024, section 2).
 
-The stage before waits for the gradient of this stage's input only (I); the gradients of the
-weights (W) can fill a bubble later. So on each rank all I run first::
+The stage before waits only for the gradient of this stage's input (I); the gradients of the weights
+(W) can fill a bubble later. So on each rank all I run first::
 
     rank 0 |  F0F1B1──B0──    |     rank 0 |  F0F1I1I0W1W0  |
     rank 1 |F0F1      B1──B0──|     rank 1 |F0F1    B1──B0──|

@@ -1,1 +1,1 @@
-"""Timelines: what a schedule would take, and what a run took. Pure Python."""
+"""Timelines, simulated or recorded. Pure Python."""

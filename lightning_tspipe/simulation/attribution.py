@@ -1,4 +1,4 @@
-"""Why a rank was idle: every moment between two actions goes to one cause.
+"""Causes of idle time: every moment between two actions is attributed to one cause.
 
 A gap before an action that another rank's work must reach first falls into two::
 
@@ -6,8 +6,9 @@ A gap before an action that another rank's work must reach first falls into two:
     rank 0 | 0O ├ waiting for 1F0 │ transfer ├ 0L
                                   a
 
-A run also says where the rest of a gap went, in pauses; what it doesn't mention is the Trainer's. A
-simulation has waiting and transfers alone, unless gradients are summed over replicas.
+A recorded run also has pauses, which explain the rest of a gap; what they don't cover is attributed
+to the Trainer. A simulation has only waiting and transfers, unless gradients are summed over
+replicas.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
 
 
 class Cause(Enum):
-    """What an idle rank waits for; the value is how it is printed.
+    """Causes of idle time; the value is the printed name.
 
     - ``WAITING``: for an action of another rank, until it ended.
-    - ``TRANSFER``: for its result on the way, or while the rank itself hands something over.
+    - ``TRANSFER``: for its result in transit, or while the rank itself sends something.
     - ``LOADER``: for the next batch of the user's loader.
-    - ``TRAINER``: hooks, loggers, progress bars and loops of Lightning, and what the rank does
-      itself between two actions.
+    - ``TRAINER``: hooks, loggers, progress bars and loops of Lightning, and the runtime's own work
+      between two actions.
     - ``OPTIMIZER``: between the last gradient and the optimizer's step, where gradients are clipped
       by their norm over all ranks or summed over replicas.
     """
@@ -56,13 +57,13 @@ _LEAST_PRINTED = 5e-5
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """A stretch of time in which a rank ran no action.
+    """An interval in which a rank ran no action.
 
     Attributes:
-        rank: Which rank.
-        start: Seconds.
-        end: Seconds.
-        cause: Why.
+        rank: The rank.
+        start: Start in seconds.
+        end: End in seconds.
+        cause: Cause of the idle time.
         awaited: The other rank's action that it waited for, if that is the cause.
     """
 
@@ -74,7 +75,7 @@ class Idle:
 
     @property
     def seconds(self) -> float:
-        """How long."""
+        """Duration in seconds."""
         return self.end - self.start
 
     def __str__(self) -> str:
@@ -88,10 +89,10 @@ class Attribution:
     """The idle time of all ranks in their steady windows.
 
     Attributes:
-        idle: Every stretch, rank after rank, in the order of time.
+        idle: All intervals, rank by rank, in the order of time.
         num_ranks: Ranks of the pipeline.
         num_steps: Steps in the windows.
-        seconds_per_step: For each rank, its window's length divided by the steps.
+        seconds_per_step: For each rank, the length of its window divided by the steps.
     """
 
     idle: tuple[Idle, ...]
@@ -100,13 +101,13 @@ class Attribution:
     seconds_per_step: tuple[float, ...]
 
     def seconds(self, rank: int, cause: Cause | None = None) -> float:
-        """Idle seconds per step of one rank; None stands for all causes together."""
+        """Idle seconds per step of one rank; None: of all causes together."""
         if cause is None:
             return sum(self._seconds.get((rank, each), 0.0) for each in Cause)
         return self._seconds.get((rank, cause), 0.0)
 
     def share(self, rank: int, cause: Cause | None = None) -> float:
-        """The same as a share of the rank's time."""
+        """Idle time as a share of the rank's time."""
         whole = self.seconds_per_step[rank]
         return self.seconds(rank, cause) / whole if whole > 0 else 0.0
 
@@ -114,7 +115,7 @@ class Attribution:
         """The actions that ``rank`` waited for longest.
 
         Returns:
-            For each an example, and seconds per step; the longest first.
+            For each action one span as an example, and seconds per step; the longest first.
         """
         found: dict[tuple[int, str], tuple[Span, float]] = {}
         for idle in self.idle:
@@ -163,17 +164,17 @@ def attribute(timeline: Timeline, pipeline: Pipeline | None = None) -> Attributi
     """Find the cause of every idle moment of every rank, within its steady window.
 
     Args:
-        timeline: Simulated or measured.
-        pipeline: Who holds what; None: what the timeline knows.
+        timeline: A simulated or measured timeline.
+        pipeline: Its pipeline; None: the one that the timeline contains.
 
     Raises:
-        ConfigurationError: Nobody knows, or the pipeline is another one.
+        ConfigurationError: The pipeline is unknown, or has another number of ranks.
     """
     pipeline = pipeline or timeline.pipeline
     if pipeline is None:
         raise ConfigurationError(
-            "the timeline doesn't know its pipeline, so not who waits for whom: give its plan too "
-            "(--plan plan.json)"
+            "the timeline doesn't contain its pipeline, so it is unknown who waits for whom: give "
+            "its plan too (--plan plan.json)"
         )
     if pipeline.num_ranks != timeline.num_ranks:
         raise ConfigurationError(
@@ -190,7 +191,7 @@ def attribute(timeline: Timeline, pipeline: Pipeline | None = None) -> Attributi
 
 
 class _Walk:
-    """Goes through the gaps of each rank."""
+    """Walks through the gaps of each rank."""
 
     def __init__(self, timeline: Timeline, pipeline: Pipeline) -> None:
         self._timeline = timeline
@@ -200,7 +201,7 @@ class _Walk:
             self._pauses.setdefault(pause.rank, []).append(pause)
 
     def idle(self, rank: int) -> Iterator[Idle]:
-        """The rank's idle time."""
+        """The intervals of a rank's idle time."""
         first, last = self._timeline.windows[rank]
         for opened, closed, before in self._gaps(rank, last):
             start, end = max(opened, first), min(closed, last)
@@ -219,7 +220,7 @@ class _Walk:
         yield reached, last, None
 
     def _deduced(self, rank: int, start: float, end: float, before: Span | None) -> Iterator[Idle]:
-        """Where nothing but the spans is known."""
+        """Causes of a gap, if only the spans are known."""
         awaited = self._producers.awaited(rank, before)
         if before is not None and before.op == Op.DATA.value:
             yield Idle(rank, start, end, Cause.LOADER)
@@ -232,7 +233,7 @@ class _Walk:
             yield from _split(rank, start, end, awaited, rest)
 
     def _recorded(self, rank: int, start: float, end: float, before: Span | None) -> Iterator[Idle]:
-        """Where the run recorded its pauses; between them, the Trainer works."""
+        """Causes of a gap, if pauses were recorded; the Trainer works between them."""
         reached = start
         awaited = self._producers.awaited(rank, before)
         for pause in self._pauses.get(rank, ()):
@@ -249,7 +250,7 @@ class _Walk:
 
 
 def _split(rank: int, start: float, end: float, awaited: Span, rest: Cause) -> Iterator[Idle]:
-    """Waiting for an action until it ended, then something else."""
+    """Split a gap: waiting for an action until it ended, then another cause."""
     ended = min(max(awaited.end, start), end)
     yield Idle(rank, start, ended, Cause.WAITING, awaited)
     yield Idle(rank, ended, end, rest)
@@ -273,7 +274,7 @@ class _Producers:
         self._last = spans[-1] if spans else None
 
     def awaited(self, rank: int, span: Span | None) -> Span | None:
-        """Of what ``span`` needs from other ranks, what ended last.
+        """The last span to end among those that ``span`` needs from other ranks.
 
         At the end of a recording, a rank waits for the last of all actions.
         """
@@ -285,7 +286,7 @@ class _Producers:
 
     def _needs(self, action: Action) -> list[Action]:
         if action.op is Op.EFFECTS:
-            # They read the structure of the batch, of which the data rank tells the others.
+            # They read the metadata of the batch, which the data rank sends to the others.
             return [Action(Op.DATA, self._pipeline.data_rank)]
         needs = depends_on(action, self._pipeline, self._split)
         return [need.producer for need in needs]

@@ -1,4 +1,4 @@
-"""What each action and each message of a pipeline costs."""
+"""Costs of the actions and messages of a pipeline."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class StageCost:
     Attributes:
         forward: Seconds of a forward.
         backward: Seconds of a whole backward; 0 for a teacher.
-        input_backward: Seconds of the half that makes the gradients of the stage's input.
-        weight_backward: Seconds of the half that makes the gradients of its weights. The halves
-            together may cost more than the whole.
-        output_bytes: Activation that travels to the next stage; its gradient is as large.
-        result_bytes: What travels to the loss, if the stage is an output stage.
+        input_backward: Seconds of the half that computes the gradients of the stage's input.
+        weight_backward: Seconds of the half that computes the gradients of its weights. The halves
+            together may take longer than the whole.
+        output_bytes: Bytes of the activation sent to the next stage; its gradient is as large.
+        result_bytes: Bytes sent to the loss, if the stage is an output stage.
     """
 
     forward: float
@@ -41,14 +41,14 @@ class CostTable:
         student: One entry per student stage.
         teacher: One entry per teacher stage; empty without a teacher.
         loss: The loss of the whole batch.
-        optimizer: One entry per rank.
-        effects: One entry per rank.
+        optimizer: Optimizer step, one entry per rank.
+        effects: Effects of the step, one entry per rank.
         latency: From the end of sending a message to its arrival.
         bandwidth: Bytes per second between two ranks, in each direction: each pair of ranks has a
             link of its own.
         data: Reading one batch on the data rank.
-        input_bytes: One unit's call input, where stage 0 is not on the data rank.
-        batch_bytes: The batch fields that travel to the loss.
+        input_bytes: Bytes of one unit's call input, if stage 0 is not on the data rank.
+        batch_bytes: Bytes of the batch fields sent to the loss.
         nodes: One entry per rank: ranks with different numbers are on different nodes, and
             messages between them take the inter-node link; () if all are on one node.
         inter_node_latency: As ``latency``, between nodes.
@@ -84,7 +84,7 @@ class CostTable:
         optimizer: float = 0.0,
         latency: float = 0.0,
     ) -> CostTable:
-        """The same cost for every stage, half of the backward in each half, free links."""
+        """The same cost for every stage, equal halves of the backward, free links."""
         student = StageCost(forward, backward, backward / 2, backward / 2)
         layout = pipeline.teacher
         return cls(
@@ -115,7 +115,7 @@ class CostTable:
                 raise ScheduleError(f"costs for {number} {name}; the pipeline has {expected}")
 
     def seconds(self, action: Action) -> float:
-        """Seconds that ``action`` keeps its rank busy."""
+        """Seconds that ``action`` takes."""
         stage = action.stage
         match action.op:
             case Op.TEACHER:
@@ -142,30 +142,29 @@ class CostTable:
             case "output":
                 return self._stage(producer).result_bytes
             case "gradient":
-                # A gradient has the size of the forward's payload between the same two ends.
+                # A gradient has the size of the forward's payload between the same two stages.
                 stage = self.student[consumer.stage]
                 return stage.result_bytes if producer.op is Op.LOSS else stage.output_bytes
             case _:
                 return self._stage(producer).output_bytes
 
+    def link(self, source: int, target: int) -> tuple[float, float]:
+        """Latency in seconds, and bytes per second, between two ranks."""
+        if self.nodes and self.nodes[source] != self.nodes[target]:
+            return self.inter_node_latency, self.inter_node_bandwidth
+        return self.latency, self.bandwidth
+
     def occupancy_seconds(self, message: Message) -> float:
-        """Seconds that ``message`` keeps its link busy: the next one waits."""
-        between = self.crosses_nodes(message.source, message.target)
-        bandwidth = self.inter_node_bandwidth if between else self.bandwidth
-        return self.message_bytes(message) / bandwidth
+        """Seconds that ``message`` occupies its link, for which the next one waits."""
+        return self.message_bytes(message) / self.link(message.source, message.target)[1]
 
     def latency_seconds(self, message: Message) -> float:
         """Seconds from the end of sending ``message`` to its arrival."""
-        between = self.crosses_nodes(message.source, message.target)
-        return self.inter_node_latency if between else self.latency
+        return self.link(message.source, message.target)[0]
 
     def transfer_seconds(self, message: Message) -> float:
         """Seconds from sending ``message`` over an idle link to its arrival."""
         return self.latency_seconds(message) + self.occupancy_seconds(message)
-
-    def crosses_nodes(self, source: int, target: int) -> bool:
-        """Whether two ranks are on different nodes."""
-        return bool(self.nodes) and self.nodes[source] != self.nodes[target]
 
     def _stage(self, action: Action) -> StageCost:
         network = self.teacher if action.op is Op.TEACHER else self.student

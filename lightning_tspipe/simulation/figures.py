@@ -1,4 +1,4 @@
-"""A timeline in a few numbers, for a logger."""
+"""Metrics of a timeline, for a logger."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = {
 
 
 def figures(timeline: Timeline) -> dict[str, float]:
-    """What is worth a curve.
+    """Metrics of the steady steps.
 
     Returns:
         ``bubble_ratio`` and ``step_ms``; ``rank0_idle_ms`` (per step) of each rank; of each stage

@@ -1,6 +1,6 @@
-"""A program as integers: what the simulator and the list scheduler walk, many times over.
+"""A program as a graph of integers, for the simulator and the list scheduler.
 
-Every action and every message of a step has a *slot*, which holds when the action ended or when
+Every action and every message of a step has a *slot*, which holds the time when the action ended or
 the message arrived::
 
     slots:  [ action 0 | action 1 | ... | message 0 | message 1 | ... ]
@@ -24,14 +24,15 @@ class StepGraph:
     """One step, all ranks.
 
     Attributes:
-        actions: All actions; an action's place is its slot.
-        ranks: Rank to its actions, in order.
-        waits: Action to the slots of this step that it waits for.
-        carried: Action to the (producer, consumer) pairs of the step before that it waits for,
-            written as that step writes them.
-        sends: Action to the messages sent right after it: (slot, target rank, message).
-        slots: (producer, consumer) to the slot at which the consumer may start.
-        num_slots: Actions and messages together.
+        actions: All actions; an action's index is its slot.
+        ranks: Actions of each rank, in order.
+        waits: For each action, the slots of this step that it waits for.
+        carried: For each action, the (producer, consumer) pairs of the step before that it waits
+            for, as that step names them.
+        sends: For each action, the messages sent right after it: (slot, target rank, message).
+        arrivals: Slot of the message of each (producer, consumer) pair.
+        index: Slot of each action.
+        num_slots: Number of actions and messages.
     """
 
     program: Program
@@ -72,9 +73,10 @@ class StepGraph:
         )
 
     def carried_slots(self, before: StepGraph) -> tuple[tuple[int, ...], ...]:
-        """Action to the slots of the step ``before`` that it waits for.
+        """For each action, the slots of the step ``before`` that it waits for.
 
-        What the step before didn't run counts as done: a timeline may start in the steady state.
+        Actions that the step before didn't run count as done: a timeline may start in the steady
+        state.
         """
         return tuple(
             tuple(slot for pair in pairs if (slot := before.slot_of(*pair)) is not None)
@@ -82,16 +84,16 @@ class StepGraph:
         )
 
     def slot_of(self, producer: Action, consumer: Action) -> int | None:
-        """When ``consumer`` may use what ``producer`` made; None if this step doesn't make it."""
+        """The slot that ``consumer`` waits for; None if this step doesn't run ``producer``."""
         slot = self.arrivals.get((producer, consumer))
         return self.index.get(producer) if slot is None else slot
 
     def seconds(self, costs: CostTable) -> list[float]:
-        """Duration of every action."""
+        """Seconds of every action."""
         return [costs.seconds(action) for action in self.actions]
 
     def occupancy(self, costs: CostTable) -> list[float]:
-        """Seconds on the link of every message."""
+        """Seconds that every message occupies its link."""
         return [costs.occupancy_seconds(message) for message in self.program.messages]
 
 

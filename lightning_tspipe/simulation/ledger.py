@@ -1,6 +1,6 @@
-"""When everything of several consecutive steps ended or arrived, as far as it is known.
+"""Event times of consecutive steps: the ends of actions and the arrivals of messages.
 
-The simulator and the list scheduler walk the ranks differently and book every action here. With
+The simulator and the list scheduler walk the ranks differently, and record every action here. With
 replicas of the pipeline, a rank's optimizer step waits until its gradients are summed over them.
 """
 
@@ -15,21 +15,21 @@ from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.graph import StepGraph
 
 UNKNOWN = math.inf
-"""The time of what nobody has booked yet."""
+"""The time of an event that is not recorded yet."""
 
 NUM_BUCKETS = 8
-"""Equal parts in which the gradients of a rank are made and summed over the replicas."""
+"""Number of equal parts in which a rank's gradients are computed and reduced over replicas."""
 
 
 class Ledger:
-    """Times in seconds, from 0.
+    """Event times in seconds, from 0.
 
     Attributes:
         graphs: One per step. Equal steps should be the same object: their costs are read once.
-        seconds: Step to the durations of its actions.
-        slots: Step to its slots' times.
-        starts: Step to the start of each action.
-        free: Rank to the end of its last action.
+        seconds: For each step, the durations of its actions.
+        slots: For each step, the times of its slots.
+        starts: For each step, the start of each action.
+        free: For each rank, the end of its last action.
     """
 
     def __init__(self, graphs: Sequence[StepGraph], costs: CostTable) -> None:
@@ -43,7 +43,7 @@ class Ledger:
         }
         self.seconds = [seconds[id(graph)] for graph in graphs]
         self._occupancy = [occupancy[id(graph)] for graph in graphs]
-        # What the first step's predecessor should have made counts as there from the start.
+        # Results of a step before the first one count as available from the start.
         self._carried: list[tuple[tuple[int, ...], ...]] = [
             ((),) * len(graph.actions) for graph in graphs[:1]
         ] + [carried[id(before), id(graph)] for before, graph in pairwise(graphs)]
@@ -64,7 +64,7 @@ class Ledger:
         self._optimizers = [optimizers[id(graph)] for graph in graphs]
 
     def _ranks_of(self, ops: frozenset[Op], graph: StepGraph) -> dict[int, int]:
-        """Slots of some actions to their ranks; nothing if nothing is summed."""
+        """Ranks of the actions with some ops, by slot; empty without a reduction."""
         if not self._reduction:
             return {}
         return {
@@ -75,7 +75,7 @@ class Ledger:
         }
 
     def ready(self, step: int, slot: int) -> float:
-        """When all that an action waits for is there; ``UNKNOWN`` as long as a part is."""
+        """Time when all dependencies of an action are available, or ``UNKNOWN``."""
         times = self.slots[step]
         ready = 0.0
         for wait in self.graphs[step].waits[slot]:
@@ -89,7 +89,7 @@ class Ledger:
         return ready
 
     def book(self, rank: int, step: int, slot: int, start: float) -> float:
-        """Run an action at ``start`` and send what it makes; when it ends."""
+        """Record an action at ``start``, with its messages; returns when it ends."""
         end = start + self.seconds[step][slot]
         times = self.slots[step]
         self.starts[step][slot] = start
@@ -105,7 +105,7 @@ class Ledger:
         return end
 
     def arrivals(self, step: int, slot: int) -> Iterator[tuple[float, int]]:
-        """Time and rank of what a booked action sends, and of its gradients when summed."""
+        """Arrival times and ranks of an action's messages, and of its reduced gradients."""
         for arrival, target, _ in self.graphs[step].sends[slot]:
             yield self.slots[step][arrival], target
         if slot in self._gradients[step]:
@@ -118,11 +118,11 @@ _OPTIMIZER = frozenset({Op.OPTIMIZER})
 
 
 def _reduced_at(start: float, end: float, seconds: float) -> float:
-    """When the sum over the replicas is there, if an action from start to end is a rank's last.
+    """Time when the gradients are reduced over the replicas, given a rank's last backward.
 
-    Gradients leave in buckets while the backward goes on, as in DistributedDataParallel (Li et al.,
-    VLDB 2020, section 3.2): the last bucket leaves at the end, or the link has been busy ever since
-    the first one. What is behind the last backward, the teacher's forwards, hides the rest.
+    Gradients are sent in buckets during the backward, as in DistributedDataParallel (Li et al.,
+    VLDB 2020, section 3.2): the last bucket leaves at the end, unless the link has been busy since
+    the first one. Actions after the last backward, the teacher's forwards, hide the rest.
     """
     bucket = 1 / NUM_BUCKETS
     return max(end + bucket * seconds, start + bucket * (end - start) + seconds)

@@ -1,9 +1,9 @@
-"""What a schedule would take: every rank in order, transfers beside the computation.
+"""Simulation of a schedule: every rank in order, transfers beside the computation.
 
-A rank starts its next action as soon as the one before has ended and all that it waits for is
-there. A message leaves when its producer ends, queues for its link, and takes
-``bytes / bandwidth + latency``. Steps follow each other without a barrier: a rank begins step n + 1
-right after its own optimizer step n.
+A rank starts its next action as soon as the one before has ended and everything that it waits for
+is available. A message leaves when its producer ends, queues for its link, and takes ``bytes /
+bandwidth + latency``. There is no barrier between steps: a rank begins step n + 1 right after its
+own optimizer step n.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ STEADY_STEPS = 6
 
 
 def simulate(steps: Sequence[Program], costs: CostTable) -> Timeline:
-    """Run consecutive steps on paper.
+    """Simulate consecutive steps.
 
     Args:
         steps: For example warm-up, steady, steady, last.
-        costs: For the pipeline of these programs.
+        costs: Costs of the pipeline of these programs.
 
     Raises:
-        ScheduleError: The ranks wait for each other for ever; names the blocked actions.
+        ScheduleError: The schedule deadlocks; names the blocked actions.
     """
     if not steps:
         return Timeline((), 0)
@@ -54,7 +54,7 @@ def graph_step_time(graph: StepGraph, costs: CostTable) -> float:
     """As :func:`steady_step_time`, for a step that is numbered already."""
     walk = _Walk([graph] * STEADY_STEPS, costs)
     walk.run()
-    # The first half of the steps is for the ranks to fall into their rhythm.
+    # The first half of the steps is a warm-up.
     half = STEADY_STEPS // 2
     return (walk.step_ends[-1] - walk.step_ends[-1 - half]) / half
 
@@ -67,7 +67,7 @@ def graph_seconds(graph: StepGraph, costs: CostTable) -> float:
 
 
 class _Walk:
-    """Ranks on their way; ``step_ends`` is when each step's last rank is done."""
+    """Walks all ranks; ``step_ends`` is when each step's last rank is done."""
 
     def __init__(self, graphs: Sequence[StepGraph], costs: CostTable) -> None:
         self._graphs = graphs
@@ -77,7 +77,11 @@ class _Walk:
         self.step_ends = [0.0] * len(graphs)
 
     def run(self) -> None:
-        """Walk until every rank is through, or none can move."""
+        """Walk until every rank is done.
+
+        Raises:
+            ScheduleError: No rank can move.
+        """
         waiting = list(range(self._num_ranks))
         while waiting:
             moved = [rank for rank in waiting if self._walk(rank)]
@@ -86,7 +90,7 @@ class _Walk:
                 raise ScheduleError(self._deadlock(waiting))
 
     def timeline(self) -> Timeline:
-        """Everything that ran."""
+        """The timeline of everything that ran."""
         ledger = self._ledger
         spans = [
             Span(rank, str(action), action.op.value, step, ledger.starts[step][slot], end)
@@ -98,7 +102,7 @@ class _Walk:
         return Timeline(tuple(spans), self._num_ranks, self._graphs[0].program.schedule.pipeline)
 
     def _walk(self, rank: int) -> bool:
-        """Run ``rank`` until it must wait; whether it moved."""
+        """Run ``rank`` until it must wait; returns whether it moved."""
         origin = self._place[rank]
         step, place = origin
         ledger = self._ledger

@@ -1,14 +1,14 @@
-"""When each rank did what: simulated or measured, drawn and stored alike.
+"""Timelines: the actions of each rank over time, simulated or measured.
 
 Over the steady window (all steps but the first and the last) the drawing of a step shows::
 
     rank 0 |F0F1I1I0W1W0t0t1|      capital letters: this batch
     rank 1 |t1B1──B0──F0F1t0|      t: teacher forward of the next batch; spaces: idle
 
-Where weights are updated while batches are under way, the number is that of the batch, and what it
-has read is shown where there is room::
+In asynchronous schedules the number is that of the batch, followed by the version of the weights
+that it has read, if there is room::
 
-    rank 1 |F5v3~1B4v4────F6v4~1B5v5────|   v3~1: version 3, moved on by one predicted update
+    rank 1 |F5v3~1B4v4────F6v4~1B5v5────|   v3~1: version 3, predicted one update ahead
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Span:
     """One action of one rank.
 
     Attributes:
-        rank: Who ran it.
-        action: What, printed (``"2T0+1"``).
-        op: Its letter.
+        rank: The rank that ran it.
+        action: The action as text (``"2T0+1"``).
+        op: Letter of its op.
         step: The step that ran it, counted from 0.
-        start: Seconds, on a clock that all ranks share.
-        end: Seconds.
-        version: How many updates the weights had had that it read; None where all actions of a
-            step read the same.
-        predicted: How many more were predicted.
+        start: Start in seconds, on a clock that all ranks share.
+        end: End in seconds.
+        version: Number of updates of the weights that it read; None if all actions of a step read
+            the same.
+        predicted: Number of updates that were predicted in addition.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class Span:
 
     @property
     def read(self) -> str:
-        """What it read: ``v3``, or ``v3~2`` with two predicted updates; nothing if unknown."""
+        """The weights it read: ``v3``, or ``v3~2`` with two predicted updates; '' if unknown."""
         if self.version is None:
             return ""
         return f"v{self.version}" + f"~{self.predicted}" * (self.predicted > 0)
@@ -66,15 +66,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Time between two actions of which a run knows where it went.
+    """Time between two actions, with a recorded reason.
 
     Attributes:
-        rank: Whose time.
-        reason: ``receive`` (waiting for a message), ``send`` (handing one over), ``load`` (waiting
-            for the loader), ``reduce`` (waiting for gradients of other replicas) or ``clip``
-            (gradient clipping, for which all ranks meet).
-        start: Seconds, on the clock of the spans.
-        end: Seconds.
+        rank: The rank.
+        reason: ``receive`` (waiting for a message), ``send`` (sending one), ``load`` (waiting for
+            the loader), ``reduce`` (waiting for gradients of other replicas) or ``clip`` (gradient
+            clipping by the norm over all ranks).
+        start: Start in seconds, on the clock of the spans.
+        end: End in seconds.
     """
 
     rank: int
@@ -89,9 +89,9 @@ class Timeline:
 
     Attributes:
         spans: In any order; those of one rank don't overlap.
-        num_ranks: Ranks of the pipeline, also those without spans.
-        pipeline: Who holds what; None where it is not known.
-        pauses: What a run recorded between the spans; nothing in a simulation.
+        num_ranks: Ranks of the pipeline, including those without spans.
+        pipeline: The pipeline; None if unknown.
+        pauses: Pauses that a run recorded between the spans; none in a simulation.
     """
 
     spans: tuple[Span, ...]
@@ -101,12 +101,12 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first action started; seconds."""
+        """Start of the first action, in seconds."""
         return min((span.start for span in self.spans), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last action ended; seconds."""
+        """End of the last action, in seconds."""
         return max((span.end for span in self.spans), default=0.0)
 
     @property
@@ -122,7 +122,7 @@ class Timeline:
 
     @property
     def steady_start(self) -> float:
-        """When the first rank began its second step, the first steady one; seconds."""
+        """Start of the second step, the first steady one, on the first rank; in seconds."""
         first = self.steps[:2][-1:]
         return min((span.start for span in self.spans if span.step in first), default=0.0)
 
@@ -130,8 +130,8 @@ class Timeline:
     def windows(self) -> tuple[tuple[float, float], ...]:
         """Each rank's steady window: from the end of its first step to that of its last but one.
 
-        The ranks work shifted in time, so each has a window of its own. With fewer than three
-        steps nothing is steady, and the window is the whole timeline.
+        Ranks run the same step at different times, so each has a window of its own. With fewer than
+        three steps there is no steady state, and the window is the whole timeline.
         """
         if len(self.steps) < 3:
             return ((self.start, self.end),) * self.num_ranks
@@ -155,14 +155,14 @@ class Timeline:
 
     @property
     def bubble_ratio(self) -> float:
-        """Share of the ranks' time in the steady window in which they wait: 0 is perfect."""
+        """Share of the ranks' time in the steady window in which they wait; 0 is ideal."""
         total = sum(end - start for start, end in self.windows)
         if total <= 0:
             return 0.0
         return max(0.0, 1.0 - sum(map(self.busy, range(self.num_ranks))) / total)
 
     def between(self, first: int, last: int) -> Timeline:
-        """The part made of the steps ``first`` to ``last``, both included."""
+        """The part with the steps ``first`` to ``last``, inclusive."""
         kept = tuple(span for span in self.spans if first <= span.step <= last)
         return Timeline(kept, self.num_ranks, self.pipeline, self.pauses)
 
@@ -175,7 +175,7 @@ class Timeline:
 
         Args:
             width: Columns of the time axis.
-            part: From when to when, in seconds; None is all. See :func:`aligned`.
+            part: Start and end in seconds; None: everything. See :func:`aligned`.
         """
         first, last = part or (self.start, self.end)
         scale = width / (last - first) if last > first else 0.0
@@ -192,11 +192,11 @@ class Timeline:
         return "\n".join(lines)
 
     def trace_events(self, pid: int = 0, zero: float | None = None) -> list[dict[str, Any]]:
-        """Events of the format that ``chrome://tracing`` and Perfetto read; microseconds.
+        """Trace events for ``chrome://tracing`` and Perfetto, in microseconds.
 
         Args:
-            pid: The process that they are shown as; its threads are the ranks.
-            zero: Seconds at which the trace's time begins; None: with the first action.
+            pid: Process id to show them under; its threads are the ranks.
+            zero: Time 0 of the trace, in seconds; None: the first action.
         """
         zero = self.start if zero is None else zero
         names: list[dict[str, Any]] = [
@@ -232,9 +232,9 @@ class Timeline:
         """Read what :meth:`to_json` wrote.
 
         Raises:
-            ValueError: The text is no JSON.
-            KeyError: The JSON is something else.
-            TypeError: The JSON is something else.
+            ValueError: The text is not JSON.
+            KeyError: The JSON is not a timeline.
+            TypeError: The JSON is not a timeline.
         """
         data = json.loads(text)
         spans = tuple(Span(**span) for span in data["spans"])
@@ -260,7 +260,7 @@ class Timeline:
 
 
 def aligned(timelines: Iterable[Timeline]) -> list[tuple[float, float]]:
-    """For each timeline, the part to show so that all of them have one axis.
+    """Start and end of each timeline's part to show, so that all have the same axis.
 
     All parts are equally long, and the first steady step begins at the same place in each.
     """
@@ -271,7 +271,7 @@ def aligned(timelines: Iterable[Timeline]) -> list[tuple[float, float]]:
 
 
 def _cell(span: Span, width: int) -> list[str]:
-    """``width`` columns for one action: as much of its label as there is room for."""
+    """``width`` columns for one action, with as much of its label as fits."""
     match = _LABEL.fullmatch(span.action)
     op, unit, batch = (match["op"], match["unit"], match["batch"]) if match else (span.op, "", None)
     letter = op.lower() if batch and not span.read else op

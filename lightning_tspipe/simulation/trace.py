@@ -15,9 +15,9 @@ def chrome_trace(
     """One process for each timeline, with a thread for each rank; the first steady steps aligned.
 
     Args:
-        timelines: By name.
-        attributions: Of the timelines that have one, by the same name: their idle time is shown
-            too, with its cause.
+        timelines: Timelines by name.
+        attributions: Attributions of some of them, by the same names, whose idle time is then shown
+            with its cause.
     """
     events: list[dict[str, Any]] = []
     parts = aligned(timelines.values())

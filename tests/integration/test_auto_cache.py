@@ -259,7 +259,7 @@ def test_what_is_faster_is_measured(uncached: Any, tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_a_pipeline_wants_it_from_who_freezes(tmp_path: Path) -> None:
     job = jobs.run_job(train, Run(strategy="tspipe"), num_ranks=1, folder=tmp_path)
-    assert "FreezeAndRepack has its own argument" in job.errors[0]
+    assert "For other pipelines use FreezeAndRepack" in job.errors[0]
 
 
 def fails(run: Run) -> str:

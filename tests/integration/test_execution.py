@@ -88,7 +88,7 @@ def test_activations_are_computed_again_if_nothing_fits_otherwise(tmp_path: Path
     limited = with_options(activation_checkpointing="auto", memory_limit=(again + plain) // 2)
     output = check(limited, tmp_path, "again")
     assert "activation_checkpointing='auto' was switched on" in output
-    assert "atoms computed again" in output
+    assert "atoms recomputed" in output
 
 
 def test_stages_are_compiled(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_tspipe.callbacks.pipeline_front import PipelineFront
+from lightning_tspipe.callbacks.cached_prefix import CachedPrefix
 from lightning_tspipe.strategy.training.repacking import Repacking
 from tests.integration.freezing import Case, Found, train
 from tests.integration.jobs import run, run_job
@@ -265,9 +265,9 @@ def test_a_rank_that_is_killed_in_a_transition(tmp_path: Path) -> None:
 def all_killed(case: Case) -> None:
     """All ranks are killed while they read what they have kept, in memory and on disk."""
     Path(f"pid-{os.environ['LOCAL_RANK']}").write_text(str(os.getpid()), encoding="ascii")
-    original = PipelineFront.run
+    original = CachedPrefix.run
 
-    def run(self: PipelineFront, *args: Any) -> Any:
+    def run(self: CachedPrefix, *args: Any) -> Any:
         found = original(self, *args)
         cache = self._shared.cache
         assert cache is not None
@@ -280,7 +280,7 @@ def all_killed(case: Case) -> None:
                 os.kill(int(file.read_text(encoding="ascii")), signal.SIGKILL)
         return found
 
-    PipelineFront.run = run  # type: ignore[method-assign,assignment]
+    CachedPrefix.run = run  # type: ignore[method-assign,assignment]
     train(case)
 
 

@@ -139,7 +139,7 @@ def test_the_command(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     ("arguments", "message"),
     [
         (["--features", "teacher"], "no submodule 'teacher'"),
-        (["--checkpoint", "other.ckpt"], "is of another module"),
+        (["--checkpoint", "other.ckpt"], "belongs to another module"),
     ],
 )
 def test_the_command_refuses(

@@ -105,7 +105,7 @@ def test_without_a_cache_samples_only_get_an_id() -> None:
         (lambda: WithIds(Stream()), "__getitem__"),
         (lambda: WithIds(Pictures(), ids=range(3)), "3 ids for 12 samples"),
         (lambda: WithIds(Pictures(), ids=[*range(11), 4]), "duplicate sample id 4"),
-        (lambda: WithIds(Pictures(), views=0), r"views=0\): so many fixed random views"),
+        (lambda: WithIds(Pictures(), views=0), r"views=0\): the number of fixed random views"),
         (lambda: WithIds([{"id": 3}])[0], "a key 'id' already"),
         (lambda: ids_of((torch.ones(3, 4), torch.ones(3))), r"at -1: train on WithIds\(dataset\)"),
         (lambda: ids_of({"picture": torch.ones(3)}), r"at 'id': train on WithIds\(dataset\)"),

@@ -51,5 +51,7 @@ def test_a_head_stops_that_gets_no_better(
 
 
 def test_says_what_nobody_logged() -> None:
-    with pytest.raises(ConfigurationError, match=r"no head logged it; known are a/val_loss\. Log"):
+    with pytest.raises(
+        ConfigurationError, match=r"no head logged it; logged were a/val_loss\. Log"
+    ):
         looks(HeadEarlyStopping("accuracy"), [1.0])

@@ -220,7 +220,7 @@ def test_teachers_that_do_not_fit(
 
 def test_a_cosine_needs_an_end(lab: SimpleNamespace) -> None:
     trainer = lab.trainer(callbacks=[MomentumEMA((0.9, 1.0))], max_epochs=-1)
-    with pytest.raises(ConfigurationError, match="needs to know the end"):
+    with pytest.raises(ConfigurationError, match="needs the number of steps"):
         trainer.fit(lab.module(), lab.loader(1))
 
 

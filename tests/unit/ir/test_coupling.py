@@ -121,7 +121,7 @@ def test_a_stage_that_repeats_the_step_before_is_found() -> None:
     steady = Schedule.parse(once, pipeline)
     validate(steady, before=steady)
     again = Schedule.parse(once.replace("1T0+1", "1T0 1T0+1"), pipeline)
-    with pytest.raises(ScheduleError, match="ran in the step before already"):
+    with pytest.raises(ScheduleError, match="already ran in the step before"):
         validate(again, before=steady)
 
 

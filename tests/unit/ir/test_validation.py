@@ -93,7 +93,7 @@ def test_the_teacher_runs_once_across_the_step_boundary(make_pipeline: Any) -> N
     validate(steady, before=first)
     validate(last, before=steady)
     validate(first, before=last)
-    with pytest.raises(ScheduleError, match="ran in the step before already"):
+    with pytest.raises(ScheduleError, match="already ran in the step before"):
         validate(first, before=steady)
     with pytest.raises(ScheduleError, match="nobody runs the teacher"):
         validate(steady, before=last)

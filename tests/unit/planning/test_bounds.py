@@ -51,5 +51,5 @@ def test_a_step_takes_the_larger_of_both() -> None:
     atoms = NetworkProfile((AtomProfile("a", {1: 1.0}, {1: 2.0}),) * 2)
     slow = NetworkProfile((AtomProfile("a", {1: 9.0}),) * 2)
     for teacher, bound in ((atoms, 3 + 3), (slow, 3 + 9)):
-        workload = Workload(atoms, teacher, 2, (1, 1), (1,))
+        workload = Workload(atoms, teacher, (1, 1), (1,), num_ranks=2)
         assert step_bound(Layout(workload, Cuts((0, 1, 2)), 1)) == bound

@@ -75,8 +75,8 @@ def test_gradients_are_summed_in_a_ring() -> None:
         ({"num_devices": 0}, "at least 1"),
         ({"num_devices": 8, "num_nodes": 3}, "8 devices on 3 nodes.*equally many"),
         ({"num_devices": 8, "num_nodes": 0}, "equally many"),
-        ({"num_devices": 8, "speeds": (1.0, 0.0)}, "every one must be more than 0"),
-        ({"num_devices": 8, "speeds": (1.0, math.nan)}, "every one must be more than 0"),
+        ({"num_devices": 8, "speeds": (1.0, 0.0)}, "all must be greater than 0"),
+        ({"num_devices": 8, "speeds": (1.0, math.nan)}, "all must be greater than 0"),
         ({"num_devices": 8, "memories": (1.0,) * 3}, "3 memories for 8 devices: give one for each"),
     ],
 )

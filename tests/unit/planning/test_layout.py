@@ -78,7 +78,9 @@ def test_prices_by_hand() -> None:
 def test_what_the_memory_is_needed_for() -> None:
     student = network(1, 2, 3)
     teacher = NetworkProfile(student.atoms[:2])
-    workload = Workload(student, teacher, 2, (2, 1), (8,), optimizer_bytes_per_parameter_byte=2)
+    workload = Workload(
+        student, teacher, (2, 1), (8,), num_ranks=2, optimizer_bytes_per_parameter_byte=2
+    )
     layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=2)
     use = layout.memory_use
     assert (use.parameters, use.gradients, use.optimizer, use.teacher) == (
@@ -126,7 +128,9 @@ def test_devices_that_differ() -> None:
 
 def test_links_between_nodes_and_replicas() -> None:
     cluster = Cluster(8, Link(1e-6, 1e9), num_nodes=4, inter_node_link=Link(1e-3, 1e6), speeds=(1,))
-    workload = Workload(network(1, 1, 1, 1), None, 4, (1, 0), (4,), cluster=cluster, num_replicas=2)
+    workload = Workload(
+        network(1, 1, 1, 1), None, (1, 0), (4,), num_ranks=4, cluster=cluster, num_replicas=2
+    )
     layout = Layout(workload, Cuts((0, 1, 2, 3, 4)), 1)
     costs = layout.costs
     assert costs.nodes == (0, 0, 1, 1)
@@ -145,7 +149,7 @@ def test_links_between_nodes_and_replicas() -> None:
 
 
 def test_folded_stages_share_their_rank() -> None:
-    workload = Workload(network(1, 2, 3, 4), None, 2, (1, 0), (8,))
+    workload = Workload(network(1, 2, 3, 4), None, (1, 0), (8,), num_ranks=2)
     layout = Layout(workload, Cuts((0, 1, 3, 4)), num_microbatches=1)
     assert layout.pipeline.student.ranks == (1, 0, 1)
     assert layout.pipeline.data_rank == 1
@@ -158,7 +162,7 @@ def test_halves_are_priced_apart() -> None:
         AtomProfile("a", {1: 1.0}, {1: 2.0}, {1: 1.5}, {1: 1.0}, trainable_bytes=MB)
         for _ in range(2)
     )
-    workload = Workload(NetworkProfile(atoms), None, 2, (1, 0), (1,))
+    workload = Workload(NetworkProfile(atoms), None, (1, 0), (1,), num_ranks=2)
     whole = Layout(workload, Cuts((0, 1, 2)), 1)
     halves = Layout(workload, Cuts((0, 1, 2)), 1, frozenset({1}))
     assert whole.busy == (3.0, 3.0)
@@ -167,7 +171,7 @@ def test_halves_are_priced_apart() -> None:
 
 def test_an_independent_teacher_may_leave_ranks_out() -> None:
     teacher = network(1, 1)
-    workload = Workload(network(1, 1), teacher, 2, (1, 1), (8,), paired=False)
+    workload = Workload(network(1, 1), teacher, (1, 1), (8,), num_ranks=2, paired=False)
     for bounds, ranks, cuts in (
         ((0, 1, 2), (1, 0), (0, 1, 2)),
         ((0, 0, 2), (0,), (0, 2)),
@@ -181,7 +185,7 @@ def test_an_independent_teacher_may_leave_ranks_out() -> None:
 
 
 def test_uneven_batches_are_averaged() -> None:
-    workload = Workload(network(1, 1), None, 2, (2, 0), (7, 3))
+    workload = Workload(network(1, 1), None, (2, 0), (7, 3), num_ranks=2)
     # Units of 4, 3, 2 and 1 samples.
     assert workload.units(2).forward == (0.0, 2.5, 5.0)
     assert workload.units(2).samples[0] == 2.5
@@ -189,7 +193,7 @@ def test_uneven_batches_are_averaged() -> None:
 
 def test_fits() -> None:
     def fits(**limits: float) -> bool:
-        workload = Workload(network(1, 1), None, 2, (1, 0), (8,), **limits)  # type: ignore[arg-type]
+        workload = Workload(network(1, 1), None, (1, 0), (8,), num_ranks=2, **limits)  # type: ignore[arg-type]
         return Layout(workload, Cuts((0, 1, 2)), 1).fits
 
     assert fits()

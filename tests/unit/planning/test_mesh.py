@@ -91,7 +91,7 @@ def test_is_the_fastest_of_all_divisions(
 ) -> None:
     cluster = Cluster(8, FAST, speeds=speeds, num_nodes=2, inter_node_link=between)
     step = profile(megabytes=5, fixed=4)
-    request = Request(step, cluster, schedule, num_microbatches=4)
+    request = Request(step, cluster, {"schedule": schedule, "num_microbatches": 4})
     all_plans = [request.plan(num_replicas) for num_replicas in (1, 2, 4, 8)]
     plan = plan_cluster(step, cluster, schedule=schedule, num_microbatches=4)
     best = min(one.step_seconds for one in all_plans)
@@ -101,10 +101,10 @@ def test_is_the_fastest_of_all_divisions(
 def test_a_number_of_replicas_that_was_decided() -> None:
     plan = plan_cluster(profile(), Cluster(8, FAST), num_replicas=2, num_microbatches=4)
     assert mesh(plan) == (2, 4)
-    wishes = {"num_microbatches": 4}
-    assert plan == profile().plan(4, num_replicas=2, cluster=Cluster(8, FAST), **wishes)
+    constraints = {"num_microbatches": 4}
+    assert plan == profile().plan(4, num_replicas=2, cluster=Cluster(8, FAST), **constraints)
     # Each gets 32 of the 64 samples; with half the devices there would be one replica of them.
-    alone = profile(batch=32).plan(4, cluster=Cluster(4, FAST), **wishes)
+    alone = profile(batch=32).plan(4, cluster=Cluster(4, FAST), **constraints)
     assert plan.step_seconds == pytest.approx(alone.step_seconds, rel=0.01)
     assert plan.samples_per_second == pytest.approx(2 * alone.samples_per_second, rel=0.01)
 

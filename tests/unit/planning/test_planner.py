@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations
 from typing import Any
 
@@ -16,8 +16,8 @@ from lightning_tspipe.planning.cluster import Cluster
 from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
+from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import build_schedule
 from lightning_tspipe.simulation.simulator import steady_step_time
@@ -54,12 +54,10 @@ def network(
 
 
 def planned(student: NetworkProfile, teacher: NetworkProfile | None, **changes: Any) -> Plan:
-    arguments: dict[str, Any] = {
-        "num_ranks": 2,
-        "num_calls": (2, 0 if teacher is None else 2),
-        "batch_sizes": [32],
-    }
-    found = plan(student, teacher, **(arguments | changes))
+    names = changes.keys() & {field.name for field in fields(StepProfile)}
+    step = StepProfile(student, teacher, (2, 0 if teacher is None else 2), (32,))
+    step = replace(step, **{name: changes.pop(name) for name in names})
+    found = step.plan(**({"num_ranks": 2} | changes))
     # What is promised is what the schedule that will run takes.
     ahead = found.schedule == "tspipe"
     schedule = build_schedule(
@@ -252,7 +250,7 @@ def test_a_partition_by_hand() -> None:
 
 
 def test_without_running_ahead() -> None:
-    found = plan(EVEN, EVEN, num_ranks=2, num_calls=(2, 2), batch_sizes=[32], ahead=False)
+    found = StepProfile(EVEN, EVEN, (2, 2), (32,)).plan(2, ahead=False)
     assert found.step_seconds > planned(EVEN, EVEN).step_seconds
 
 
@@ -323,8 +321,8 @@ def test_one_view_gets_as_many_micro_batches_as_fill_the_bubble(
             tuple(AtomProfile(f"layer{n}", forward, backward, forward, forward) for n in range(8))
         )
 
-    wishes = {"num_calls": (1, 1), "batch_sizes": [64], "paired": False}
-    found = planned(fine(1), fine(teacher), num_ranks=num_ranks, **wishes)
+    constraints = {"num_calls": (1, 1), "batch_sizes": [64], "paired": False}
+    found = planned(fine(1), fine(teacher), num_ranks=num_ranks, **constraints)
     assert found.num_microbatches > 8 or num_ranks == 2
     assert found.bubble_ratio < 0.01
 
@@ -337,7 +335,7 @@ def test_unequal_ranks_get_the_best_of_all_cuts(num_ranks: int, speeds: tuple[fl
     found = planned(
         student, student, num_ranks=num_ranks, cluster=cluster, num_microbatches=4, split=False
     )
-    workload = Workload(student, student, num_ranks, (2, 2), (32,), cluster=cluster)
+    workload = Workload(student, student, (2, 2), (32,), num_ranks=num_ranks, cluster=cluster)
     evaluator = Evaluator("tspipe")
     best = min(
         evaluator.exact(Layout(workload, Cuts((0, *inner, 7)), 4))
@@ -353,7 +351,7 @@ def test_two_ranks_get_about_the_best_of_all_cuts(data: st.DataObject) -> None:
     student = network(*map(float, seconds))
     teacher = data.draw(st.sampled_from([None, student]))
     found = planned(student, teacher, num_microbatches=2, split=False)
-    workload = Workload(student, teacher, 2, (2, 2 * (teacher is not None)), (32,))
+    workload = Workload(student, teacher, (2, 2 * (teacher is not None)), (32,), num_ranks=2)
     evaluator = Evaluator("tspipe")
     best = min(
         evaluator.exact(Layout(workload, Cuts((0, *inner, len(seconds))), 2))

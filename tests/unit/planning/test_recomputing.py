@@ -96,6 +96,6 @@ def test_of_neighbours_only_what_the_first_got_is_kept() -> None:
         for n in range(5)
     )  # fmt: skip
     network = NetworkProfile(atoms).recomputing({2, 3})
-    assert network.kept_sums() == (0, 100, 200, 211, 211, 311)
-    assert network.again_sums() == (0, 0, 0, 100, 200, 200)
+    assert network.saved_sums() == (0, 100, 200, 211, 211, 311)
+    assert network.recompute_sums() == (0, 0, 0, 100, 200, 200)
     assert network.sums("backward", 1) == (0, 2, 4, 7, 10, 12)

@@ -11,10 +11,10 @@ from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.planning.pieces import Pieces
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.planner import plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.run_plan import PLACED, PLAN, RunPlan, plain
+from lightning_tspipe.planning.step_profile import StepProfile
 
 MADE_FOR: dict[str, Any] = {"devices": 2, "schedule": "tspipe", "partition": "auto"}
 HEADS = Placement(
@@ -28,7 +28,7 @@ def found() -> Plan:
         AtomProfile(f"{n}", {1: 1.1 * n + 0.1, 4: 3.3 * n}, {1: 2.0, 4: 7.0}) for n in range(5)
     )
     network = NetworkProfile(atoms)
-    return plan(network, network, num_ranks=2, num_calls=(1, 1), batch_sizes=(8,))
+    return StepProfile(network, network, (1, 1), (8,)).plan(2)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_a_block_that_loses_the_batch_is_refused() -> None:
         ({"run_ahead": -1}, "run_ahead=-1"),
         ({"profile_steps": 0}, "profile_steps=0"),
         ({"widths": [1, 2]}, "widths without partition"),
-        ({"partition": [1, 2], "widths": [1]}, "for each stage a number of blocks"),
+        ({"partition": [1, 2], "widths": [1]}, "give each stage a number of blocks"),
         ({"partition": [1, 2], "widths": [1, 2]}, "mode='dpu' shares no stages"),
         ({"mode": "ir", "partition": [1, 2]}, "shares all blocks"),
     ],

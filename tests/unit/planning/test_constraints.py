@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.planning.wishes import Wishes
 
 
 def test_plans_between_epochs_try_no_more_than_six_microbatches_for_each_rank() -> None:
     blocks = tuple(AtomProfile(f"{n}", {1: 1.0}, {1: 2.0}) for n in range(16))
     step = StepProfile(NetworkProfile(blocks), None, (1, 0), (256,), paired=False).freezing(4)
-    wishes = Wishes("tspipe", ahead=True, num_microbatches="auto", cuts=None, split=False)
-    most = {ranks: max(wishes.microbatch_counts(step.workload(ranks, 1))) for ranks in (1, 2, 8)}
+    most = {}
+    for ranks in (1, 2, 8):
+        workload, constraints = step.problem(ranks, split=False)
+        most[ranks] = max(constraints.microbatch_counts(workload))
     # Three blocks that are trained for each frozen one would fill the bubbles of 8 ranks with 64.
     assert most == {1: 8, 2: 8, 8: 32}

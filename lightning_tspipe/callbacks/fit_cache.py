@@ -1,4 +1,4 @@
-"""A cache of activations that all processes of a fit share, machine by machine."""
+"""The activation cache of one fit, shared by all processes of a machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning_tspipe.caching import ActivationCache, WithIds, check_repeatable
 from lightning_tspipe.caching.arena import available_disk, available_memory, megabytes
 from lightning_tspipe.caching.inputs import Path, ids_of
 from lightning_tspipe.caching.on_host import OnHost
+from lightning_tspipe.callbacks.common import replaced
 from lightning_tspipe.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -24,18 +25,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_tspipe")
 
 _SHARE = 4
-"""A budget that is not given is this part of what is left."""
+"""A budget that is not given is this fraction of what is free."""
 
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """How activations are kept.
+    """Budgets and format of a cache.
 
     Attributes:
-        memory: Bytes of each machine's shared memory; None: a quarter of what it has left.
-        disk: Bytes of each machine's disk; None: a quarter of what the file system has left.
-        folder: On the file system to use; None: the system's temporary one.
-        dtype: In which floating-point numbers are kept; None: as they are.
+        memory: Bytes of each machine's shared memory; None: a quarter of its free memory.
+        disk: Bytes of each machine's disk; None: a quarter of the free space.
+        folder: A folder on the file system to use; None: the system's temporary folder.
+        dtype: Type in which floating-point numbers are stored; None: their own.
         ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
     """
 
@@ -46,12 +47,17 @@ class CacheSettings:
     ids: Path | None = None
 
     @property
+    def how(self) -> dict[str, Any]:
+        """Keyword arguments for measuring how long reading takes."""
+        return {"dtype": self.dtype, "disk": self.uses_disk, "folder": self.folder}
+
+    @property
     def uses_disk(self) -> bool:
-        """Whether anything may lie on disk."""
+        """Whether anything may be stored on disk."""
         return self.disk != 0
 
     def budgets(self) -> tuple[int, int]:
-        """Bytes of memory and disk, on this machine and now."""
+        """Bytes of memory and disk, on this machine at this moment."""
         memory, disk = self.memory, self.disk
         if memory is None:
             memory = (available_memory() or 2**32) // _SHARE
@@ -65,24 +71,24 @@ class CacheSettings:
         return memory, disk
 
 
-class SharedCache:
-    """Opens a cache when a training loader is there, before its workers start.
+class FitCache:
+    """Opens a cache when the training loader is made, before its workers start.
 
     Args:
-        settings: How activations are kept.
-        is_asked_for: Whether it is an error if nothing can be kept, instead of a line in the log.
+        settings: Budgets and format.
+        is_required: Whether it is an error if nothing can be cached, instead of a line in the log.
 
     Attributes:
-        cache: The cache; None before and after, and where nothing can be kept.
-        dataset: What the loader reads.
-        cuts: Atoms in front of which something was frozen, one step of freezing after the other.
-            They belong to the run: what is rounded is so at each of them.
-        seconds_saved: To load and decode a sample, if a hit makes that unnecessary; else 0.
+        cache: The cache; None before and after the fit, and where nothing can be cached.
+        dataset: The loader's dataset.
+        cuts: Numbers of frozen atoms, one for each step of freezing. They belong to the run, since
+            a cache with a ``dtype`` rounds at each of them.
+        seconds_saved: Seconds to load and decode a sample, if a hit saves them; else 0.
     """
 
-    def __init__(self, settings: CacheSettings, *, is_asked_for: bool = True) -> None:
+    def __init__(self, settings: CacheSettings, *, is_required: bool = True) -> None:
         self.settings = settings
-        self.is_asked_for = is_asked_for
+        self.is_required = is_required
         self.cache: ActivationCache | None = None
         self.dataset: Any = None
         self.cuts = [0]
@@ -93,7 +99,7 @@ class SharedCache:
         self._is_given_up = False
 
     def follow(self, trainer: Trainer) -> None:
-        """From now on, the training loader of a fit opens the cache; every rank calls it."""
+        """Open the cache with the training loader of this fit; every rank calls it."""
         self.close()
         self._is_given_up = False
         self.cuts = [0]
@@ -126,36 +132,36 @@ class SharedCache:
         elif trainer.current_epoch == self._epoch:
             raise ConfigurationError(
                 "the fit has several training loaders, whose samples may have the same ids: train "
-                "with one, of a ConcatDataset for instance, or without the cache"
+                "with one loader, for instance of a ConcatDataset, or without the cache"
             )
-        else:  # loaders are made anew
+        else:  # a new loader for a new epoch
             self._epoch, self.dataset = trainer.current_epoch, getattr(loader, "dataset", None)
             if isinstance(self.dataset, WithIds):
                 self.dataset.read_from(self.cache)
 
     def ids_of(self, batch: Any) -> Any:
-        """The ids of a batch's samples, on the host: a tensor, or as they are.
+        """The sample ids of a batch, on the host: a tensor, or as they are.
 
         Raises:
-            ConfigurationError: There are none.
+            ConfigurationError: The batch has none.
         """
         found = ids_of(batch, self.settings.ids)
         return self._on_host.of(found) if isinstance(found, Tensor) else found
 
     def cut(self, number: int) -> None:
-        """So many atoms are frozen now."""
+        """Note the number of atoms that are frozen now."""
         self.cuts = [cut for cut in self.cuts if cut < number] + [number]
 
     def expect_loader(self) -> None:
-        """The training loader is about to be made anew."""
+        """Expect a new training loader in this epoch."""
         self._epoch = None
 
     def open(self, trainer: Trainer, loader: Any) -> None:
         """Make the cache on one rank of each machine, and share it; every rank calls it.
 
         Raises:
-            ConfigurationError: On every rank: samples without ids, or another one at each reading;
-                budgets that are not there.
+            ConfigurationError: On every rank: samples without ids, samples that differ each time
+                they are read, or budgets that exceed what is free.
         """
         dataset = getattr(loader, "dataset", None)
         box: Any = None
@@ -181,7 +187,7 @@ class SharedCache:
             dataset.read_from(self.cache)
 
     def _give_up(self, trainer: Trainer, why: Exception) -> None:
-        if self.is_asked_for or not isinstance(why, ConfigurationError):
+        if self.is_required or not isinstance(why, ConfigurationError):
             raise why
         if self.cache is not None:
             self.cache.close()
@@ -195,19 +201,19 @@ class SharedCache:
         except TypeError:
             raise ConfigurationError(
                 "activations are cached by sample: train with a DataLoader of WithIds(dataset), "
-                f"whose dataset has a length; not with {type(dataset).__name__}"
+                f"whose dataset has a length; {type(dataset).__name__} has none"
             ) from None
         if self.settings.ids is None and not isinstance(dataset, WithIds):
             raise ConfigurationError(
-                "activations are cached by sample, and these have no ids: train with "
-                "DataLoader(WithIds(dataset)), or say where they are in a batch (ids=)"
+                "activations are cached by sample, and these samples have no ids: train with "
+                "DataLoader(WithIds(dataset)), or say where ids are in a batch (ids=)"
             )
         if check:
             check_repeatable(dataset)
         return ActivationCache(num_samples, *self.settings.budgets(), self.settings.folder)
 
     def close(self) -> None:
-        """Forget what was kept; twice is fine."""
+        """Discard the cache; twice is fine."""
         while self._undo:
             self._undo.pop()()
         if isinstance(self.dataset, WithIds):
@@ -218,7 +224,7 @@ class SharedCache:
 
 
 def _seconds_to_load(loader: Any) -> float:
-    """Per sample, if inputs are left out when their activations are cached; else 0."""
+    """Seconds to load a sample, if cached samples are not loaded; else 0."""
     dataset = loader.dataset
     if not (isinstance(dataset, WithIds) and dataset.inputs):
         return 0.0
@@ -228,17 +234,3 @@ def _seconds_to_load(loader: Any) -> float:
         dataset[index]
     workers = max(1, getattr(loader, "num_workers", 0))
     return (time.perf_counter() - started) / num / workers
-
-
-def replaced(owner: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Hang a function over a method of one object; the way back."""
-    own = vars(owner).get(name)
-    vars(owner)[name] = function
-
-    def undo() -> None:
-        if own is None:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = own
-
-    return undo

@@ -1,32 +1,32 @@
-"""What a trunk returned for a sample, kept for the heads of a pipeline.
+"""Cached features of a trunk, for the heads of a pipeline.
 
-The rank that reads the data decides, batch by batch, what is known. Every rank with heads reads
-that by itself, in memory which all of them share, and only one of them writes: what is known to the
-first is then known to the last::
+The rank that reads the data decides for each batch which samples are cached. All ranks with heads
+read from shared memory, and only one of them writes, so that they agree on what is cached::
 
-    data rank   which samples are kept? the others' inputs ──► trunk
-    rank 0      reads the kept ones, keeps what the trunk gave for the others
-    rank 1      reads the kept ones, takes the others from the trunk
+    data rank   which samples are cached? the others' inputs ──► trunk
+    rank 0      reads the cached ones, stores what the trunk returns for the others
+    rank 1      reads the cached ones, takes the others from the trunk
 """
 
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure
+from lightning_tspipe.caching import Boundary, Segment, fingerprint, measure_reading
 from lightning_tspipe.caching.absent import check_loaded
 from lightning_tspipe.caching.entries import rounded, rows_of
 from lightning_tspipe.caching.keys import as_ids
+from lightning_tspipe.callbacks.cached_layers import CachedLayers
 from lightning_tspipe.callbacks.common import pipelined_of
-from lightning_tspipe.callbacks.fixed import refuse_other
-from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.callbacks.determinism import check_unchanged_outputs
+from lightning_tspipe.callbacks.fit_cache import FitCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
 from lightning_tspipe.runtime.batches.metadata import Kept
@@ -36,115 +36,103 @@ if TYPE_CHECKING:
 
     from lightning_tspipe.ir.pipeline import Pipeline
     from lightning_tspipe.runtime.transport.base import Transport
-
-log = logging.getLogger("lightning_tspipe")
+    from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 _SIZES = 8
-"""Batches that are known in part go through the trunk in at most so many sizes: each is planned."""
+"""Number of sizes of partly cached batches that go through the trunk: each size is planned."""
 
 
-class KeptFeatures:
-    """Knows the features of samples that went through the trunk before, while a fit lasts.
+class CachedFeatures(CachedLayers):
+    """Reads and stores the features that a trunk returns, by sample.
 
     Args:
         shared: The cache of this fit.
+        trainer: The trainer.
         trunk: The trunk.
-        always: Keep without asking whether it is worth it.
+        always: Cache without asking whether it is worth it.
 
     Attributes:
-        worth: What was measured; None before, and where nothing was.
-        is_on: Whether features are kept; None before it is decided.
         num_seen: Samples of the batches that the data rank looked at.
-        num_known: Of these, those whose features were known.
+        num_known: Cache hits among them.
 
     Raises:
         ConfigurationError: The trunk is in train mode, where it may be random.
     """
 
-    def __init__(self, shared: SharedCache, trunk: nn.Module, *, always: bool) -> None:
+    def __init__(
+        self, shared: FitCache, trainer: Trainer, trunk: nn.Module, *, always: bool
+    ) -> None:
+        super().__init__(shared, trainer, "teacher", always=always)
         training = next((name for name, part in trunk.named_modules() if part.training), None)
         if training is not None:
             where = f"its part {training!r}" if training else "it"
             raise ConfigurationError(
-                f"AutoCache keeps what the trunk returns, and {where} is in train mode, where "
-                "dropout and batch statistics return something else each time: self.teacher.eval()"
+                f"AutoCache caches what the trunk returns, and {where} is in train mode, where "
+                "dropout and batch statistics change its output each time: call self.teacher.eval()"
             )
-        self.worth: Worth | None = None
-        self.is_on: bool | None = True if always else None
+        self.is_on = True if always else None
         self.num_seen = self.num_known = 0
-        self._shared = shared
         self._trunk = trunk
         self._boundary = Boundary("")
         self._writes = False
-        self._is_verified = False
+
+    @override
+    def start_epoch(self) -> None:
+        self._pipelined.look_at_trunk()
+
+    @property
+    def _pipelined(self) -> Pipelined:
+        pipelined = pipelined_of(self._trainer)
+        assert pipelined is not None
+        return pipelined
 
     def consider(self, seconds: float, features: Sequence[Tensor]) -> None:
-        """On the data rank: measure whether reading is faster than what the trunk takes.
+        """On the data rank: measure whether reading is faster than running the trunk.
 
         Args:
-            seconds: Of a step that would be saved.
-            features: Stand-ins for those of a batch.
+            seconds: Seconds per step that would be saved.
+            features: Placeholders for the features of a batch.
         """
-        settings, values = self._shared.settings, [tensor.cpu() for tensor in features]
-        worth = measure(
-            lambda _: values, values, dtype=settings.dtype, disk=settings.uses_disk,
-            folder=settings.folder,
-        )  # fmt: skip
+        values = [tensor.cpu() for tensor in features]
+        worth = measure_reading(values, len(values[0]), **self._shared.settings.how)
         compute = seconds / len(values[0])
         self.worth = replace(worth, compute=compute, load=self._shared.seconds_saved)
 
-    def take_rate(self, trainer: Trainer) -> float:
-        """The share of this epoch's samples that were known, on all ranks; counted anew."""
+    def take_rate(self) -> float:
+        """The hit rate of this epoch, on all ranks; resets the counts."""
         rate = self.num_known / self.num_seen if self.num_seen else 0.0
         self.num_seen = self.num_known = 0
-        pipelined = pipelined_of(trainer)
-        assert pipelined is not None
-        told: float = trainer.strategy.broadcast(rate, pipelined.data_rank)
+        told: float = self._trainer.strategy.broadcast(rate, self._pipelined.data_rank)
         return told
 
     def place(self, transport: Transport, pipeline: Pipeline) -> None:
-        """All ranks have their parts of the trunk, or begin an epoch; every rank calls it.
+        """Follow the weights of the trunk, at the first batch and at each epoch; all ranks call it.
 
-        What was kept by other weights is not read.
+        Features of other weights are not read.
         """
-        cache = self._shared.cache
-        own = fingerprint(*(t for t in self._tensors() if not t.is_meta))
+        tensors = (*self._trunk.parameters(), *self._trunk.buffers())
+        own = fingerprint(*(tensor for tensor in tensors if not tensor.is_meta))
         gathered = transport.gather_object((own, self.worth))
         told = None
         if gathered is not None:
             digest = hashlib.blake2b("".join(part for part, _ in gathered).encode(), digest_size=16)
             told = digest.hexdigest(), gathered[pipeline.data_rank][1]
         whole, self.worth = transport.broadcast_object(told, 0)
-        before, self._boundary = self._boundary, self._boundary_of(whole)
+        before, self._boundary = self._boundary, Boundary("trunk", whole, self._dtype)
         self._writes = transport.rank == min(pipeline.loss_ranks)
-        if cache is None:
+        if self._shared.cache is None:
             return
         if before.name and before != self._boundary:
             self._is_verified = False
-            if (
-                transport.rank == pipeline.data_rank
-            ):  # before it reads on; another rank might be too late
-                cache.let_skip([])
+            # Before the data rank reads on; another rank might be too late.
+            if transport.rank == pipeline.data_rank:
+                self._cache.let_skip([])
         if self.is_on is None:
-            self._decide()
-
-    def _boundary_of(self, whole: str) -> Boundary:
-        return Boundary("trunk", whole, self._shared.settings.dtype)
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self._trunk.parameters(), *self._trunk.buffers()]
-
-    def _decide(self) -> None:
-        worth, settings, cache = self.worth, self._shared.settings, self._shared.cache
-        assert worth is not None
-        assert cache is not None
-        self.is_on = worth.by_memory or (worth.by_disk and settings.uses_disk)
-        cache.use(memory=worth.by_memory, disk=worth.by_disk)
-        if self._writes:
-            log.info("features are %s: %s", "kept" if self.is_on else "not kept", worth)
+            assert self.worth is not None
+            self._decide(self.worth, speaks=self._writes)
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
-        """On the data rank: which samples of a batch go through the trunk."""
+        """On the data rank: the samples of a batch that must go through the trunk."""
         cache = self._shared.cache
         if cache is None or not self.is_on:
             return None
@@ -165,26 +153,24 @@ class KeptFeatures:
 
     def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """On a rank with heads: the features of a batch, read or computed."""
-        cache = self._shared.cache
-        assert cache is not None
         segment = self._segment(computed, kept.rows)
         rows = torch.arange(len(kept.ids))  # on the host, which looks at them
         if kept.compares:
             self._compare(kept, computed, device)
             return segment.function(rows)  # type: ignore[no-any-return]
         if self._writes or not kept.rows:
-            return list(cache.outputs(kept.ids, rows, [segment], device))
+            return list(self._cache.outputs(kept.ids, rows, [segment], device))
         known = sorted(set(range(len(kept.ids))) - set(kept.rows))
         if not known:
             return segment.function(rows)  # type: ignore[no-any-return]
-        read = cache.outputs([kept.ids[row] for row in known], rows[known], [segment], device)
+        read = self._cache.outputs([kept.ids[row] for row in known], rows[known], [segment], device)
         others = sorted(set(kept.rows))
         order = sent(torch.tensor([*known, *others]).argsort(), device)
         made = segment.function(torch.tensor(others))
         return [torch.cat(pair).index_select(0, order) for pair in zip(read, made, strict=True)]
 
     def _segment(self, computed: Sequence[Tensor], rows: Sequence[int] = ()) -> Segment:
-        """The trunk, whose outputs are here for some rows of the batch."""
+        """The trunk as a segment, whose outputs are given for some rows of the batch."""
         first = {row: index for index, row in reversed(list(enumerate(rows)))}
         place = torch.tensor([first.get(row, 0) for row in range(max(rows, default=-1) + 1)])
 
@@ -195,35 +181,33 @@ class KeptFeatures:
         return Segment(self._boundary, take)
 
     def _compare(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> None:
-        """What was read must be what the inputs give now; then they need not be loaded.
+        """Compare what was read with what the inputs give now; then they need not be loaded.
 
         Raises:
             ConfigurationError: They differ.
         """
-        cache = self._shared.cache
-        assert cache is not None
         if not self._writes:
             return
         segment = self._segment(computed, kept.rows)
-        known = [row for row, it_is in enumerate(cache.kept(kept.ids, [segment])) if it_is]
-        read = cache.outputs(kept.ids, torch.arange(len(kept.ids)), [segment], device)
-        refuse_other(
-            "teacher",
+        known = [row for row, it_is in enumerate(self._cache.kept(kept.ids, [segment])) if it_is]
+        read = self._cache.outputs(kept.ids, torch.arange(len(kept.ids)), [segment], device)
+        check_unchanged_outputs(
+            self._name,
             [tensor[known] for tensor in read],
             [tensor[known] for tensor in computed],
-            self._shared.settings.dtype,
+            self._dtype,
         )
-        cache.let_skip([segment])
+        self._cache.let_skip([segment])
 
 
 def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:
     if len(inputs) != 1:
         raise ConfigurationError(
-            f"training_step calls the trunk {len(inputs)} times, and AutoCache keeps one entry per "
-            "sample: several views are random augmentation as a rule. Train without AutoCache"
+            f"training_step calls the trunk {len(inputs)} times, and AutoCache has one entry per "
+            "sample: several views usually mean random augmentation. Train without AutoCache"
         )
     if len(inputs[0]) != num_samples:
         raise ConfigurationError(
-            f"the trunk gets {len(inputs[0])} rows for {num_samples} samples, and AutoCache keeps "
-            "one entry per sample. Call the trunk with one row for each, or leave AutoCache out"
+            f"the trunk gets {len(inputs[0])} rows for {num_samples} samples, and AutoCache has "
+            "one entry per sample. Call the trunk with one row per sample, or remove AutoCache"
         )

@@ -1,4 +1,4 @@
-"""What cached layers must be: the same for the same sample, whenever they run."""
+"""Checks that cached layers return the same for the same sample, whenever they run."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Who these tensors are, and how often each was changed in place."""
+    """Identity of each tensor, and how often it was changed in place."""
     return [(id(tensor), tensor._version) for tensor in tensors]  # noqa: SLF001 - no other way
 
 
-def refuse_random(name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
-    """Run frozen layers twice; what they return.
+def check_deterministic(name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) -> Any:
+    """Run frozen layers twice and compare; returns their outputs.
 
     Args:
-        name: Of the network.
-        run: The layers, on some inputs.
+        name: Name of the network.
+        run: Runs the layers on some inputs.
         tensors: Their parameters and buffers.
 
     Raises:
@@ -41,23 +41,23 @@ def refuse_random(name: str, run: Callable[[], Any], tensors: Sequence[Tensor]) 
     if versions != versions_of(tensors):
         why = "change their buffers when they run (BatchNorm in train mode)"
     elif not all(map(torch.equal, tensors_in(first), tensors_in(second))):
-        why = "return something else each time (dropout)"
+        why = "return something different each time (dropout)"
     else:
         return first
     raise ConfigurationError(
-        f"the frozen layers of {name!r} {why}: put them into eval mode, module.eval() in "
-        "on_train_epoch_start; or train without AutoCache (FreezeAndRepack(cache=None))"
+        f"the frozen layers of {name!r} {why}: put them into eval mode (module.eval() in "
+        "on_train_epoch_start), or train without AutoCache (FreezeAndRepack(cache=None))"
     )
 
 
-def refuse_other(name: str, kept: Any, fresh: Any, dtype: torch.dtype | None) -> None:
-    """Compare what was kept of samples with what their inputs give now.
+def check_unchanged_outputs(name: str, kept: Any, fresh: Any, dtype: torch.dtype | None) -> None:
+    """Compare cached outputs of samples with what their inputs give now.
 
     Args:
-        name: Of the network.
-        kept: What was kept.
-        fresh: What comes out now.
-        dtype: In which it was kept; None: as it was.
+        name: Name of the network.
+        kept: Cached outputs.
+        fresh: Outputs computed now.
+        dtype: Type of the cached outputs; None: that of the outputs.
 
     Raises:
         ConfigurationError: They differ.
@@ -73,7 +73,7 @@ def refuse_other(name: str, kept: Any, fresh: Any, dtype: torch.dtype | None) ->
 
 
 def _is_close(one: Tensor, other: Tensor, kept: torch.dtype | None) -> bool:
-    """Equal but for rounding; batches of other samples may take other kernels."""
+    """Equal up to rounding: other batches may be computed by other kernels."""
     if not one.is_floating_point():
         return torch.equal(one, other)
     tolerance = _TOLERANCE.get(one.dtype if kept is None else kept, 2e-2)

@@ -18,7 +18,7 @@ from lightning_tspipe.errors import ConfigurationError
 def test_budgets_that_are_not_given_are_a_part_of_what_is_left(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    module = "lightning_tspipe.callbacks.shared_cache"
+    module = "lightning_tspipe.callbacks.fit_cache"
     monkeypatch.setattr(f"{module}.available_memory", lambda: 8_000_000)
     monkeypatch.setattr(f"{module}.available_disk", lambda folder: 4_000_000 if folder else 0)
     with caplog.at_level(logging.INFO, logger="lightning_tspipe"):

@@ -1,11 +1,11 @@
-"""The frozen beginning of a pipelined network: read where it is known, else computed.
+"""Cached frozen prefix of a pipelined network.
 
-The data rank sees which samples come, and tells all ranks how far all of them are known. Stages
-before that have nothing to do, and the stage where it ends reads what the last rank kept::
+The data rank looks up the samples of a batch, and tells all ranks up to which layer all of them are
+cached. The stages before that have nothing to do; the next one reads what the last rank stored::
 
-    epoch 1, layers 0-3 froze     rank 1 | inputs ─► 0 1 |─► rank 0 | 2 3 ─► keep, trained layers |
+    epoch 1, layers 0-3 froze     rank 1 | inputs ─► 0 1 |─► rank 0 | 2 3 ─► store, trained layers|
     epoch 2                       rank 1 |               |   rank 0 |   read ─► trained layers    |
-    epoch 3, layers 4-5 froze     rank 1 |  read ─► 4 5  |─► rank 0 |   keep, trained layers      |
+    epoch 3, layers 4-5 froze     rank 1 |  read ─► 4 5  |─► rank 0 |   store, trained layers     |
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,18 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprints, measure_reading
+from lightning_tspipe.caching import Worth, measure_reading
 from lightning_tspipe.caching.absent import absent_rows, check_loaded, is_loaded
 from lightning_tspipe.caching.entries import rounded, rows_of
-from lightning_tspipe.callbacks.fixed import refuse_other, refuse_random, versions_of
-from lightning_tspipe.callbacks.shared_cache import SharedCache
+from lightning_tspipe.callbacks.cached_layers import CachedLayers
+from lightning_tspipe.callbacks.determinism import (
+    check_deterministic,
+    check_unchanged_outputs,
+    versions_of,
+)
+from lightning_tspipe.callbacks.fit_cache import FitCache
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
@@ -40,105 +47,73 @@ if TYPE_CHECKING:
 log = logging.getLogger("lightning_tspipe")
 
 
-class PipelineFront:
-    """Reads and keeps what a pipeline's frozen part returns, by sample.
+class CachedPrefix(CachedLayers):
+    """Reads and stores what a pipeline's frozen prefix returns, by sample."""
 
-    Args:
-        shared: The cache of this fit.
-        trainer: The trainer.
-        name: Of the network, for messages.
-        always: Cache without asking whether it is worth it.
-
-    Attributes:
-        worth: What was measured.
-        is_on: Whether activations are cached; None before it was decided.
-    """
-
-    def __init__(self, shared: SharedCache, trainer: Trainer, name: str, *, always: bool) -> None:
-        self.worth: Worth | None = None
-        self.is_on: bool | None = None
-        self._shared = shared
-        self._trainer = trainer
-        self._name = name
-        self._always = always
-        self._segments: list[Segment] = []
+    def __init__(self, shared: FitCache, trainer: Trainer, name: str, *, always: bool) -> None:
+        super().__init__(shared, trainer, name, always=always)
         self._samples: dict[int, Samples] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
         self._tried: set[tuple[int, int]] = set()
-        self._is_checked = False
         self._device: torch.device | None = None
 
     @property
     def num_known(self) -> int:
-        """Behind so many atoms something may be known."""
+        """Number of atoms behind which outputs may be cached."""
         return self._shared.cuts[-1] if self.is_on else 0
 
     @property
-    def _dtype(self) -> torch.dtype | None:
-        return self._shared.settings.dtype
-
-    @property
+    @override
     def _speaks(self) -> bool:
         """Whether this is the first rank of its machine that reads data."""
-        pipelined = self._pipelined
-        return bool(self._trainer.local_rank == pipelined.data_rank)
+        return bool(self._trainer.local_rank == self._pipelined.data_rank)
 
     @property
     def _pipelined(self) -> Any:
         return self._trainer.strategy.pipelined  # type: ignore[attr-defined]
 
-    # Before the part is cut; on all ranks
+    # Before the prefix is cut; on all ranks
 
     def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
-        """A part is about to be cut, and all its values are here; every rank calls it.
+        """Prepare for a prefix that is about to be cut; its values are still here, on all ranks.
 
         Returns:
-            Whether anything is going to be known of it.
+            Whether its outputs are going to be cached.
         """
         if self._shared.cache is None or not self._can(calls):
             return False
         self._versions, self._tried, self._samples = {}, set(), {}
         if not self.is_on:
-            self._decide(calls[0], part.device)
+            self._measure(calls[0], part.device)
         if not self.is_on:
             return False
-        self._shared.cut(part.num_frozen)
-        own = _tensors_of(part, self._trainer.lightning_module)
-        prints = fingerprints([own(start, stop) for start, stop in pairwise(self._shared.cuts)])
-        self._segments = [
-            Segment(
-                Boundary(f"{self._name}, {stop} atoms", fingerprint, self._dtype),
-                _function(part, start, stop),
-            )
-            for (start, stop), fingerprint in zip(pairwise(self._shared.cuts), prints, strict=True)
-        ]
-        if self._is_checked and self._speaks:
-            self._shared.cache.let_skip(self._segments)
+        tensors = _tensors_of(part, self._trainer.lightning_module)
+        self._divide(part.num_frozen, tensors, partial(_function, part))
+        if self._is_verified:
+            self._let_skip()
         return True
 
     def _can(self, calls: Sequence[Call]) -> bool:
-        """Whether one process can read what another one keeps, and one entry is enough."""
+        """Whether processes can share a cache, and one entry per sample is enough."""
         why = ""
         if len(calls) > 1:
             why = (
-                f"training_step calls {self._name!r} several times, and one activation is kept per "
-                "sample: several views are random augmentation as a rule"
+                f"training_step calls {self._name!r} several times, and there is one entry per "
+                "sample: several views usually mean random augmentation"
             )
         elif self._trainer.num_nodes > 1 and self._trainer.num_devices % self._pipelined.num_ranks:
-            why = "a pipeline lies on several machines, which don't share memory"
-        if why and self._shared.is_asked_for:
+            why = "a pipeline spans several machines, which don't share memory"
+        if why and self._shared.is_required:
             raise ConfigurationError(f"{why}. Train with FreezeAndRepack(cache=None)")
         if why:
             log.info("activations are not cached: %s", why)
         return not why
 
-    def _decide(self, call: Call, device: torch.device) -> None:
-        """Whether reading is faster than computing, as measured on rank 0.
+    def _measure(self, call: Call, device: torch.device) -> None:
+        """Decide whether reading is faster than computing, as measured on rank 0.
 
         What was worth it for fewer layers is so for more.
         """
-        cache, settings = self._shared.cache, self._shared.settings
-        assert cache is not None
         if self._always:
             self.is_on = True
             return
@@ -148,51 +123,41 @@ class PipelineFront:
             made = tuple(
                 torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
             )
-            worth = measure_reading(
-                (made, {}), num_samples, dtype=self._dtype, disk=settings.uses_disk,
-                folder=settings.folder,
-            )  # fmt: skip
+            worth = measure_reading((made, {}), num_samples, **self._shared.settings.how)
             load = self._shared.seconds_saved
             box = replace(worth, compute=call.seconds() / num_samples, load=load)
         found: Any = self._trainer.strategy.broadcast(box)
-        cache.use(memory=found.by_memory, disk=found.by_disk)
-        self.worth, self.is_on = found, found.by_memory or (found.by_disk and settings.uses_disk)
-        if self._trainer.is_global_zero:
-            log.info("activations are %s: %s", "cached" if self.is_on else "not cached", found)
+        self._decide(found, speaks=self._trainer.is_global_zero)
 
     # While it runs
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
-        """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
-        cache = self._shared.cache
-        assert cache is not None
+        """On the data rank: look up the samples of a batch, given the inputs of its calls."""
         ids = self._shared.ids_of(batch)
-        behind = cache.behind(ids, self._segments)
-        if behind.any() and not self._is_checked:
-            self._is_checked = True
-            if self._speaks:
-                cache.let_skip(self._segments)
+        behind = self._cache.behind(ids, self._segments)
+        if behind.any() and not self._is_verified:
+            self._is_verified = True
+            self._let_skip()
             if all(map(is_loaded, inputs)):
                 return Samples(ids, is_checked=True)
         return Samples(ids, self._shared.cuts[int(behind.min())])
 
     def expect(self, batches: Mapping[int, Samples | None]) -> None:
-        """The batches, by their numbers, that a step has to do with."""
+        """Set the batches of a step, by their numbers."""
         self._samples = {number: x for number, x in batches.items() if x is not None}
 
     def run(
         self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
     ) -> Tensors:
-        """What some atoms return for some samples of a batch.
+        """The output of some atoms for some samples of a batch.
 
         Args:
             part: The frozen part.
             place: The batch, and the rows in it.
-            received: What the first atom gets; nothing where it is known.
+            received: Inputs of the first atom; nothing if they are cached.
             atoms: The first one, and one after the last.
         """
-        cache, (number, rows) = self._shared.cache, place
-        assert cache is not None
+        cache, (number, rows) = self._cache, place
         self._device = part.device
         samples, (start, stop) = self._samples[number], atoms
         ids = samples.ids[rows]
@@ -222,53 +187,53 @@ class PipelineFront:
     def _merged(
         self, value: Tensors | None, ids: Any, behind: Any, cut: int, *, is_checked: bool = False
     ) -> Tensors:
-        """What comes out at a cut, with what was kept there of some of the samples.
+        """The outputs at a cut: computed ones, with those that are cached there filled in.
 
         Args:
-            value: What was computed; None if all of it was kept.
-            ids: Of the samples.
-            behind: The number of segments behind which each sample is kept.
-            cut: Atoms in front.
+            value: The computed outputs; None if all samples are cached.
+            ids: Ids of the samples.
+            behind: The number of segments behind which each sample is cached.
+            cut: Number of atoms before the cut.
             is_checked: Only compare, and change nothing.
         """
         number = self._shared.cuts.index(cut)
         kept = np.flatnonzero(behind == number)
         if value is not None and not len(kept):
             return value
-        cache = self._shared.cache
-        assert cache is not None
         chosen = ids[torch.from_numpy(kept)] if isinstance(ids, Tensor) else [ids[k] for k in kept]
-        read: Tensors = cache.read(chosen, self._segments[number - 1].boundary, self._device)[0]
+        read: Tensors = self._cache.read(chosen, self._segments[number - 1].boundary, self._device)[
+            0
+        ]
         if is_checked:
             assert value is not None
             fresh = rows_of(value, kept)
-            refuse_other(self._name, read, fresh, self._dtype)
+            check_unchanged_outputs(self._name, read, fresh, self._dtype)
             return value
         if len(kept) == len(behind):
             return read
-        if value is None:  # the others were kept further behind, and are put in there
+        if value is None:  # the others are cached at a later cut, and are filled in there
             value = tuple(t.new_zeros(len(behind), *t.shape[1:]) for t in read)
         into = sent(torch.from_numpy(kept), value[0].device)
         return tuple(t.index_copy(0, into, r) for t, r in zip(value, read, strict=True))
 
     def _check(self, part: FrozenPart, received: Tensors, atoms: tuple[int, int]) -> None:
-        """Refuse layers that are random, and weights that have changed since they froze."""
+        """Refuse random layers, and weights that have changed since they were frozen."""
         if atoms not in self._versions:
             found = _tensors_of(part, self._trainer.lightning_module)(*atoms)
             self._versions[atoms] = found, versions_of(found)
         tensors, before = self._versions[atoms]
         if before != versions_of(tensors):
             raise ConfigurationError(
-                f"frozen weights of {self._name!r} have changed since their outputs were kept: "
-                "leave them as they are, or train with FreezeAndRepack(cache=None)"
+                f"frozen weights of {self._name!r} have changed since their outputs were cached. "
+                "Leave them unchanged, or train with FreezeAndRepack(cache=None)"
             )
         if received and atoms not in self._tried and all(map(is_loaded, received)):
             self._tried.add(atoms)
-            refuse_random(self._name, lambda: part.compute(received, *atoms), tensors)
+            check_deterministic(self._name, lambda: part.compute(received, *atoms), tensors)
 
 
 def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
-    """A function that gives parameters and buffers of some atoms."""
+    """A function that returns the parameters and buffers of a range of atoms."""
     own: dict[str, Tensor] = {}
     own.update(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))
@@ -284,12 +249,12 @@ def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
 
 
 def _function(part: FrozenPart, start: int, stop: int) -> Any:
-    """Some atoms as the cache calls them: on tensors, and an empty structure beside."""
+    """Some atoms as the cache calls them: on tensors, beside an empty structure."""
     return lambda value: (part.compute(value[0], start, stop), {})
 
 
 def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
-    """Inputs with zeros where they were left out, of samples that are known further behind."""
+    """Inputs with zeros for samples that were not loaded, since they are cached at a later cut."""
     filled = []
     for tensor in received:
         gone = absent_rows(tensor)

@@ -1,4 +1,4 @@
-"""Those who do the same work on other samples: replicas of a pipeline, or processes of DDP."""
+"""Data-parallel groups: replicas of a pipeline, or the processes of DDP."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.callbacks.common import pipelined_of
+from lightning_tspipe.callbacks.common import derives_from, pipelined_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class Peers:
-    """The peers, as one of them sees them.
+class DataParallelGroup:
+    """The members that do the same work on different samples, as seen by one of them.
 
-    A strategy that spreads a module over its processes (FSDP) needs all of them for each batch:
-    there everybody does everything.
+    A strategy that shards a module over its processes (FSDP) needs all of them for each batch:
+    there the group has one member, and every process does everything.
 
     Args:
-        trainer: Its strategy tells.
+        trainer: The trainer, whose strategy decides.
 
     Attributes:
-        index: This peer.
-        number: Of them all.
+        rank: Rank of this member.
+        size: Number of members.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._pipelined = pipelined_of(trainer)
-        self.index, self.number = 0, 1
+        self.rank, self.size = 0, 1
         if self._pipelined is not None:
-            self.index, self.number = self._pipelined.replica, self._pipelined.data_parallel_size
-        elif any(kind.__name__ == "DDPStrategy" for kind in type(trainer.strategy).__mro__):
-            self.index, self.number = trainer.global_rank, trainer.world_size
+            self.rank, self.size = self._pipelined.replica, self._pipelined.data_parallel_size
+        elif derives_from(trainer, "DDPStrategy"):
+            self.rank, self.size = trainer.global_rank, trainer.world_size
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all peers, on each of them.
+        """The tensors of all members, on each of them.
 
         Args:
-            tensor: Of as many dimensions on all of them, and of equal shape but for the first one;
-                who has nothing may give an empty tensor of any shape.
+            tensor: Of equal shape on all members except in the first dimension; a member without
+                data may give an empty tensor with any other sizes.
         """
-        if self.number == 1:
+        if self.size == 1:
             return [tensor]
         is_double = tensor.dtype == torch.float64 and len(tensor) > 0
         header = torch.tensor([is_double, *tensor.shape], device=tensor.device)
@@ -68,11 +68,12 @@ class Peers:
 
     @contextmanager
     def buffers_of_first(self, module: nn.Module) -> Iterator[None]:
-        """While inside, all have the buffers of the first peer: BatchNorm counts on each its own.
+        """Give all members the buffers of the first one, for as long as the context lasts.
 
-        So it is one network whose features are compared, and the one that is saved.
+        BatchNorm statistics differ between members. With this, features come from one network: the
+        one that is saved.
         """
-        if self.number == 1:
+        if self.size == 1:
             yield
             return
         own = {k: b for k, b in module.named_buffers() if not b.is_meta}
