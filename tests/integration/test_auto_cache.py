@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tspipe import AutoCache
-from lightning_tspipe.caching import WithIds
+from lightning_tspipe.caching import WithIds, Worth
+from lightning_tspipe.callbacks import frozen_front
 from tests.integration import jobs
-from tests.integration.trainings import CLOSE
+from tests.integration.trainings import CLOSE, quiet_trainer
 
 NUM_SAMPLES = 24
 
@@ -128,10 +130,9 @@ def train(run: Run) -> dict[str, Any]:
     )
     module, rates = Classifier(run.freeze, run.noise[1], run.evaluates), Rates()
     caches = [AutoCache(always=run.always, **run.options)] if run.cached else []
-    trainer = Trainer(
-        accelerator="cpu", strategy=run.strategy, devices=run.num_ranks, logger=False,
-        max_epochs=run.num_epochs, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, callbacks=[*caches, rates],
+    trainer = quiet_trainer(
+        strategy=run.strategy, devices=run.num_ranks, max_epochs=run.num_epochs,
+        callbacks=[*caches, rates],
     )  # fmt: skip
     loaders = loader if run.num_loaders == 1 else CombinedLoader([loader] * 2, "sequential")
     trainer.fit(module, loaders, DataLoader(Pictures(), 5))
@@ -146,6 +147,17 @@ def train(run: Run) -> dict[str, Any]:
         "is_closed": not caches or caches[0].shared.cache is None,
         "forward": "forward" in vars(module.student) or "training_step" in vars(module),
     }
+
+
+def train_measured(reads_faster: bool) -> dict[str, Any]:
+    """Reading is measured, and then takes no time, or longer than anything."""
+    measured = frozen_front.measure
+
+    def measure(*args: Any, **kwargs: Any) -> Worth:
+        return replace(measured(*args, **kwargs), memory=0.0 if reads_faster else math.inf)
+
+    vars(frozen_front)["measure"] = measure
+    return train(Run(always=False))
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
@@ -178,8 +190,6 @@ def test_one_device_gives_the_weights_of_no_cache(uncached: Any, tmp_path: Path)
 @pytest.mark.distributed
 def test_processes_of_ddp_read_what_others_computed(tmp_path: Path) -> None:
     apart, together = tmp_path / "apart", tmp_path / "together"
-    apart.mkdir()
-    together.mkdir()
     run = Run(strategy="ddp_find_unused_parameters_true", num_ranks=2)
     expected = jobs.run(train, replace(run, cached=False), num_ranks=2, folder=apart)
     found = jobs.run(train, run, num_ranks=2, folder=together)
@@ -250,9 +260,11 @@ def test_rounded_activations_are_the_same_whether_they_are_kept_or_not(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_what_is_faster_is_measured(uncached: Any, tmp_path: Path) -> None:
-    found = jobs.run(train, Run(always=False), num_ranks=1, folder=tmp_path)[0]
-    assert isinstance(found["is_on"], bool)
+@pytest.mark.parametrize("reads_faster", [True, False])
+def test_what_is_faster_is_measured(uncached: Any, reads_faster: bool, tmp_path: Path) -> None:
+    found = jobs.run(train_measured, reads_faster, num_ranks=1, folder=tmp_path)[0]
+    assert found["is_on"] is reads_faster
+    assert found["rates"] == [0.0, 0.0, *[float(reads_faster)] * 4]
     assert_same(found, uncached)
 
 

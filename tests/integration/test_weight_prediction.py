@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Trainer
 
 from lightning_tspipe import WeightPrediction
 from lightning_tspipe.errors import ConfigurationError
 from tests.integration.jobs import run
 from tests.integration.test_resume import EPOCHS, Run, check, stop_and_go
-from tests.integration.trainings import Training, build, train
+from tests.integration.trainings import Session, Training, train
 
 TRAINING = Training(
     "Byol-group-2-by hand", "instance", {"num_microbatches": 1}, sizes=((4, 4, 4, 4, 4, 4),)
@@ -48,11 +47,9 @@ def test_a_resumed_run_predicts_at_once(tmp_path: Path) -> None:
 def test_where_it_means_nothing_it_is_refused(
     strategy: str, accumulate: int, message: str, tmp_path: Path
 ) -> None:
-    module, loader = build(TRAINING)
-    trainer = Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, accumulate_grad_batches=accumulate,
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[WeightPrediction()],
-    )  # fmt: skip
+    training = replace(TRAINING, strategy=strategy, num_ranks=1, callbacks=predicting)
+    it = Session(
+        training, accumulate_grad_batches=accumulate, default_root_dir=tmp_path, max_epochs=1
+    )
     with pytest.raises(ConfigurationError, match=message):
-        trainer.fit(module, loader)
+        it.fit()
