@@ -233,7 +233,7 @@ def test_shows_its_progress_with_tqdm(
 @pytest.mark.parametrize("options", [{"k": 0}, {"temperature": 0}, {"every_n_epochs": 0}])
 def test_arguments_out_of_range(options: dict[str, Any]) -> None:
     [(name, value)] = options.items()
-    with pytest.raises(ConfigurationError, match=rf"{name}={value}\b.* temperature=.* above 0$"):
+    with pytest.raises(ConfigurationError, match=rf"{name}={value}\b.*above 0$"):
         KNNEvaluator(Classes(4), Classes(4), **options)
 
 
