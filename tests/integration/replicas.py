@@ -145,9 +145,7 @@ def train_unequal(training: Training) -> TrainedShare:
 def train_unequal_unsized(training: Training) -> TrainedShare:
     """The same, and nobody knows in advance."""
     index, _ = place(training)
-    return fit(
-        training, lambda m: Unsized([epoch[index:] for epoch in make_epochs(m, training.sizes)])
-    )
+    return fit(training, lambda m: Unsized([make_epochs(m, training.sizes)[0][index:]]))
 
 
 def tap_delayed() -> list[Any]:

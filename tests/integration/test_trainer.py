@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
 from lightning_tspipe.cli.modules import measure
 from tests.ecosystem.methods import METHODS
-from tests.exactness.modules import images, labels
+from tests.exactness.modules import images, labels, make_epochs
 from tests.integration.comparing import both
 from tests.integration.jobs import run
 from tests.integration.trainings import (
@@ -27,6 +27,7 @@ from tests.integration.trainings import (
     Session,
     Trained,
     Training,
+    build_module,
     lightning_module,
     train,
 )
@@ -316,8 +317,9 @@ def test_lightlys_byol(tmp_path: Path) -> None:
 
 def save_plan(training: Training, path: str) -> None:
     """Measure the step on one device, and plan for two."""
-    it = Session(training)
-    profile = measure(it.module, it.loader, accelerator="cpu", student=it.module.student_names)
+    module = build_module(training)  # and no Trainer, whose strategy would read the plan
+    loader = Epochs(make_epochs(module, training.sizes))
+    profile = measure(module, loader, accelerator="cpu", student=module.student_names)
     plan = profile.plan(2, schedule="gpipe", num_microbatches=2)
     Path(path).write_text(plan.to_json(), encoding="utf-8")
 
