@@ -151,10 +151,11 @@ def train(run: Run) -> dict[str, Any]:
 
 def train_measured(reads_faster: bool) -> dict[str, Any]:
     """Reading is measured, and then takes no time, or longer than anything."""
-    measured = frozen_front.measure
+    measured = vars(frozen_front)["measure"]
 
     def measure(*args: Any, **kwargs: Any) -> Worth:
-        return replace(measured(*args, **kwargs), memory=0.0 if reads_faster else math.inf)
+        found: Worth = measured(*args, **kwargs)
+        return replace(found, memory=0.0 if reads_faster else math.inf)
 
     vars(frozen_front)["measure"] = measure
     return train(Run(always=False))
