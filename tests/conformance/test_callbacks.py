@@ -28,12 +28,8 @@ from tests.integration.comparing import both, labelled
 from tests.integration.jobs import run_job
 from tests.integration.trainings import (
     CLOSE,
-    Recorder,
+    Session,
     Training,
-    build,
-    report,
-    strict,
-    trainer_of,
 )
 
 CLASSIFIER = Training(
@@ -57,25 +53,21 @@ class Bar(ProgressBar):
 
 
 def fit_watched(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
-    module.validation_step = lambda batch, batch_idx: module.log("val", module.net(batch[0]).sum())
-    bar, recorder, noted = Bar(), Recorder(), []
+    bar, noted = Bar(), []
     by_lambda = LambdaCallback(
         on_train_batch_end=lambda trainer, *_: noted.append(("train", trainer.global_step)),
         on_validation_end=lambda trainer, *_: noted.append(("val", trainer.global_step)),
     )
-    arguments = {
-        "logger": CSVLogger(".", name="", version="log"), "log_every_n_steps": 2,
-        "enable_progress_bar": True, "enable_model_summary": True,
-    }  # fmt: skip
-    trainer = trainer_of(
-        replace(training, trainer=arguments), module, bar, recorder, by_lambda, RichModelSummary(),
-        DeviceStatsMonitor(cpu_stats=True), LearningRateMonitor(),
+    it = Session(
+        training, bar, by_lambda, RichModelSummary(), DeviceStatsMonitor(cpu_stats=True),
+        LearningRateMonitor(), logger=CSVLogger(".", name="", version="log"), log_every_n_steps=2,
+        enable_progress_bar=True, enable_model_summary=True,
     )  # fmt: skip
-    trainer.accelerator.get_device_stats = lambda _device: {"memory": 7.0}
-    trainer.fit(module, loader, labelled(50))
-    return report(trainer, module, recorder), bar.shown, noted
+    it.module.validation_step = lambda batch, batch_idx: it.module.log(
+        "val", it.module.net(batch[0]).sum()
+    )
+    it.trainer.accelerator.get_device_stats = lambda _device: {"memory": 7.0}
+    return it.fit(validation=labelled(50)).trained, bar.shown, noted
 
 
 @pytest.mark.slow
@@ -100,14 +92,11 @@ def finds_rate() -> list[Any]:
 
 
 def fit_with_found_rate(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
+    it = Session(training)
+    module = it.module
     module.lr = 1e-3
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=module.lr)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder), module.lr
+    return it.fit().trained, module.lr
 
 
 def test_the_learning_rate_finder(tmp_path: Path) -> None:
@@ -136,14 +125,12 @@ def spike(module: Any) -> None:
 
 
 def fit_until_the_spike(training: Training) -> tuple[str, int]:
-    strict()
-    module, loader = build(training)
-    trainer = trainer_of(training, module)
+    it = Session(training)
     try:
-        trainer.fit(module, loader)
+        it.fit()
     except RuntimeError as error:
-        return type(error).__name__, trainer.global_step
-    return "", trainer.global_step
+        return type(error).__name__, it.trainer.global_step
+    return "", it.trainer.global_step
 
 
 @pytest.mark.slow
@@ -188,12 +175,10 @@ REFUSED: dict[str, tuple[Callable[[], list[Any]], str]] = {
 
 def fit(training: Training) -> None:
     """With all that these callbacks ask for."""
-    strict()
-    module, loader = build(training)
-    module.backbone, module.batch_size = nn.Linear(2, 2), 4
-    module.train_dataloader = lambda: loader
-    logger = CSVLogger(".", name="", version="log")
-    trainer_of(replace(training, trainer={"logger": logger}), module).fit(module)
+    it = Session(training, logger=CSVLogger(".", name="", version="log"))
+    it.module.backbone, it.module.batch_size = nn.Linear(2, 2), 4
+    it.module.train_dataloader = lambda: it.loader
+    it.trainer.fit(it.module)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from tests.exactness.modules import images, labels
 from tests.integration.comparing import both
-from tests.integration.trainings import CLOSE, Recorder, Training, build, report, strict, trainer_of
+from tests.integration.trainings import (
+    CLOSE,
+    RESUMING,
+    Session,
+    Training,
+    trainer_of,
+)
 
 CLASSIFIER = Training("Classifier-group", "instance", {"num_microbatches": 1})
 
@@ -95,29 +100,20 @@ class Leave(Callback):
 
 
 def use_everything(training: Training) -> Any:
-    strict()
-    warnings.filterwarnings(
-        "ignore", message="Be aware that when using `ckpt_path`|.*ModelCheckpoint.*"
-    )
-    module, _ = build(training)
-    evaluate_loaders(module)
-    data = Data()
-    saving, recorder = ModelCheckpoint(dirpath="saved"), Recorder()
-    arguments = {
-        "enable_checkpointing": True, "max_epochs": 2, "num_sanity_val_steps": 1,
-        "limit_test_batches": 2, "limit_predict_batches": 0.5, "limit_val_batches": 2,
-        "reload_dataloaders_every_n_epochs": 1,
-        "logger": CSVLogger(".", name="", version="log"),
-    }  # fmt: skip
-    trainer = trainer_of(replace(training, trainer=arguments), module, saving, recorder)
-    trainer.fit(module, datamodule=data)
-    trained = report(trainer, module, recorder)
-    tested = trainer.test(module, datamodule=data, verbose=False)
-    predicted = trainer.predict(module, datamodule=data)
-    assert trainer.predict(module, datamodule=data, return_predictions=False) is None
-    again = trainer_of(replace(training, trainer={"max_epochs": 4}), module, Leave())
+    saving, data = ModelCheckpoint(dirpath="saved"), Data()
+    it = Session(
+        training, saving, change=evaluate_loaders, ignored=[RESUMING, ".*ModelCheckpoint.*"],
+        enable_checkpointing=True, max_epochs=2, num_sanity_val_steps=1, limit_test_batches=2,
+        limit_predict_batches=0.5, limit_val_batches=2, reload_dataloaders_every_n_epochs=1,
+        logger=CSVLogger(".", name="", version="log"),
+    )  # fmt: skip
+    trainer, trained = it.trainer, it.fit(datamodule=data).trained
+    tested = trainer.test(it.module, datamodule=data, verbose=False)
+    predicted = trainer.predict(it.module, datamodule=data)
+    assert trainer.predict(it.module, datamodule=data, return_predictions=False) is None
+    again = trainer_of(replace(training, trainer={"max_epochs": 4}), it.module, Leave())
     try:
-        again.fit(module, datamodule=data, ckpt_path=saving.best_model_path, weights_only=False)
+        again.fit(it.module, datamodule=data, ckpt_path=saving.best_model_path, weights_only=False)
     except ZeroDivisionError:
         data.calls.append("left")
     return trained, tested, predicted, data.calls
@@ -144,16 +140,12 @@ def test_everything_that_a_data_module_has(tmp_path: Path) -> None:
 
 def overfit(training: Training) -> Any:
     """Of shuffled loaders Lightning takes the first batches in order, for training and for both."""
-    strict()
-    warnings.filterwarnings("ignore", message=".*You requested to overfit but enabled.*shuffling")
-    module, _ = build(training)
-    evaluate_loaders(module)
+    look = Look()
+    shuffling = ".*You requested to overfit but enabled.*shuffling"
+    it = Session(training, look, change=evaluate_loaders, ignored=[shuffling], overfit_batches=2)
     data = TensorDataset(images(12, 1), labels(12, 1))
-    recorder, look = Recorder(), Look()
-    trainer = trainer_of(replace(training, trainer={"overfit_batches": 2}), module, recorder, look)
     first, *others = (DataLoader(data, batch_size=4, shuffle=True) for _ in range(3))
-    trainer.fit(module, first, others)
-    return report(trainer, module, recorder), look.seen
+    return it.fit(first, others).trained, look.seen
 
 
 def test_overfitting_takes_the_first_batches(tmp_path: Path) -> None:

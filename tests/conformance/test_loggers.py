@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,11 @@ from lightning.pytorch.profilers import AdvancedProfiler, Profiler, PyTorchProfi
 from lightning.pytorch.utilities import rank_zero_only
 
 from tests.integration.comparing import both, labelled
-from tests.integration.trainings import Recorder, Training, build, strict, trainer_of
+from tests.integration.trainings import (
+    Session,
+    Training,
+    build_module,
+)
 
 CLASSIFIER = Training(
     "Classifier-group", "instance", {"num_microbatches": 1}, sizes=((5, 5, 3), (5, 5, 3))
@@ -65,18 +67,16 @@ class Own(Logger):
 
 
 def fit_logging(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
+    module = build_module(training)
     module.save_hyperparameters({"width": 6})
     module.validation_step = lambda batch, batch_idx: module.log("val", module.net(batch[0]).mean())
-    loggers = [Own(), Own()]
-    arguments = {"logger": loggers, "enable_checkpointing": True}
-    folders = []
+    loggers, folders = [Own(), Own()], []
     for enabled in (True, False):
-        given = {**arguments, "enable_autolog_hparams": enabled}
-        trainer = trainer_of(replace(training, trainer=given), module, Recorder())
-        trainer.fit(module, loader, labelled(50))
-        folders.append(trainer.log_dir)
+        it = Session(
+            training, module=module, logger=loggers, enable_checkpointing=True,
+            enable_autolog_hparams=enabled,
+        )  # fmt: skip
+        folders.append(it.fit(validation=labelled(50)).trainer.log_dir)
     return [(logger.calls, logger.metrics) for logger in loggers], folders
 
 
@@ -100,8 +100,6 @@ def test_loggers_of_ones_own(tmp_path: Path) -> None:
 
 
 def profile(training: Training) -> Any:
-    strict()
-    warnings.filterwarnings("ignore", message="The PyTorch Profiler default schedule")
     simple = SimpleProfiler(dirpath=".", filename="simple")
     profilers: list[Profiler] = [
         simple,
@@ -109,8 +107,8 @@ def profile(training: Training) -> Any:
         PyTorchProfiler(dirpath=".", filename="torch", export_to_chrome=False, emit_nvtx=False),
     ]
     for profiler in profilers:
-        module, loader = build(training)
-        trainer_of(replace(training, trainer={"profiler": profiler}), module).fit(module, loader)
+        ignored = ["The PyTorch Profiler default schedule"]
+        Session(training, ignored=ignored, profiler=profiler).fit()
     return {name: len(times) for name, times in simple.recorded_durations.items()}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,11 @@ from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.wrappers import ClasswiseWrapper
 
 from tests.integration.comparing import both, labelled
-from tests.integration.trainings import CLOSE, Recorder, Training, build, report, strict, trainer_of
+from tests.integration.trainings import (
+    CLOSE,
+    Session,
+    Training,
+)
 
 CLASSIFIER = Training(
     "Classifier-group", "instance", {"num_microbatches": 1}, sizes=((5, 5, 3), (5, 5, 3))
@@ -110,15 +113,11 @@ def log_rarely(module: Any) -> None:
 
 
 def fit_logging(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
-    log_rarely(module)
-    recorder = Recorder()
-    arguments = {"logger": CSVLogger(".", name="", version="log"), "log_every_n_steps": 2}
-    trainer = trainer_of(replace(training, trainer=arguments), module, Logging(), recorder)
-    trainer.fit(module, loader, [labelled(50), labelled(60)])
-    bar = {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
-    return report(trainer, module, recorder), bar
+    logger = CSVLogger(".", name="", version="log")
+    it = Session(training, Logging(), change=log_rarely, logger=logger, log_every_n_steps=2)
+    it.fit(validation=[labelled(50), labelled(60)])
+    bar = {name: float(value) for name, value in it.trainer.progress_bar_metrics.items()}
+    return it.trained, bar
 
 
 def test_rarer_forms_of_log(tmp_path: Path) -> None:

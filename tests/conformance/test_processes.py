@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +22,11 @@ from tests.integration.comparing import both, labelled
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     CLOSE,
-    Recorder,
+    RESUMING,
+    Session,
     Training,
-    build,
     delayed,
-    strict,
     train,
-    trainer_of,
 )
 
 BYOL = Training(
@@ -90,16 +87,13 @@ class Probe(Callback):
 
 
 def probe(training: Training) -> tuple[dict[str, Any], str, bool, list[str]]:
-    strict()
-    module, loader = build(training)
-    module.save_hyperparameters({"width": 6})
     asked = Probe()
-    arguments = {"logger": CSVLogger("."), "enable_checkpointing": True}
-    trainer = trainer_of(replace(training, trainer=arguments), module, asked, Recorder())
-    trainer.fit(module, loader)
+    it = Session(training, asked, logger=CSVLogger("."), enable_checkpointing=True)
+    it.module.save_hyperparameters({"width": 6})
+    trainer = it.fit().trainer
     devices = {str(v.device) for s in trainer.optimizers[0].state.values() for v in s.values()
                if isinstance(v, Tensor)}  # fmt: skip
-    kept = [name for name in vars(module) if name.startswith("_on_before")]
+    kept = [name for name in vars(it.module) if name.startswith("_on_before")]
     path = str(trainer.checkpoint_callback.best_model_path)
     return asked.facts, path, devices <= {"cpu"}, kept
 
@@ -174,32 +168,25 @@ def evaluate_both(module: Any) -> None:
 
 def note_everything(training: Training) -> list[str]:
     """A fit that saves, and one that goes on from there and is left in the middle."""
-    strict()
-    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
     calls: list[str] = []
-    module, loader = build(training)
-    evaluate_both(module)
     saving = ModelCheckpoint(dirpath="saved", monitor="v", save_top_k=1)
-    trainer = trainer_of(training, module, noting(calls), saving)
-    trainer.fit(module, loader, labelled(50))
+    first = Session(training, noting(calls), saving, change=evaluate_both, ignored=[RESUMING])
+    first.fit(validation=labelled(50))
     last = LambdaCallback(on_train_epoch_start=leave(3))
-    trainer = trainer_of(training, module, noting(calls), last)
-    trainer.fit_loop.max_epochs = 5
+    second = Session(
+        training, noting(calls), last, module=first.module, ignored=[RESUMING], max_epochs=5
+    )
     with contextlib.suppress(LeftError):
-        trainer.fit(module, loader, labelled(50), ckpt_path=saving.best_model_path,
-                    weights_only=False)  # fmt: skip
+        second.fit(first.loader, labelled(50), ckpt_path=saving.best_model_path)
     return calls
 
 
 def evaluate_noting(training: Training) -> list[str]:
-    strict()
-    module, _ = build(training)
-    evaluate_both(module)
     calls: list[str] = []
-    trainer = trainer_of(training, module, noting(calls))
-    trainer.validate(module, labelled(50), verbose=False)
-    trainer.test(module, labelled(50), verbose=False)
-    trainer.predict(module, labelled(50))
+    it = Session(training, noting(calls), change=evaluate_both)
+    it.validate(labelled(50))
+    it.test(labelled(50))
+    it.predict(labelled(50))
     return calls
 
 
@@ -208,8 +195,6 @@ def test_callbacks_are_called_on_every_rank_in_the_same_order(tmp_path: Path) ->
         "enable_checkpointing": True, "accumulate_grad_batches": 2, "num_sanity_val_steps": 1,
     }  # fmt: skip
     training = replace(BYOL, trainer=arguments)
-    for name in ("fits", "evaluations"):
-        (tmp_path / name).mkdir()
     expected, results = both(note_everything, training, tmp_path / "fits")
     evaluated, others = both(evaluate_noting, training, tmp_path / "evaluations")
     assert {*expected, *evaluated} == CALLBACK_HOOKS
@@ -231,10 +216,8 @@ class Order(Callback):
 
 
 def set_up_in_order(training: Training) -> list[str]:
-    strict()
-    module, loader = build(training)
     calls: list[str] = []
-    trainer = trainer_of(training, module, Order(calls))
+    it = Session(training, Order(calls))
 
     def note(owner: Any, name: str) -> None:
         function = getattr(owner, name)
@@ -247,10 +230,10 @@ def set_up_in_order(training: Training) -> list[str]:
         setattr(owner, name, noted)
 
     for name in ("connect", "setup_environment", "setup", "model_to_device", "teardown"):
-        note(trainer.strategy, name)
+        note(it.trainer.strategy, name)
     for name in ("configure_model", "configure_optimizers", "training_step"):
-        note(module, name)
-    trainer.fit(module, loader)
+        note(it.module, name)
+    it.fit()
     return calls
 
 
@@ -310,24 +293,19 @@ def test_modules_as_under_ddp(change: Any, tmp_path: Path) -> None:
 
 def fit_then_take_the_best(training: Training) -> Any:
     """The best checkpoint, not the last weights, when no module is given."""
-    strict()
-    module, loader = build(training)
+    best = ModelCheckpoint(dirpath="saved", monitor="score", mode="max")
+    it = Session(training, best)
+    module, trainer = it.module, it.trainer
 
     def step(batch: Any, batch_idx: int) -> None:
         module.log("score", module.net(batch[0]).square().mean())
 
     module.validation_step = module.test_step = step
     module.predict_step = lambda batch, batch_idx: module.net(batch[0])
-    best = ModelCheckpoint(dirpath="saved", monitor="score", mode="max")
-    trainer = trainer_of(training, module, best)
-    trainer.fit(module, loader, labelled(50))
-    last = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    tested = trainer.test(
-        dataloaders=labelled(50), ckpt_path="best", verbose=False, weights_only=False
-    )
-    validated = trainer.validate(
-        dataloaders=labelled(50), ckpt_path="best", verbose=False, weights_only=False
-    )
+    last = it.fit(validation=labelled(50)).trained.metrics
+    from_best = {"ckpt_path": "best", "verbose": False, "weights_only": False}
+    tested = trainer.test(dataloaders=labelled(50), **from_best)
+    validated = trainer.validate(dataloaders=labelled(50), **from_best)
     predicted = trainer.predict(
         module, labelled(50), ckpt_path=best.best_model_path, weights_only=False
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,24 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.utils.data import DataLoader
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA
-from tests.exactness.modules import make_epochs
 from tests.integration.by_hand import Notes, calls
 from tests.integration.comparing import both
 from tests.integration.replicas import (
+    UNREDUCED,
     TrainedShare,
     add_validation,
     dataset,
     fit,
     of_both_replicas,
     place,
-    quietly,
-    share_of,
+    shares_of,
 )
-from tests.integration.trainings import CLOSE, Epochs, Training, build, trainer_of
+from tests.integration.trainings import (
+    CLOSE,
+    Session,
+    Training,
+    weights_of,
+)
 
 REPLICATED = Training(
     "Classifier-group", "instance", {"num_stages": 2, "num_microbatches": 2}, num_ranks=4,
@@ -90,22 +93,18 @@ class Decided:
 
 
 def fit_test_and_predict(training: Training) -> Decided:
-    quietly()
-    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
-    module, _ = build(training)
-    evaluate_in_parts(module)
+    ignored = [UNREDUCED, "Using `DistributedSampler` with the dataloaders"]
+    it = Session(training, change=evaluate_in_parts, ignored=ignored)
     _, number = place(training)
     data = dataset(16, 1)
     train = of_both_replicas(data, 2, 6) if number == 1 else DataLoader(data, 2)
-    trainer = trainer_of(training, module)
-    trainer.fit(module, train, DataLoader(dataset(12, 2), 4 // number))
+    trainer = it.fit(train, DataLoader(dataset(12, 2), 4 // number)).trainer
     epoch, rate = trainer.current_epoch, trainer.optimizers[0].param_groups[0]["lr"]
     grouped = float(trainer.callback_metrics["grouped"])
-    tested = trainer.test(module, DataLoader(dataset(12, 3), 4 // number), verbose=False)
-    predicted = trainer.predict(module, DataLoader(dataset(12, 3), 4 // number))
+    tested = it.test(DataLoader(dataset(12, 3), 4 // number))
+    predicted = it.predict(DataLoader(dataset(12, 3), 4 // number))
     best = Path(trainer.checkpoint_callback.best_model_path).name
-    weights = {k: v for k, v in module.state_dict().items() if not v.is_meta}
-    return Decided(epoch, grouped, rate, best, tested[0], predicted, weights)
+    return Decided(epoch, grouped, rate, best, tested[0], predicted, weights_of(it.module))
 
 
 def test_decisions_tests_and_predictions(tmp_path: Path) -> None:
@@ -159,16 +158,11 @@ def overflow_in_one_replica(module: Any) -> None:
 
 def train_scaled_share(training: Training) -> TrainedShare:
     """With 16-bit precision's scaler; float64 is left as it is."""
-    quietly()
-    module, _ = build(training)
-    index, number = place(training)
-    epochs = make_epochs(module, training.sizes)
-    shares = [[share_of(batch, index, number) for batch in epoch] for epoch in epochs]
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
     plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
     training = replace(training, trainer={**training.trainer, "plugins": plugins})
     notes = Notes()
-    trained = fit(training, module, Epochs(shares), callbacks=[notes])
+    trained = fit(training, shares_of(training), notes)
     trained.notes = {"scales": notes.scales, "steps": notes.steps}
     return trained
 

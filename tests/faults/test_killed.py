@@ -40,6 +40,10 @@ def test_it_ends_the_others(num_ranks: int, where: str, rank: int, tmp_path: Pat
     check_end(over(BYOL, num_ranks), where, rank, tmp_path)
 
 
+SAVED_BEFORE = {"train": 4, "validate": 6, "save": 4, "write": 4, "end": 40}
+"""The step of the checkpoint that is left; every other step, a file replaces the last one."""
+
+
 def check_end(training: Training, where: str, rank: int, folder: Path) -> None:
     """A rank is killed somewhere: the others end, one line names it, the last checkpoint loads."""
     job = run_broken(Broken(training, Fault("kill", where, rank), saving), folder)
@@ -50,9 +54,13 @@ def check_end(training: Training, where: str, rank: int, folder: Path) -> None:
         assert job.ranks[rank].exit_code == -signal.SIGKILL
         assert "Traceback" not in job.output, job.output
         assert named_once(job, rank, PHASES[where]), job.output
-    if where not in {"setup", "plan"}:
-        # "write": killed in the third file, which would have replaced this one.
+    if where == "worker":  # which reads ahead: how far the training is then, nobody knows
         assert loads(folder / SAVED / "same.ckpt") >= 4
+    elif where in SAVED_BEFORE:
+        saved = SAVED_BEFORE[where]
+        # Rank 0 may still be writing what another rank has sent right before it was killed.
+        possible = {saved} if rank == 0 or where not in {"validate", "end"} else {saved, saved - 2}
+        assert loads(folder / SAVED / "same.ckpt") in possible
 
 
 NAMES = {"validate": "validation", "test": "test", "predict": "prediction"}

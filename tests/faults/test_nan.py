@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
-from tests.integration.jobs import run, run_job
-from tests.integration.trainings import Trained, Training, build, train, trainer_of
+from tests.exactness.modules import make_epochs
+from tests.integration.comparing import both
+from tests.integration.jobs import run_job
+from tests.integration.trainings import Epochs, Training, build_module, train, trainer_of
 
 
 def spoil_the_third_loss(module: Any) -> None:
@@ -28,16 +30,8 @@ TRAINING = Training(
 )
 
 
-def alone_and_together(training: Training, folder: Path) -> tuple[Trained, list[Trained]]:
-    for name in ("alone", "together"):
-        (folder / name).mkdir()
-    single = replace(training, strategy="auto", num_ranks=1, options={})
-    expected = run(train, single, num_ranks=1, folder=folder / "alone")[0]
-    return expected, run(train, training, folder=folder / "together")
-
-
 def test_training_goes_on(tmp_path: Path) -> None:
-    expected, found = alone_and_together(TRAINING, tmp_path)
+    expected, found = both(train, TRAINING, tmp_path)
     assert [rank.global_step for rank in found] == [8, 8]
     close = {"rtol": 1e-9, "atol": 1e-12, "equal_nan": True}
     torch.testing.assert_close(found[0].losses, expected.losses, **close)
@@ -51,7 +45,7 @@ def stops_early() -> list[Any]:
 
 def test_early_stopping_ends_all_ranks(tmp_path: Path) -> None:
     training = replace(TRAINING, callbacks=stops_early, sizes=((5, 5, 5),) * 3)
-    expected, found = alone_and_together(training, tmp_path)
+    expected, found = both(train, training, tmp_path)
     assert expected.global_step == 6  # logged is the loss before it is spoilt, so one epoch later
     assert [rank.global_step for rank in found] == [6, 6]
 
@@ -67,5 +61,6 @@ def test_anomalies_are_told_once(tmp_path: Path) -> None:
 
 def fit_loosely(training: Training) -> None:
     """Warnings are no errors here: torch warns of an anomaly before it fails."""
-    module, loader = build(training)
-    trainer_of(training, module).fit(module, loader)
+    module = build_module(training)
+    epochs = Epochs(make_epochs(module, training.sizes))
+    trainer_of(training, module).fit(module, epochs)

@@ -178,7 +178,6 @@ def test_the_parent_is_killed_right_after_a_fork(tmp_path: Path) -> None:
     """Before the worker could ask to be ended with it."""
     for number in range(5):
         folder = tmp_path / str(number)
-        folder.mkdir()
         with started(folder, SCRIPT, command_of("fork", "nowhere")) as (process,):
             deadline = time.monotonic() + 90
             while len(processes_in(folder)) < 2 and time.monotonic() < deadline:

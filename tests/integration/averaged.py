@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tspipe import MomentumEMA, TSPipeStrategy
-from tests.integration.trainings import strict
+from tests.integration.trainings import metrics_of, quiet_trainer, strict, weights_of
 
 WIDTH, NUM_CLASSES = 6, 3
 
@@ -110,10 +110,8 @@ def validate_apart(case: Case) -> dict[str, float]:
     """Validate without a training."""
     strict()
     strategy: Any = "auto" if case.num_ranks == 1 else TSPipeStrategy(**case.options)
-    trainer = Trainer(
-        accelerator="cpu", devices=case.num_ranks, strategy=strategy, logger=False,
-        enable_progress_bar=False, callbacks=[MomentumEMA(0.9, teacher=case.name)],
-    )  # fmt: skip
+    averages = [MomentumEMA(0.9, teacher=case.name)]
+    trainer = quiet_trainer(devices=case.num_ranks, strategy=strategy, callbacks=averages)
     found = trainer.validate(Apart(case), [_loader(), _loader()], verbose=False)
     return {name: float(value) for part in found for name, value in part.items()}
 
@@ -136,14 +134,12 @@ def train(case: Case) -> Found:
         ]
     elif case.buffers is not None:
         averages.append(MomentumEMA(0.9, teacher=case.name, buffers=case.buffers))
-    trainer = Trainer(
-        accelerator="cpu", devices=case.num_ranks, strategy=strategy, max_epochs=2, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=averages,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        devices=case.num_ranks, strategy=strategy, max_epochs=2, callbacks=averages
+    )
     loader = _loader()
     trainer.fit(module, loader, loader)
-    state = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
-    fitted = {f"fit: {k}": float(v) for k, v in trainer.callback_metrics.items()}
+    state = weights_of(module)
+    fitted = {f"fit: {name}": value for name, value in metrics_of(trainer).items()}
     trainer.validate(module, loader, verbose=False)
-    return Found(state, fitted | {k: float(v) for k, v in trainer.callback_metrics.items()})
+    return Found(state, fitted | metrics_of(trainer))

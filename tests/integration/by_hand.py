@@ -15,13 +15,9 @@ from torch import Tensor, nn
 
 from tests.exactness.modules import ema_by_hand
 from tests.integration.trainings import (
-    Recorder,
+    Session,
     Trained,
     Training,
-    build,
-    report,
-    strict,
-    trainer_of,
 )
 
 
@@ -224,14 +220,6 @@ class Notes(Callback, OtherCallback):
         self.states = [trainer.strategy.optimizer_state(each) for each in trainer.optimizers]
 
 
-class Losses(Recorder):
-    """Keeps the losses of steps that return one."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-        if "loss" in outputs:
-            self.losses.append(outputs["loss"].detach().clone())
-
-
 @dataclass
 class Noted:
     """What a rank knows in the end."""
@@ -246,12 +234,8 @@ class Noted:
 
 def train_and_note(training: Training) -> Noted:
     """Fit, and tell."""
-    strict()
-    module, loader = build(training)
-    losses, notes = Losses(), Notes()
-    trainer = trainer_of(training, module, losses, notes)
-    trainer.fit(module, loader)
-    trained = report(trainer, module, losses)
+    notes = Notes()
+    trained = Session(training, notes).fit().trained
     return Noted(trained, notes.rates, notes.steps, notes.scales, notes.hooks, notes.states)
 
 

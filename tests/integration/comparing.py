@@ -21,12 +21,9 @@ def both(
     function: Callable[..., Any], training: Training, folder: Path, num_ranks: int = 2
 ) -> tuple[Any, list[Any]]:
     """The function's values on one device, and on each rank of the pipeline."""
-    apart, together = folder / "alone", folder / "together"
-    apart.mkdir()
-    together.mkdir()
-    expected = run(function, alone(training), num_ranks=1, folder=apart)[0]
+    expected = run(function, alone(training), num_ranks=1, folder=folder / "alone")[0]
     piped = replace(training, num_ranks=num_ranks)
-    return expected, run(function, piped, num_ranks=num_ranks, folder=together)
+    return expected, run(function, piped, num_ranks=num_ranks, folder=folder / "together")
 
 
 def labelled(first: int, num_batches: int = 3, size: int = 5) -> Epochs:

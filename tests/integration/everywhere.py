@@ -9,18 +9,17 @@ One job does it all, so that processes start once for each training::
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests.integration.trainings import strict
+from tests.integration.trainings import quiet_trainer, strict
 
 CLOSE = 1e-12
 """How far a resumed run may be off, absolute and relative, in float64."""
@@ -142,21 +141,15 @@ class Went:
 
 def go(mode: Mode, path: str | None = None, saver: Saver | None = None) -> Went:
     """Fit, from the beginning or from a checkpoint."""
-    strict()
-    for message in ("Your `val_dataloader`'s sampler has shuffling", ".*sync_dist=True.*",
-                    "You.re resuming from a checkpoint that ended",
-                    "You defined a `validation_step` but have no"):  # fmt: skip
-        warnings.filterwarnings("ignore", message=message)
+    strict("Your `val_dataloader`'s sampler has shuffling", ".*sync_dist=True.*",
+           "You.re resuming from a checkpoint that ended",
+           "You defined a `validation_step` but have no")  # fmt: skip
     module = mode.module()
     watch = Watch()
-    trainer = Trainer(
-        **{
-            "accelerator": "cpu", "devices": mode.num_ranks, "strategy": mode.strategy(module),
-            "max_epochs": mode.epochs, "logger": False, "enable_progress_bar": False,
-            "enable_checkpointing": saver is not None, "enable_model_summary": False,
-            "num_sanity_val_steps": 0, "default_root_dir": ".",
-            "callbacks": [*mode.callbacks(), watch, *filter(None, [saver])], **mode.trainer,
-        }
+    trainer = quiet_trainer(
+        devices=mode.num_ranks, strategy=mode.strategy(module), enable_checkpointing=bool(saver),
+        callbacks=[*mode.callbacks(), watch, *filter(None, [saver])],
+        **{"max_epochs": mode.epochs, **mode.trainer},
     )  # fmt: skip
     # A run that goes on does so whatever its own seed is.
     torch.manual_seed(3 if path is None else 99)

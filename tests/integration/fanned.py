@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
@@ -24,6 +24,7 @@ from tests.exactness.fanout import (
     make_heads,
     make_trunk,
 )
+from tests.integration.trainings import metrics_of, quiet_trainer
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,10 @@ def train(job: Fanned, num_ranks: int) -> Outcome:
     callbacks: list[Any] = [Watch("val_loss" if job.validates else "loss")]
     if job.patience:
         callbacks.append(HeadEarlyStopping(patience=job.patience, min_delta=0.2))
-    arguments: dict[str, Any] = {
-        "max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False,
-        "logger": CSVLogger("."), "log_every_n_steps": 1,
-    }  # fmt: skip
-    trainer = Trainer(
-        strategy=TSPipeStrategy(**job.options), accelerator="cpu", devices=num_ranks,
-        enable_progress_bar=False, enable_model_summary=False, precision="64-true",
-        default_root_dir=".", callbacks=callbacks, **arguments | job.trainer,
+    arguments: dict[str, Any] = {"max_epochs": 2, "logger": CSVLogger("."), **job.trainer}
+    trainer = quiet_trainer(
+        strategy=TSPipeStrategy(**job.options), devices=num_ranks, precision="64-true",
+        callbacks=callbacks, **arguments,
     )  # fmt: skip
     validation = Loader(make_batches((4, 2))) if job.validates else None
     batches = Loader(make_batches(job.sizes))
@@ -117,9 +114,8 @@ def train(job: Fanned, num_ranks: int) -> Outcome:
             name: {key: value.clone() for key, value in head.state_dict().items()}
             for name, head in module.student.heads.items()
         }
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     heads, depth = here[-1]
-    return Outcome(weights, metrics, dict(module.student.stopped), heads, depth, early)
+    return Outcome(weights, metrics_of(trainer), dict(module.student.stopped), heads, depth, early)
 
 
 class Plain(LightningModule):
@@ -159,11 +155,7 @@ def break_it(change: str) -> None:
         module.automatic_optimization = False
     else:
         module = Plain() if change == "plain" else Killed(2)
-    trainer = Trainer(
-        strategy="tspipe", accelerator="cpu", devices=2, max_epochs=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        precision="64-true",
-    )  # fmt: skip
+    trainer = quiet_trainer(strategy="tspipe", devices=2, max_epochs=3, precision="64-true")
     trainer.fit(module, Loader())
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
@@ -25,7 +23,7 @@ from lightning_tspipe import (
     TSPipeStrategy,
 )
 from lightning_tspipe.caching import WithIds
-from tests.integration.trainings import strict
+from tests.integration.trainings import metrics_of, quiet_trainer, strict, weights_of
 
 WIDTH, NUM_CLASSES, NUM_BLOCKS = 6, 3, 5
 
@@ -240,9 +238,7 @@ class AtEnd(Callback):
 
 def train(case: Case) -> Found:
     """Fit, and tell what this rank has then."""
-    strict()
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    logging.getLogger("lightning_tspipe").setLevel(logging.INFO)
+    strict(".*sync_dist=True.*")
     module = (Validated if case.validates else Module)(case)
     samples, end = Samples(case.num_samples), AtEnd()
     callback = FreezeAndRepack(ScheduledFreeze(case.frozen), repack=case.repack,
@@ -255,11 +251,9 @@ def train(case: Case) -> Found:
     strategy: Any = case.strategy
     if strategy == "tspipe":
         strategy = TSPipeStrategy(student="student", **case.options)
-    trainer = Trainer(
-        accelerator="cpu", devices=case.num_ranks, strategy=strategy, max_epochs=case.epochs,
-        callbacks=[callback, *averages, watch, end], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        default_root_dir=".",
+    trainer = quiet_trainer(
+        devices=case.num_ranks, strategy=strategy, max_epochs=case.epochs,
+        callbacks=[callback, *averages, watch, end],
     )  # fmt: skip
     torch.manual_seed(3)
     data_set: Any = WithIds(samples, inputs=0) if case.cache and case.with_ids else samples
@@ -273,11 +267,9 @@ def train(case: Case) -> Found:
         data.append(DataLoader(Samples(12), 6))
     path = Path("last.ckpt") if case.resume else None
     trainer.fit(module, *data, ckpt_path=path, weights_only=False)
-    state = module.state_dict()
     return Found(
-        watch.losses, watch.read, {k: v.clone() for k, v in state.items() if not v.is_meta},
-        end.state, [group["lr"] for group in trainer.optimizers[0].param_groups],
-        callback.history, watch.stages, trainer.world_size, trainer.global_step,
-        {k: float(v) for k, v in trainer.callback_metrics.items()},
+        watch.losses, watch.read, weights_of(module), end.state,
+        [group["lr"] for group in trainer.optimizers[0].param_groups], callback.history,
+        watch.stages, trainer.world_size, trainer.global_step, metrics_of(trainer),
         watch.ran_ahead, watch.moved,
     )  # fmt: skip

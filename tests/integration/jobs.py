@@ -87,11 +87,12 @@ def run_job(
         function: Module-level; gets ``args``. It runs in ``folder``, in float64.
         args: Picklable.
         num_ranks: Processes.
-        folder: Where they run.
+        folder: Where they run; it is made if it is not there.
         launcher: Whose environment the ranks get; ``script``: Lightning's own.
         seconds: After that long all are killed.
     """
     port = _free_port()
+    folder.mkdir(parents=True, exist_ok=True)
     processes, readers = [], []
     started = time.monotonic()
     for rank in range(num_ranks):

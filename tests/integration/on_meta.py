@@ -6,7 +6,6 @@ import ctypes
 import importlib
 import re
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,15 +18,13 @@ from lightning.pytorch import LightningModule
 from lightning_tspipe.strategy import components
 from tests.exactness.modules import CASES, make_epochs
 from tests.integration.trainings import (
+    RESUMING,
     Epochs,
-    Recorder,
+    Session,
     Trained,
     Training,
     _Steps,
     lightning_module,
-    report,
-    strict,
-    trainer_of,
 )
 
 _MMAP_THRESHOLD = -3  # of malloc.h
@@ -73,23 +70,16 @@ def train_whole(training: Training, ckpt_path: str | None = None) -> Trained:
 
 def _train(training: Training, ckpt_path: str | None, make: Any) -> Trained:
     """Fit; from a checkpoint of the end of an epoch on, with the batches of the last one."""
-    strict()
+    ignored = [RESUMING, "The dirpath has changed"]
     if ckpt_path is not None:  # of another number of devices, which is what is compared
-        warnings.filterwarnings(
-            "ignore", message="the checkpoint's plan was made for other devices"
-        )
-    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
-    warnings.filterwarnings("ignore", message="The dirpath has changed")
-    known = CASES[training.case].build()
-    loader = Epochs(make_epochs(known, training.sizes))
+        ignored.append("the checkpoint's plan was made for other devices")
+    loader = Epochs(make_epochs(CASES[training.case].build(), training.sizes))
     module = make(training.case, training.world, training.optimizer)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
+    it = Session(training, module=module, ignored=ignored)
     if ckpt_path is not None:
         for _ in training.sizes[:-1]:
             list(loader)
-    trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=False)
-    return report(trainer, module, recorder)
+    return it.fit(loader, ckpt_path=ckpt_path).trained
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -29,7 +29,7 @@ from lightning_tspipe import (
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.strategy.setup import block_costs, fanout
 from lightning_tspipe.strategy.training import repacking
-from tests.integration.trainings import strict
+from tests.integration.trainings import quiet_trainer, strict, weights_of
 
 WIDTH = 6
 Factor = Callable[[int], float]
@@ -204,9 +204,7 @@ class Notes(logging.Handler):
 
 def train(it: Planned) -> Went:
     """Fit, and tell what this rank has then."""
-    strict()
-    warnings.filterwarnings("ignore", message=".*`weights_only` was not set")
-    warnings.filterwarnings("ignore", message="Deterministic behavior was enabled")
+    strict(".*`weights_only` was not set", "Deterministic behavior was enabled")
     pretend(it)
     notes = Notes()
     rank_zero.log.addHandler(notes)
@@ -219,13 +217,9 @@ def train(it: Planned) -> Went:
         callbacks.append(FreezeAndRepack(policy, repack=it.repack, cache=None))
     if it.relay is not None:
         callbacks.append(BlockwiseRelay(profile_cache=None, profile_steps=1, **it.relay))
-    trainer = Trainer(
-        **{
-            "accelerator": "cpu", "devices": it.num_ranks, "max_epochs": 2,
-            "strategy": TSPipeStrategy(**it.options), "callbacks": callbacks, "logger": False,
-            "enable_checkpointing": False, "enable_progress_bar": False,
-            "enable_model_summary": False, "default_root_dir": ".", **it.trainer,
-        }
+    trainer = quiet_trainer(
+        devices=it.num_ranks, strategy=TSPipeStrategy(**it.options), callbacks=callbacks,
+        **{"max_epochs": 2, **it.trainer},
     )  # fmt: skip
     numbers = torch.Generator().manual_seed(1)
     data = torch.randn(32, WIDTH, generator=numbers), torch.randint(3, (32,), generator=numbers)
@@ -233,9 +227,8 @@ def train(it: Planned) -> Went:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         trainer.fit(module, loader, ckpt_path=it.resume or None, weights_only=True)
-    weights = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
     told = [str(one.message) for one in caught if "plan" in str(one.message)]
-    return Went(watch.losses, weights, watch.placements, told, notes.told)
+    return Went(watch.losses, weights_of(module), watch.placements, told, notes.told)
 
 
 def train_as_planned(it: Planned) -> Went:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe import BlockwiseDistillation, BlockwiseRelay
 from tests.exactness.relay_reference import train_blocks
-from tests.integration.trainings import Epochs, strict
+from tests.integration.trainings import (
+    RESUMING,
+    Epochs,
+    metrics_of,
+    quiet_trainer,
+    strict,
+    weights_of,
+)
 
 CHANNELS = (3, 4, 5, 4, 6, 4, 5, 3, 4)
 
@@ -153,18 +159,13 @@ class Relayed:
     bytes_loaded: int = 0
 
 
-def relay_trainer(relay: Relay, *callbacks: Any) -> Trainer:
+def relay_trainer(relay: Relay, *callbacks: Any) -> Any:
     """The Trainer; quiet unless asked otherwise."""
-    strategy = "tspipe" if relay.num_ranks > 1 else "auto"
     options = {"profile_cache": None, "profile_steps": 1, **relay.options}
-    return Trainer(
-        **{
-            "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-            "enable_model_summary": False, "num_sanity_val_steps": 0, "accelerator": "cpu",
-            "devices": relay.num_ranks, "strategy": strategy, "max_epochs": len(relay.sizes),
-            "default_root_dir": ".", "callbacks": [BlockwiseRelay(**options), *callbacks],
-            **relay.trainer,
-        }
+    return quiet_trainer(
+        devices=relay.num_ranks, strategy="tspipe" if relay.num_ranks > 1 else "auto",
+        callbacks=[BlockwiseRelay(**options), *callbacks],
+        **{"max_epochs": len(relay.sizes), **relay.trainer},
     )  # fmt: skip
 
 
@@ -199,25 +200,18 @@ def train(relay: Relay) -> Relayed:
     trainer = relay_trainer(relay, *callbacks)
     trainer.fit(module, Epochs(relay.epochs()), Epochs([batches((4, 3), seed=9)]))
     return Relayed(
-        {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta},
-        {k: float(v) for k, v in trainer.callback_metrics.items()},
-        trainer.global_step,
-        counts.forwards,
+        weights_of(module), metrics_of(trainer), trainer.global_step, counts.forwards,
         counts.bytes_loaded,
-    )
+    )  # fmt: skip
 
 
 def resume(relay: Relay, file: str) -> Relayed:
     """Go on from a checkpoint."""
-    strict()
-    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+    strict(RESUMING)
     module = relay.build()
     trainer = relay_trainer(relay)
-    epochs, loader = relay.epochs(), Epochs(relay.epochs()[:1])
-    loader._epochs = epochs
-    trainer.fit(module, loader, Epochs([batches((4, 3), seed=9)]), ckpt_path=file)
-    weights = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
-    return Relayed(weights, {}, trainer.global_step, {})
+    trainer.fit(module, Epochs(relay.epochs()), Epochs([batches((4, 3), seed=9)]), ckpt_path=file)
+    return Relayed(weights_of(module), {}, trainer.global_step, {})
 
 
 class TwoRounds(Blocks):
@@ -247,9 +241,7 @@ def train_two_rounds(relay: Relay) -> Relayed:
     module = TwoRounds(relay.num_blocks, optimizer="rounds")
     trainer = relay_trainer(relay)
     trainer.fit(module, Epochs(relay.epochs()), Epochs([batches((4,))]))
-    weights = {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta}
-    metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
-    return Relayed(weights, metrics, trainer.global_step, {})
+    return Relayed(weights_of(module), metrics_of(trainer), trainer.global_step, {})
 
 
 class Broken(Blocks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,10 @@ from lightning_tspipe import (
 from tests.exactness.modules import MOMENTUM, NUM_CLASSES, images, labels, make_epochs
 from tests.integration.trainings import (
     Epochs,
-    Recorder,
+    Session,
     Trained,
     Training,
-    build,
-    report,
-    strict,
-    trainer_of,
+    Unsized,
 )
 
 
@@ -61,6 +58,23 @@ class OptimizerAtEnd(Callback, OtherCallback):
         self.state = trainer.strategy.optimizer_state(trainer.optimizers[0])
 
 
+class Look(Callback, OtherCallback):
+    """What the module has seen in the end, and which part of the data it was given."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, Any] = {}
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        sampler = getattr(trainer.train_dataloader, "sampler", None)
+        is_part = isinstance(sampler, DistributedSampler)
+        part = is_part and (sampler.rank, sampler.num_replicas)
+        self.notes = {"seen": pl_module.seen, "part": part}
+
+
+UNREDUCED = ".*sync_dist=True.*"
+"""Advice of Lightning's that is right and not wanted here."""
+
+
 def place(training: Training) -> tuple[int, int]:
     """This rank's replica, and the number of replicas."""
     size = training.options.get("num_stages", training.num_ranks)
@@ -80,57 +94,58 @@ def share_of(batch: Any, index: int, number: int) -> Any:
     return pytree.tree_map(part, batch)
 
 
-def quietly() -> None:
-    """Warnings are errors, except advice that is right and not wanted here."""
-    strict()
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
+def fit(
+    training: Training,
+    data: Callable[[Any], Any],
+    *callbacks: Any,
+    validation: Any = None,
+    change: Callable[[Any], None] | None = None,
+) -> TrainedShare:
+    """Train, and tell what this rank has then.
+
+    Args:
+        training: What is trained.
+        data: Makes this replica's loader, from the module.
+        callbacks: Beside those of the training.
+        validation: A loader.
+        change: Changes the module.
+    """
+    optimizer = OptimizerAtEnd()
+    it = Session(training, optimizer, *callbacks, change=change, ignored=[UNREDUCED])
+    it.fit(data(it.module), validation)
+    return TrainedShare(
+        **vars(it.trained), optimizer=optimizer.state, world_size=it.trainer.world_size
+    )
 
 
-def fit(training: Training, module: Any, *data: Any, callbacks: Any = ()) -> TrainedShare:
-    """Train, and tell what this rank has then."""
-    recorder, optimizer = Recorder(), OptimizerAtEnd()
-    trainer = trainer_of(training, module, recorder, optimizer, *callbacks)
-    trainer.fit(module, *data)
-    trained = report(trainer, module, recorder)
-    return TrainedShare(**vars(trained), optimizer=optimizer.state, world_size=trainer.world_size)
+def shares_of(training: Training) -> Callable[[Any], Epochs]:
+    """Makes the loader of this replica's samples of each batch."""
+    index, number = place(training)
+
+    def share(module: Any) -> Epochs:
+        epochs = make_epochs(module, training.sizes)
+        return Epochs([[share_of(batch, index, number) for batch in epoch] for epoch in epochs])
+
+    return share
 
 
 def train_share(training: Training) -> TrainedShare:
     """Every replica trains on its share of each batch."""
-    quietly()
-    module, _ = build(training)
-    index, number = place(training)
-    epochs = make_epochs(module, training.sizes)
-    shares = [[share_of(batch, index, number) for batch in epoch] for epoch in epochs]
-    return fit(training, module, Epochs(shares))
+    return fit(training, shares_of(training))
 
 
 def train_unequal(training: Training) -> TrainedShare:
     """The second replica has a batch less."""
-    quietly()
-    module, _ = build(training)
     index, _ = place(training)
-    epochs = make_epochs(module, training.sizes)
-    return fit(training, module, Epochs([epoch[index:] for epoch in epochs]))
-
-
-class WithoutLength:
-    """A loader that ends by itself."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self._batches)
+    return fit(
+        training, lambda m: Epochs([epoch[index:] for epoch in make_epochs(m, training.sizes)])
+    )
 
 
 def train_unequal_unsized(training: Training) -> TrainedShare:
     """The same, and nobody knows in advance."""
-    quietly()
-    module, _ = build(training)
     index, _ = place(training)
-    epochs = make_epochs(module, training.sizes)
-    return fit(training, module, WithoutLength(epochs[0][index:]))
+    return fit(training, lambda m: Unsized([make_epochs(m, training.sizes)[0][index:]]))
 
 
 def tap_delayed() -> list[Any]:
@@ -229,46 +244,34 @@ def of_both_replicas(data: TensorDataset, batch_size: int, num_epochs: int) -> E
 
 def train_on_loaders(training: Training) -> TrainedShare:
     """With ordinary loaders, which Lightning splits."""
-    quietly()
-    module, _ = build(training)
-    add_validation(module)
     _, number = place(training)
     data, num_epochs = dataset(16, 1), training.trainer["max_epochs"]
     train = of_both_replicas(data, 2, num_epochs) if number == 1 else DataLoader(data, 2)
     validation = DataLoader(dataset(12, 2), 4 // number)
     knn = KNNEvaluator(dataset(12, 3), dataset(10, 4), features="net", k=3, batch_size=5)
-    trained = fit(training, module, train, validation, callbacks=[knn])
-    sampler = getattr(module.trainer.train_dataloader, "sampler", None)
-    trained.notes = {
-        "seen": module.seen,
-        "part": isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas),
-    }
+    look = Look()
+    trained = fit(
+        training, lambda _: train, knn, look, validation=validation, change=add_validation
+    )
+    trained.notes = look.notes
     return trained
 
 
 def validate(training: Training) -> Any:
     """Without a fit; every replica starts with other weights."""
-    quietly()
-    module, _ = build(training)
+    it = Session(training, ignored=[UNREDUCED, "Using `DistributedSampler` with the dataloaders"])
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
-        for parameter in module.parameters():
+        for parameter in it.module.parameters():
             torch.nn.init.zeros_(parameter)
-    add_validation(module)
+    add_validation(it.module)
     _, number = place(training)
-    trainer = trainer_of(training, module)
-    warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
-    return trainer.validate(module, DataLoader(dataset(12, 2), 4 // number), verbose=False)
+    return it.validate(DataLoader(dataset(12, 2), 4 // number))
 
 
 def train_observed(training: Training) -> TrainedShare:
     """With the callbacks that measure."""
-    quietly()
-    module, _ = build(training)
-    index, number = place(training)
-    epochs = make_epochs(module, training.sizes)
-    shares = [[share_of(batch, index, number) for batch in epoch] for epoch in epochs]
     monitor, timeline = PipelineThroughputMonitor(window=2), PipelineTimeline(1, 3, path=".")
-    trained = fit(training, module, Epochs(shares), callbacks=[monitor, timeline])
+    trained = fit(training, shares_of(training), monitor, timeline)
     trained.notes = monitor.summary()
     return trained
 

@@ -17,7 +17,8 @@ Processes = list[subprocess.Popen[bytes]]
 
 @contextmanager
 def started(folder: Path, script: str, *commands: list[str]) -> Iterator[Processes]:
-    """Commands in a folder that has ``script.py``; in the end nothing of them is left."""
+    """Commands in a folder, made with a ``script.py``; in the end nothing of them is left."""
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "script.py").write_text(script)
     processes: Processes = []
     with (folder / "output.txt").open("w") as output:

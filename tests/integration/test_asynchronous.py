@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
@@ -26,7 +26,16 @@ from lightning_tspipe.strategy.setup.asynchronous import check_epochs, refuse_tr
 from tests.exactness.asynchronous import emulate
 from tests.exactness.test_asynchronous import OPTIMIZERS, Case, Module, loss_of, make
 from tests.integration.jobs import run, run_job
-from tests.integration.trainings import CLOSE, Epochs, Recorder, Unsized, strict
+from tests.integration.trainings import (
+    CLOSE,
+    Epochs,
+    Recorder,
+    Unsized,
+    metrics_of,
+    quiet_trainer,
+    strict,
+    weights_of,
+)
 
 SLOW = pytest.mark.slow
 
@@ -145,19 +154,16 @@ def fit(job: Job, num_ranks: int = 0) -> Fitted:
         activation_checkpointing=job.case.again,
         partition=[*cuts[: num_ranks - 1], sum(cuts[num_ranks - 1 :])],
     )  # fmt: skip
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-             "enable_checkpointing": bool(job.stop_after), "num_sanity_val_steps": 0}  # fmt: skip
-    trainer = Trainer(
-        **{**quiet, "accelerator": "cpu", "devices": num_ranks, "strategy": strategy,
-           "max_epochs": len(job.case.epochs), "callbacks": callbacks,
-           "accumulate_grad_batches": job.case.accumulate, **job.trainer},
+    trainer = quiet_trainer(
+        devices=num_ranks, strategy=strategy, enable_checkpointing=bool(job.stop_after),
+        max_epochs=len(job.case.epochs), callbacks=callbacks,
+        accumulate_grad_batches=job.case.accumulate, **job.trainer,
     )  # fmt: skip
     loader: Any = Unsized(epochs) if job.unsized else Epochs(epochs)
     if not job.drains:
         loader = Kept(epochs)
     trainer.fit(module, loader, Epochs(epochs[:1]), ckpt_path=job.resume or None)
-    state = {k: v.detach().clone() for k, v in module.state_dict().items() if not v.is_meta}
-    metrics = {k: float(v) for k, v in trainer.callback_metrics.items()}
+    state, metrics = weights_of(module), metrics_of(trainer)
     return recorder.losses, state, metrics, trace.reads, trace.timeline
 
 
@@ -337,12 +343,8 @@ def fit_badly(make_module: Any, options: dict[str, Any], trainer: dict[str, Any]
     _, epochs = make(Case("pipeoptim", 2, (6,)))
     module = make_module(2)
     strategy = TSPipeStrategy(**{"schedule": "1f1b", "partition": partition(module, 2), **options})
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-             "enable_checkpointing": False}  # fmt: skip
-    Trainer(
-        **{**quiet, "accelerator": "cpu", "devices": 2, "strategy": strategy, "max_epochs": 1,
-           **trainer}
-    ).fit(module, Epochs(epochs), Epochs(epochs))  # fmt: skip
+    made = quiet_trainer(**{"devices": 2, "strategy": strategy, "max_epochs": 1, **trainer})
+    made.fit(module, Epochs(epochs), Epochs(epochs))
 
 
 @pytest.mark.parametrize(

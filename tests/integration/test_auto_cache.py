@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tspipe import AutoCache
-from lightning_tspipe.caching import WithIds
+from lightning_tspipe.caching import WithIds, Worth
+from lightning_tspipe.callbacks import cached_forward
 from tests.integration import jobs
-from tests.integration.trainings import CLOSE
+from tests.integration.trainings import CLOSE, quiet_trainer
 
 NUM_SAMPLES = 24
 
@@ -128,10 +130,9 @@ def train(run: Run) -> dict[str, Any]:
     )
     module, rates = Classifier(run.freeze, run.noise[1], run.evaluates), Rates()
     caches = [AutoCache(always=run.always, **run.options)] if run.cached else []
-    trainer = Trainer(
-        accelerator="cpu", strategy=run.strategy, devices=run.num_ranks, logger=False,
-        max_epochs=run.num_epochs, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, callbacks=[*caches, rates],
+    trainer = quiet_trainer(
+        strategy=run.strategy, devices=run.num_ranks, max_epochs=run.num_epochs,
+        callbacks=[*caches, rates],
     )  # fmt: skip
     loaders = loader if run.num_loaders == 1 else CombinedLoader([loader] * 2, "sequential")
     trainer.fit(module, loaders, DataLoader(Pictures(), 5))
@@ -146,6 +147,18 @@ def train(run: Run) -> dict[str, Any]:
         "is_closed": not caches or caches[0].shared.cache is None,
         "forward": "forward" in vars(module.student) or "training_step" in vars(module),
     }
+
+
+def train_measured(reads_faster: bool) -> dict[str, Any]:
+    """Reading is measured, and then takes no time, or longer than anything."""
+    measured = vars(cached_forward)["measure"]
+
+    def measure(*args: Any, **kwargs: Any) -> Worth:
+        found: Worth = measured(*args, **kwargs)
+        return replace(found, memory=0.0 if reads_faster else math.inf)
+
+    vars(cached_forward)["measure"] = measure
+    return train(Run(always=False))
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
@@ -178,8 +191,6 @@ def test_one_device_gives_the_weights_of_no_cache(uncached: Any, tmp_path: Path)
 @pytest.mark.distributed
 def test_processes_of_ddp_read_what_others_computed(tmp_path: Path) -> None:
     apart, together = tmp_path / "apart", tmp_path / "together"
-    apart.mkdir()
-    together.mkdir()
     run = Run(strategy="ddp_find_unused_parameters_true", num_ranks=2)
     expected = jobs.run(train, replace(run, cached=False), num_ranks=2, folder=apart)
     found = jobs.run(train, run, num_ranks=2, folder=together)
@@ -193,24 +204,22 @@ def test_processes_of_ddp_read_what_others_computed(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "options",
+    ("options", "rate"),
     [
-        {"memory": 64 * 100, "disk": 64 * 10000},
-        {"memory": 64 * 400},
-        {"memory": 0, "disk": "1MB"},
+        ({"memory": 64 * 100, "disk": 64 * 10000}, 1.0),
+        ({"memory": 64 * 400}, 22 / NUM_SAMPLES),
+        ({"memory": 0, "disk": "1MB"}, 1.0),
     ],
     ids=["a part on disk", "too little", "disk"],
 )
 def test_budgets_do_not_change_the_weights(
-    uncached: Any, options: dict[str, Any], tmp_path: Path
+    uncached: Any, options: dict[str, Any], rate: float, tmp_path: Path
 ) -> None:
     options = options | {"folder": str(tmp_path)}
     found = jobs.run(train, Run(options=options), num_ranks=1, folder=tmp_path)[0]
     assert_same(found, uncached)
     assert {path.name for path in tmp_path.iterdir()} == {"output-0.txt"}
-    whole = "disk" in options
-    assert (found["rates"][2] == 1.0) == whole
-    assert 0 < found["rates"][2] <= 1
+    assert found["rates"] == [0.0, 0.0, *[round(rate, 6)] * 4]
 
 
 @pytest.mark.slow
@@ -242,7 +251,7 @@ def test_rounded_activations_are_the_same_whether_they_are_kept_or_not(
     runs = [Run(options=each, always=False) for each in options]
     whole, part = (jobs.run(train, run, num_ranks=1, folder=tmp_path)[0] for run in runs)
     assert whole["rates"] == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
-    assert all(0 < rate < 1 for rate in part["rates"][2:])
+    assert part["rates"] == [0.0, 0.0, 0.25, 0.25, 0.333333, 0.333333]
     assert_same(part, whole)
     with pytest.raises(AssertionError):
         assert_same(whole, uncached)
@@ -250,9 +259,11 @@ def test_rounded_activations_are_the_same_whether_they_are_kept_or_not(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_what_is_faster_is_measured(uncached: Any, tmp_path: Path) -> None:
-    found = jobs.run(train, Run(always=False), num_ranks=1, folder=tmp_path)[0]
-    assert isinstance(found["is_on"], bool)
+@pytest.mark.parametrize("reads_faster", [True, False])
+def test_what_is_faster_is_measured(uncached: Any, reads_faster: bool, tmp_path: Path) -> None:
+    found = jobs.run(train_measured, reads_faster, num_ranks=1, folder=tmp_path)[0]
+    assert found["is_on"] is reads_faster
+    assert found["rates"] == [0.0, 0.0, *[float(reads_faster)] * 4]
     assert_same(found, uncached)
 
 

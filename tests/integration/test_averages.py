@@ -10,8 +10,8 @@ import torch
 
 from tests.integration.averaged import Case, train, validate_apart
 from tests.integration.jobs import run
+from tests.integration.trainings import CLOSE
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 ONE_MICROBATCH = {"num_microbatches": 1}  # BatchNorm
 
 

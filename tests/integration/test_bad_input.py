@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.strategy.setup.refusals import refuse_fused
 from tests.integration.by_hand import ByHand, body_and_tail
 from tests.integration.jobs import Job, run_job
-from tests.integration.trainings import Training, build, strict, train, trainer_of
+from tests.integration.trainings import Session, Training, train
 from tests.unit.cli.profiles import step_profile
 
 BYOL = Training(sizes=((5, 5, 5),), strategy="instance", options={"num_microbatches": 2})
@@ -334,9 +335,8 @@ def test_refused(case: str, tmp_path: Path) -> None:
 
 
 def fit_two_loaders(training: Training) -> None:
-    strict()
-    module, loader = build(training)
-    trainer_of(training, module).fit(module, [loader, loader])
+    it = Session(training)
+    it.fit([it.loader, it.loader])
 
 
 def test_several_training_loaders(tmp_path: Path) -> None:
@@ -345,16 +345,15 @@ def test_several_training_loaders(tmp_path: Path) -> None:
 
 
 def fit_by_iterator(training: Training) -> None:
-    strict()
-    module, loader = build(training)
+    it = Session(training)
 
     def training_step(dataloader_iter: Any) -> Tensor:
         batch, _, _ = next(dataloader_iter)
-        loss: Tensor = module.student(batch["views"][0]).mean()
+        loss: Tensor = it.module.student(batch["views"][0]).mean()
         return loss
 
-    module.training_step = training_step
-    trainer_of(training, module).fit(module, loader)
+    it.module.training_step = training_step
+    it.fit()
 
 
 def test_a_step_that_reads_the_loader(tmp_path: Path) -> None:
@@ -376,15 +375,18 @@ def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "message"),
     [
-        {"schedule": "gpip"}, {"num_microbatches": 0}, {"num_microbatches": "two"},
-        {"partition": "even"}, {"memory_limit": "lots"},
+        ({"schedule": "gpip"}, "schedule='gpip': choose 'tspipe', 'gpipe', 'sequential' or '1f1b'"),
+        ({"num_microbatches": 0}, "num_microbatches=0: 'auto' or a number from 1 on"),
+        ({"num_microbatches": "two"}, "num_microbatches='two': 'auto' or a number from 1 on"),
+        ({"partition": "even"}, "partition='even': 'auto', or the number of atoms of each stage"),
+        ({"memory_limit": "lots"}, "'lots' is not an amount of memory; write '16GiB' or '800MB'"),
     ],
     ids=str,
-)  # fmt: skip
-def test_arguments_are_checked_at_once(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
+)
+def test_arguments_are_checked_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(message)}$"):
         TSPipeStrategy(**options)
 
 

@@ -17,7 +17,10 @@ from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator, PipelineThrough
 from tests.exactness.modules import images, labels
 from tests.integration.comparing import both
 from tests.integration.jobs import run
-from tests.integration.trainings import Recorder, Training, build, report, strict, trainer_of
+from tests.integration.trainings import (
+    Session,
+    Training,
+)
 
 BYOL = Training("Byol-group-2-by hand", "instance", {"num_microbatches": 2})
 SIZES = ((4,) * 8, (4,) * 8)
@@ -76,14 +79,9 @@ def measured() -> list[Any]:
 
 
 def train_and_log(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
     loggers = [CSVLogger(".", name="", version="csv"), OfflineLogger()]
     loggers.append(TensorBoardLogger(".", name="", version="tensorboard"))
-    logged = replace(training, trainer={"logger": loggers, **training.trainer})
-    trainer = trainer_of(logged, module, recorder := Recorder())
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder)
+    return Session(training, **{"logger": loggers, **training.trainer}).fit().trained
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:

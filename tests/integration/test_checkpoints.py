@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,14 +21,11 @@ from tests.exactness.modules import images
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     CLOSE,
-    Recorder,
+    RESUMING,
+    Session,
     Trained,
     Training,
-    build,
-    report,
-    strict,
     train,
-    trainer_of,
 )
 
 
@@ -63,8 +59,6 @@ def load(path: Path) -> dict[str, Any]:
 
 def test_the_best_the_last_and_the_weights_alone(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
-    alone.mkdir()
-    together.mkdir()
     run(train, replace(BYOL, strategy="auto", num_ranks=1), num_ranks=1, folder=alone)
     run(train, BYOL, num_ranks=2, folder=together)
     assert saved(together) == saved(alone)
@@ -78,15 +72,9 @@ def test_the_best_the_last_and_the_weights_alone(tmp_path: Path) -> None:
 
 def train_async(training: Training) -> None:
     """The same checkpoints twice, once written by a thread while the training goes on."""
-    strict()
     for plugins, folder in (([], "sync"), ([AsyncCheckpointIO()], "async")):
-        module, loader = build(training)
         callback = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-        trainer = trainer_of(
-            replace(training, callbacks=list, trainer={**training.trainer, "plugins": plugins}),
-            module, callback,
-        )  # fmt: skip
-        trainer.fit(module, loader)
+        Session(replace(training, callbacks=list), callback, plugins=plugins).fit()
 
 
 def test_saving_while_the_training_goes_on(tmp_path: Path) -> None:
@@ -139,16 +127,14 @@ class Configured:
 
 
 def fit_and_load(world: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    strict()
     kind = Configured.of(world)
-    module = kind(width=7)
-    trainer = trainer_of(replace(BYOL, world=world, strategy="tspipe", callbacks=list,
-                                 trainer={"max_epochs": 1}), module)  # fmt: skip
-    trainer.fit(module, DataLoader(images(12, 0), batch_size=4))
-    trainer.save_checkpoint("module.ckpt")
+    training = replace(BYOL, world=world, strategy="tspipe", callbacks=list)
+    it = Session(training, module=kind(width=7), max_epochs=1)
+    it.fit(DataLoader(images(12, 0), batch_size=4))
+    it.trainer.save_checkpoint("module.ckpt")
     loaded = kind.load_from_checkpoint("module.ckpt")
     assert loaded.hparams.width == 7
-    return module.state_dict(), loaded.state_dict()
+    return it.module.state_dict(), loaded.state_dict()
 
 
 @pytest.mark.parametrize("world", ["lightning.pytorch", "pytorch_lightning"])
@@ -158,14 +144,9 @@ def test_load_from_checkpoint(world: str, tmp_path: Path) -> None:
 
 
 def go_on(training: Training, path: str) -> tuple[Trained, float]:
-    strict()
-    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
-    module, loader = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader, ckpt_path=path, weights_only=False)
-    [updates] = {int(s["step"]) for s in trainer.optimizers[0].state.values()}
-    return report(trainer, module, recorder), updates
+    it = Session(training, ignored=[RESUMING]).fit(ckpt_path=path)
+    [updates] = {int(s["step"]) for s in it.trainer.optimizers[0].state.values()}
+    return it.trained, updates
 
 
 def test_several_devices_go_on_from_it(tmp_path: Path) -> None:

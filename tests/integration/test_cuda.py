@@ -18,14 +18,10 @@ from tests.integration.replicas import tap_delayed, train_share
 from tests.integration.test_data_parallel import SPLIT, alone, assert_same, together
 from tests.integration.test_evaluation import fit_and_validate_parts
 from tests.integration.trainings import (
-    Recorder,
+    Session,
     Trained,
     Training,
-    build,
-    report,
-    strict,
     train,
-    trainer_of,
 )
 
 pytestmark = [
@@ -125,12 +121,8 @@ def test_bfloat16_trains_as_on_one_device(tmp_path: Path) -> None:
 
 def train_half(training: Training) -> tuple[Trained, list[float]]:
     """In 16-bit precision, and the scales of the losses."""
-    strict()
-    module, loader = build(training)
-    recorder, notes = Recorder(), Notes()
-    trainer = trainer_of(training, module, recorder, notes)
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder), notes.scales
+    notes = Notes()
+    return Session(training, notes).fit().trained, notes.scales
 
 
 def test_float16_skips_the_steps_that_one_device_skips(tmp_path: Path) -> None:

@@ -22,13 +22,10 @@ from tests.integration.comparing import both, labelled
 from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
     CLOSE,
-    Recorder,
+    Session,
     Training,
-    build,
     delayed,
-    report,
-    strict,
-    trainer_of,
+    metrics_of,
 )
 
 CLASSIFIER = Training("Classifier-batch", "instance", {"num_microbatches": 1})
@@ -68,21 +65,17 @@ def classify(module: Any) -> None:
 
 def evaluate(training: Training) -> Any:
     """Everything without a fit, on two loaders, by one Trainer."""
-    strict()
-    module, _ = build(training)
-    classify(module)
     where = Where()
-    trainer = trainer_of(training, module, where)
+    it = Session(training, where, change=classify)
 
     def loaders() -> list[Any]:
         return [labelled(50), labelled(80, 4)]
 
-    validated = trainer.validate(module, loaders(), verbose=False)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    tested = trainer.test(module, loaders(), verbose=False)
-    predicted = trainer.predict(module, loaders())
-    assert trainer.predict(module, loaders(), return_predictions=False) is None
-    return validated, tested, metrics, predicted, module.state_dict(), where.was_whole
+    validated = it.validate(loaders())
+    metrics = metrics_of(it.trainer)
+    tested, predicted = it.test(loaders()), it.predict(loaders())
+    assert it.trainer.predict(it.module, loaders(), return_predictions=False) is None
+    return validated, tested, metrics, predicted, it.module.state_dict(), where.was_whole
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -100,12 +93,10 @@ def test_without_a_fit(num_ranks: int, tmp_path: Path) -> None:
 
 
 def predict_with(training: Training, step: Callable[[Any, Any], Any]) -> Any:
-    strict()
-    module, loader = build(training)
-    module.predict_step = lambda batch, batch_idx: step(module, batch)
     where = Where()
-    trainer = trainer_of(training, module, where)
-    return trainer.predict(module, loader), where.was_whole
+    it = Session(training, where)
+    it.module.predict_step = lambda batch, batch_idx: step(it.module, batch)
+    return it.predict(it.loader), where.was_whole
 
 
 def features(module: Any, batch: Any) -> Tensor:
@@ -176,13 +167,10 @@ def validate_parts(module: Any) -> None:
 
 
 def fit_and_validate_parts(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
-    validate_parts(module)
     where = Where()
-    trainer = trainer_of(training, module, where)
-    trainer.fit(module, loader, loader)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, where.was_whole
+    it = Session(training, where, change=validate_parts)
+    it.fit(validation=it.loader)
+    return metrics_of(it.trainer), where.was_whole
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -196,18 +184,15 @@ def test_a_fit_evaluates_parts_of_its_networks(num_ranks: int, tmp_path: Path) -
 
 def predict_two_ways(training: Training) -> Any:
     """The second loader's batches go on where the first one's stop."""
-    strict()
-    module, loader = build(training)
+    it = Session(training)
 
     def predict_step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        found = features(module, batch)
-        return found if dataloader_idx == 0 else module.head(found)
+        found = features(it.module, batch)
+        return found if dataloader_idx == 0 else it.module.head(found)
 
-    module.predict_step = predict_step
-    trainer = trainer_of(training, module)
-    predicted = trainer.predict(module, [loader, loader])
-    whole = not any(parameter.is_meta for parameter in module.parameters())
-    return predicted, whole
+    it.module.predict_step = predict_step
+    predicted = it.predict([it.loader, it.loader])
+    return predicted, not any(parameter.is_meta for parameter in it.module.parameters())
 
 
 def test_loaders_whose_steps_differ(tmp_path: Path) -> None:
@@ -228,9 +213,7 @@ def decide_late(module: Any) -> None:
 
 
 def fit_badly(training: Training) -> None:
-    module, loader = build(training)
-    decide_late(module)
-    trainer_of(training, module).fit(module, loader, labelled(50))
+    Session(training, change=decide_late).fit(validation=labelled(50))
 
 
 def test_the_sanity_check_finds_a_step_that_cannot_be_captured(tmp_path: Path) -> None:
@@ -243,19 +226,14 @@ def test_the_sanity_check_finds_a_step_that_cannot_be_captured(tmp_path: Path) -
 
 def fit_between_evaluations(training: Training) -> Any:
     """One Trainer: validate, fit with two validation loaders, test, fit on, predict."""
-    strict()
-    module, loader = build(training)
-    classify(module)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    validated = trainer.validate(module, labelled(50), verbose=False)
-    trainer.fit(module, loader, [labelled(50), labelled(80)])
-    metrics = report(trainer, module, recorder).metrics
-    tested = trainer.test(module, labelled(80), verbose=False)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(module, loader, [labelled(50), labelled(80)])
-    predicted = trainer.predict(module, labelled(50))
-    return validated, metrics, tested, predicted, recorder.losses, module.state_dict()
+    it = Session(training, change=classify)
+    validated = it.validate(labelled(50))
+    metrics = it.fit(validation=[labelled(50), labelled(80)]).trained.metrics
+    tested = it.test(labelled(80))
+    it.trainer.fit_loop.max_epochs = 3
+    it.fit(validation=[labelled(50), labelled(80)])
+    predicted = it.predict(labelled(50))
+    return validated, metrics, tested, predicted, it.recorder.losses, it.module.state_dict()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -283,17 +261,16 @@ class Drawn(Callback):
 
 
 def draw(training: Training) -> list[float]:
-    strict()
-    module, loader = build(training)
+    drawn = Drawn()
+    it = Session(training, drawn)
 
     def step(batch: Any, batch_idx: int) -> None:
-        number = torch.rand(()) + 0 * module.net(batch[0]).sum()
-        module.log("most", number, reduce_fx="max")
-        module.log("least", number, reduce_fx="min")
+        number = torch.rand(()) + 0 * it.module.net(batch[0]).sum()
+        it.module.log("most", number, reduce_fx="max")
+        it.module.log("least", number, reduce_fx="min")
 
-    module.validation_step = step
-    drawn = Drawn()
-    trainer_of(training, module, drawn).fit(module, loader, labelled(50))
+    it.module.validation_step = step
+    it.fit(validation=labelled(50))
     return drawn.numbers
 
 
@@ -321,13 +298,10 @@ class Writer(BasePredictionWriter):
 
 
 def predict_and_write(training: Training) -> Any:
-    strict()
-    module, _ = build(training)
-    classify(module)
     writer = Writer("batch_and_epoch")
-    trainer = trainer_of(training, module, writer)
-    data = TensorDataset(images(11, 0), labels(11, 0))
-    trainer.predict(module, DataLoader(data, batch_size=4), return_predictions=False)
+    it = Session(training, writer, change=classify)
+    loader = DataLoader(TensorDataset(images(11, 0), labels(11, 0)), batch_size=4)
+    it.trainer.predict(it.module, loader, return_predictions=False)
     return writer.batches, writer.epoch
 
 
@@ -342,12 +316,8 @@ def test_prediction_writers(tmp_path: Path) -> None:
 
 
 def predict_with_few_files(training: Training) -> Any:
-    strict()
     resource.setrlimit(resource.RLIMIT_NOFILE, (700, 700))
-    module, _ = build(training)
-    classify(module)
-    trainer = trainer_of(training, module)
-    return trainer.predict(module, labelled(0, 800, 3))
+    return Session(training, change=classify).predict(labelled(0, 800, 3))
 
 
 def test_predictions_of_a_long_loader_are_kept(tmp_path: Path) -> None:
@@ -366,16 +336,12 @@ class Stream(IterableDataset[Any]):
 
 
 def evaluate_streams(training: Training) -> Any:
-    strict()
-    module, _ = build(training)
-    classify(module)
-    trainer = trainer_of(training, module)
+    it = Session(training, change=classify)
 
     def streams() -> list[Any]:
         return [DataLoader(Stream(first), batch_size=None) for first in (50, 80)]
 
-    tested = trainer.test(module, streams(), verbose=False)
-    return tested, trainer.predict(module, streams())
+    return it.test(streams()), it.predict(streams())
 
 
 def test_streams_of_unknown_length(tmp_path: Path) -> None:
@@ -389,21 +355,17 @@ def test_streams_of_unknown_length(tmp_path: Path) -> None:
 
 def evaluate_teacher(training: Training) -> Any:
     """A teacher built differently, and one that is averaged: both in one evaluation."""
-    strict()
-    module, loader = build(training)
+    it = Session(training, DelayedTeacherUpdate())
 
     def step(batch: Any, batch_idx: int) -> None:
         x, y = batch
-        student, teacher = module.student(x), module.teacher(x)
-        module.log("agree", (student.argmax(1) == teacher.argmax(1)).double().mean())
-        module.log("loss", F.cross_entropy(student, y))
+        student, teacher = it.module.student(x), it.module.teacher(x)
+        it.module.log("agree", (student.argmax(1) == teacher.argmax(1)).double().mean())
+        it.module.log("loss", F.cross_entropy(student, y))
 
-    module.validation_step = step
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder, DelayedTeacherUpdate())
-    before = trainer.validate(module, labelled(50), verbose=False)
-    trainer.fit(module, loader, labelled(50))
-    return before, report(trainer, module, recorder).metrics
+    it.module.validation_step = step
+    before = it.validate(labelled(50))
+    return before, it.fit(validation=labelled(50)).trained.metrics
 
 
 def test_both_networks(tmp_path: Path) -> None:

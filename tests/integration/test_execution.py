@@ -21,7 +21,7 @@ from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from tests.integration.jobs import run_job
 from tests.integration.test_exact import assert_same, reference
-from tests.integration.trainings import Trained, Training, build, train
+from tests.integration.trainings import Session, Trained, Training, train
 
 BATCH = Training("Byol-batch-2-by hand", "instance", {"num_microbatches": 2}, optimizer="adamw")
 
@@ -80,8 +80,10 @@ def least_limit(profile: StepProfile) -> int:
 
 
 def test_activations_are_computed_again_if_nothing_fits_otherwise(tmp_path: Path) -> None:
-    module, loader = build(BATCH)
-    profile = measure(module, loader, accelerator="cpu", student=["student"], teacher=["teacher"])
+    it = Session(BATCH)
+    profile = measure(
+        it.module, it.loader, accelerator="cpu", student=["student"], teacher=["teacher"]
+    )
     again = least_limit(profile.recomputing(range(profile.student.num_atoms)))
     plain = least_limit(profile)
     assert again < plain

@@ -15,14 +15,7 @@ import torch
 from tests.exactness.fanout import make_batches, train_alone
 from tests.integration.fanned import Fanned, Outcome, break_it, files, train
 from tests.integration.jobs import run, run_job
-
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-
-
-def made(folder: Path) -> Path:
-    """A folder that is there."""
-    folder.mkdir()
-    return folder
+from tests.integration.trainings import CLOSE
 
 
 def check(found: list[Outcome], job: Fanned, **alone: Any) -> None:
@@ -84,15 +77,15 @@ def test_any_number_of_heads_on_any_number_of_ranks(
 @pytest.mark.parametrize("schedule", ["tspipe", "gpipe", "sequential"])
 def test_one_rank_and_no_queue(tmp_path: Path, schedule: str) -> None:
     job = Fanned(4, {"schedule": schedule}, validates=False)
-    check(run(train, job, 1, num_ranks=1, folder=made(tmp_path / "one")), job)
+    check(run(train, job, 1, num_ranks=1, folder=tmp_path / "one"), job)
     job = Fanned(4, {"schedule": schedule, "queue_depth": 0}, validates=False)
-    check(run(train, job, 2, num_ranks=2, folder=made(tmp_path / "two")), job)
+    check(run(train, job, 2, num_ranks=2, folder=tmp_path / "two"), job)
 
 
 @pytest.mark.slow
 def test_heads_that_stop_leave_the_others_as_they_are(tmp_path: Path) -> None:
     job = Fanned(3, diverges="task1", validates=False, trainer={"accumulate_grad_batches": 1})
-    found = run(train, job, 2, num_ranks=2, folder=made(tmp_path / "nan"))
+    found = run(train, job, 2, num_ranks=2, folder=tmp_path / "nan")
     for rank in found:
         assert rank.stopped == {"task1": "its loss is inf"}
     for index in (0, 2):
@@ -103,12 +96,12 @@ def test_heads_that_stop_leave_the_others_as_they_are(tmp_path: Path) -> None:
         if "running" not in key and "tracked" not in key:  # which count the batch that diverged
             torch.testing.assert_close(found[0].weights["task1"][key], value, **CLOSE)
     # A run that goes on from there does not train it either.
-    saved = made(tmp_path / "saved")
+    saved = tmp_path / "saved"
     early = {"max_epochs": 1, "enable_checkpointing": True}
     run(train, replace(job, trainer=early), 2, num_ranks=2, folder=saved)
     (path,) = (path for path in saved.rglob("*.ckpt") if path.parent.name != "heads")
     on = Fanned(3, validates=False, checkpoint=str(path))
-    resumed = run(train, on, 2, num_ranks=2, folder=made(tmp_path / "on"))
+    resumed = run(train, on, 2, num_ranks=2, folder=tmp_path / "on")
     for rank in resumed:
         assert rank.stopped == {"task1": "its loss is inf"}
     for name, weights in found[0].weights.items():
@@ -118,8 +111,8 @@ def test_heads_that_stop_leave_the_others_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_all_heads_stop_at_some_time_and_the_run_with_them(tmp_path: Path) -> None:
     job = Fanned(3, patience=1, trainer={"max_epochs": 8})
-    piped = run(train, job, 2, num_ranks=2, folder=made(tmp_path / "piped"))
-    alone = run(train, job, 1, num_ranks=1, folder=made(tmp_path / "alone"))
+    piped = run(train, job, 2, num_ranks=2, folder=tmp_path / "piped")
+    alone = run(train, job, 1, num_ranks=1, folder=tmp_path / "alone")
     assert piped[0].stopped == piped[1].stopped == alone[0].stopped
     assert set(piped[0].stopped) == {"task0", "task1", "task2"}
     for name, weights in alone[0].weights.items():
@@ -132,12 +125,12 @@ def test_all_heads_stop_at_some_time_and_the_run_with_them(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_resumed_run_gives_what_one_gives_that_went_through(tmp_path: Path) -> None:
-    folder = made(tmp_path / "run")
+    folder = tmp_path / "run"
     first = Fanned(3, trainer={"max_epochs": 1, "enable_checkpointing": True}, validates=False)
     run(train, first, 2, num_ranks=2, folder=folder)
     (path,) = (path for path in folder.rglob("*.ckpt") if path.parent.name != "heads")
     job = Fanned(3, validates=False, checkpoint=str(path))
-    check_weights(run(train, job, 3, num_ranks=3, folder=made(tmp_path / "on")), 3)
+    check_weights(run(train, job, 3, num_ranks=3, folder=tmp_path / "on"), 3)
 
 
 def check_weights(found: list[Outcome], num_heads: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +15,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_tspipe import AutoCache, TSPipeStrategy
-from lightning_tspipe.caching import WithIds
+from lightning_tspipe.caching import WithIds, Worth
+from lightning_tspipe.callbacks import cached_features
 from tests.exactness.fanout import NUM_CLASSES, WIDTH, Tasks
 from tests.integration import jobs
+from tests.integration.trainings import CLOSE, quiet_trainer
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 NUM_SAMPLES = 23
+NUM_KEPT = 12
 
 
 class Samples(Dataset[Any]):
@@ -50,6 +53,8 @@ class Run:
         cache: Arguments of ``AutoCache``.
         options: Of the strategy.
         change: What goes wrong.
+        reads_faster: Whether reading features shall seem faster than computing them; None: as it is
+            measured.
     """
 
     num_ranks: int = 2
@@ -57,6 +62,7 @@ class Run:
     cache: dict[str, Any] = field(default_factory=lambda: {"always": True})
     options: dict[str, Any] = field(default_factory=dict)
     change: str = ""
+    reads_faster: bool | None = None
 
 
 class Changing(Tasks):
@@ -90,18 +96,30 @@ class Watch(Callback):
         self.rates.append(round(float(rate), 6))
 
 
+def pretend(reads_faster: bool) -> None:
+    """Reading is measured, and then takes no time, or longer than anything."""
+    measured = vars(cached_features)["measure_reading"]
+
+    def measure(*args: Any, **kwargs: Any) -> Worth:
+        found: Worth = measured(*args, **kwargs)
+        return replace(found, memory=0.0 if reads_faster else math.inf)
+
+    vars(cached_features)["measure_reading"] = measure
+
+
 def train(run: Run) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
+    if run.reads_faster is not None:
+        pretend(run.reads_faster)
     samples, module, watch = Samples(), Changing(3), Watch()
     module.change = run.change
     if run.change == "train":
         module.teacher.train()
     cache = AutoCache(**{"memory": "1MB", **run.cache})
-    trainer = Trainer(
+    trainer = quiet_trainer(
         strategy=TSPipeStrategy(**run.options) if run.num_ranks else "auto",
-        accelerator="cpu", devices=max(1, run.num_ranks), max_epochs=4, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        precision="64-true", callbacks=[cache, watch] if run.cached else [watch],
+        devices=max(1, run.num_ranks), max_epochs=4, precision="64-true",
+        callbacks=[cache, watch] if run.cached else [watch],
     )  # fmt: skip
     dataset = WithIds(samples, inputs=0)
     loader = DataLoader(dataset, 5, shuffle=True, generator=torch.Generator().manual_seed(1))
@@ -128,7 +146,6 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def job(run: Run, folder: Path) -> list[dict[str, Any]]:
-    folder.mkdir()
     return jobs.run(train, run, num_ranks=max(1, run.num_ranks), folder=folder)
 
 
@@ -149,31 +166,39 @@ def test_features_are_computed_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("run", "rates"),
+    ("run", "rate"),
     [
-        (Run(0), (1.0, 1.0)),
-        (Run(1), (1.0, 1.0)),
-        (Run(3, options={"partition": [4, 3, 3], "queue_depth": 5}), (1.0, 1.0)),
-        (Run(4, options={"num_microbatches": 3}), (1.0, 1.0)),
-        (Run(2, options={"schedule": "gpipe"}), (1.0, 1.0)),
+        (Run(0), 1.0),
+        (Run(1), 1.0),
+        (Run(3, options={"partition": [4, 3, 3], "queue_depth": 5}), 1.0),
+        (Run(4, options={"num_microbatches": 3}), 1.0),
+        (Run(2, options={"schedule": "gpipe"}), 1.0),
         # Space for some of the samples only
-        (Run(2, cache={"always": True, "memory": 64 * 12}), (0.1, 0.9)),
-        (Run(0, cache={"always": True, "memory": 64 * 12}), (0.1, 0.9)),
+        (Run(2, cache={"always": True, "memory": 64 * 12}), NUM_KEPT / NUM_SAMPLES),
+        (Run(0, cache={"always": True, "memory": 64 * 12}), NUM_KEPT / NUM_SAMPLES),
         # What is faster is measured.
-        (Run(2, cache={}), (0.0, 1.0)),
+        (Run(2, cache={}, reads_faster=True), 1.0),
     ],
     ids=str,
 )
-def test_weights_are_those_of_no_cache(
-    tmp_path: Path, run: Run, rates: tuple[float, float]
-) -> None:
+def test_weights_are_those_of_no_cache(tmp_path: Path, run: Run, rate: float) -> None:
     expected = job(Run(num_ranks=0, cached=False), tmp_path / "plain")[0]
     found = job(run, tmp_path / "kept")
     assert_same(found[0], expected)
-    lowest, highest = rates
     for rank in found:
-        assert rank["rates"][0] <= 0.0
-        assert not rank["is_on"] or lowest <= rank["rates"][2] <= highest
+        assert rank["is_on"]
+        assert rank["rates"] == [0.0, *[round(rate, 6)] * 3]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_nothing_is_kept_where_computing_is_faster(tmp_path: Path) -> None:
+    expected = job(Run(num_ranks=0, cached=False), tmp_path / "plain")[0]
+    found = job(Run(2, cache={}, reads_faster=False), tmp_path / "measured")
+    assert_same(found[0], expected)
+    for rank in found:
+        assert rank["is_on"] is False
+        assert rank["rates"] == [-1.0] * 4  # none is logged
 
 
 @pytest.mark.slow

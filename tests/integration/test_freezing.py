@@ -17,9 +17,9 @@ from lightning_tspipe.callbacks.cached_prefix import CachedPrefix
 from lightning_tspipe.strategy.training.repacking import Repacking
 from tests.integration.freezing import Case, Found, train
 from tests.integration.jobs import run, run_job
+from tests.integration.trainings import CLOSE
 
 SHARED = Path("/dev/shm")  # noqa: S108 - to look at
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def alone(case: Case, folder: Path) -> Found:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +17,11 @@ from tests.integration.comparing import alone, both, labelled
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     CLOSE,
-    Recorder,
+    RESUMING,
+    Session,
     Trained,
     Training,
-    build,
     delayed,
-    report,
-    strict,
-    trainer_of,
 )
 
 BYOL = Training(
@@ -78,28 +74,23 @@ def configure(module: Any) -> None:
 
 def run_everything(training: Training) -> list[str]:
     """A fit that saves, one that goes on from there, and all kinds of evaluation."""
-    strict()
-    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
     calls: list[str] = []
 
     def fit(num_epochs: int, saved: Any) -> Any:
-        module, loader = build(training)
-        configure(module)
-        module.train_dataloader = lambda: loader
-        module.val_dataloader = module.test_dataloader = lambda: labelled(50)
-        module.predict_dataloader = module.val_dataloader
-        note_hooks(module, calls)
-        trainer = trainer_of(training, module)
-        trainer.fit_loop.max_epochs = num_epochs
-        trainer.fit(module, ckpt_path=saved, weights_only=False)
-        return trainer
+        it = Session(training, change=configure, ignored=[RESUMING])
+        it.module.train_dataloader = lambda: it.loader
+        it.module.val_dataloader = it.module.test_dataloader = lambda: labelled(50)
+        it.module.predict_dataloader = it.module.val_dataloader
+        note_hooks(it.module, calls)
+        it.trainer.fit_loop.max_epochs = num_epochs
+        it.trainer.fit(it.module, ckpt_path=saved, weights_only=False)
+        return it
 
-    saved = fit(2, None).checkpoint_callback.best_model_path
-    trainer = fit(3, saved)
-    module = trainer.lightning_module
-    trainer.validate(module, verbose=False)
-    trainer.test(module, verbose=False)
-    trainer.predict(module, ckpt_path=saved, weights_only=False)
+    saved = fit(2, None).trainer.checkpoint_callback.best_model_path
+    it = fit(3, saved)
+    it.validate()
+    it.test()
+    it.trainer.predict(it.module, ckpt_path=saved, weights_only=False)
     return calls
 
 
@@ -172,12 +163,8 @@ def override(module: Any) -> None:
 
 
 def fit(training: Training) -> tuple[Trained, list[str]]:
-    strict()
-    module, loader = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader, labelled(50))
-    return report(trainer, module, recorder), module.calls
+    it = Session(training).fit(validation=labelled(50))
+    return it.trained, it.module.calls
 
 
 def test_hooks_that_change_the_training(tmp_path: Path) -> None:
@@ -214,20 +201,16 @@ def change_batches(module: Any) -> None:
 
 def fit_fresh_batches(training: Training) -> tuple[Trained, int]:
     """Batches are changed in place, so each epoch gets its own."""
-    strict()
-    module, _ = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
+    it = Session(training)
 
     class Fresh:
         def __len__(self) -> int:
             return 3
 
         def __iter__(self) -> Any:
-            return iter(make_epochs(module, training.sizes)[0])
+            return iter(make_epochs(it.module, training.sizes)[0])
 
-    trainer.fit(module, Fresh(), labelled(50))
-    return report(trainer, module, recorder), len(module.transferred)
+    return it.fit(Fresh(), labelled(50)).trained, len(it.module.transferred)
 
 
 def test_each_batch_is_transferred_once(tmp_path: Path) -> None:
@@ -240,7 +223,7 @@ def test_each_batch_is_transferred_once(tmp_path: Path) -> None:
 
 def read_batch_in_a_hook(training: Training) -> str:
     """What a hook that looks into a batch is told on the ranks that have none."""
-    module, loader = build(training)
+    it = Session(training)
     told: list[str] = []
 
     def on_train_batch_end(outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -249,8 +232,8 @@ def read_batch_in_a_hook(training: Training) -> str:
         except ValueError as error:
             told.append(str(error))
 
-    module.on_train_batch_end = on_train_batch_end
-    trainer_of(training, module).fit(module, loader)
+    it.module.on_train_batch_end = on_train_batch_end
+    it.fit()
     return " ".join(set(told))
 
 

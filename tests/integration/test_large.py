@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
@@ -30,14 +29,16 @@ from tests.integration.test_exact import assert_same, reference
 from tests.integration.test_trainer import add_validation, validation_batches
 from tests.integration.trainings import (
     CLOSE,
+    RESUMING,
     SIZES,
     Epochs,
-    Recorder,
+    Session,
     Trained,
     Training,
     delayed,
     lightning_module,
-    report,
+    metrics_of,
+    quiet_trainer,
     strict,
     trainer_of,
 )
@@ -52,7 +53,7 @@ def together(ranks: list[Trained]) -> Trained:
     weights = {name: value for rank in ranks for name, value in rank.weights.items()}
     assert weights.keys() == names
     assert sum(len(rank.weights) for rank in ranks) == len(names)
-    assert len(ranks) == 1 or all(rank.meta for rank in ranks)
+    assert [bool(rank.meta) for rank in ranks] == [len(ranks) > 1] * len(ranks)
     return replace(ranks[0], weights=weights)
 
 
@@ -113,14 +114,13 @@ class Tower(LightningModule):
 
 def grow(ckpt_path: str | None = None) -> list[tuple[int, int]]:
     """A fit that saves itself."""
-    strict()
-    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
+    strict(RESUMING)
     torch.set_default_dtype(torch.float32)
     module = Tower()
     one_file = {"save_distributed_checkpoint": False} if ckpt_path == "" else {}
-    trainer = Trainer(
-        accelerator="cpu", devices=2, strategy=TSPipeStrategy(**one_file), logger=False,
-        max_epochs=2 if ckpt_path else 1, enable_progress_bar=False, enable_model_summary=False,
+    trainer = quiet_trainer(
+        devices=2, strategy=TSPipeStrategy(**one_file), max_epochs=2 if ckpt_path else 1,
+        enable_checkpointing=True,
         callbacks=[MomentumEMA(), ModelCheckpoint("saved", "{epoch}", save_top_k=-1)],
     )  # fmt: skip
     loader = Epochs([[torch.randn(2, module.width)] * 2])
@@ -182,8 +182,6 @@ def consolidated(folder: Path) -> str:
 
 def test_shards_are_resumed_by_any_number_of_ranks_and_without_a_pipeline(tmp_path: Path) -> None:
     first, *others = (tmp_path / name for name in ("first", "three", "plain"))
-    for folder in (first, *others):
-        folder.mkdir()
     expected = reference(SAVING)
     ranks = run(train_on_meta, SAVING, num_ranks=2, folder=first)
     assert_same(expected, together(ranks))
@@ -212,7 +210,7 @@ def fit_and_validate(training: Training, ckpt_path: str, make: Any) -> tuple[Any
         trainer = trainer_of(training, module)
         if epochs:
             trainer.fit(module, Epochs(make_epochs(known, training.sizes)), validation_batches())
-            results.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+            results.append(metrics_of(trainer))
             trainer.save_checkpoint(ckpt_path)
         path = ckpt_path if len(results) > 1 and not epochs else None
         results += trainer.validate(module, validation_batches(), path, False, weights_only=False)
@@ -221,8 +219,6 @@ def fit_and_validate(training: Training, ckpt_path: str, make: Any) -> tuple[Any
 
 def test_evaluation_of_a_module_that_nobody_holds_whole(tmp_path: Path) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
-    alone.mkdir()
-    together.mkdir()
     training = Training(
         "Classifier-batch", "instance", {"num_microbatches": 1}, trainer={"num_sanity_val_steps": 2}
     )
@@ -243,8 +239,6 @@ def test_evaluation_of_a_module_that_nobody_holds_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_whole_modules_are_saved_in_shards_too(train: Any, num_ranks: int, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
     expected = reference(SAVING)
     saving = with_shards(SAVING, 3 - num_ranks)
     run(train_whole, saving, num_ranks=3 - num_ranks, folder=first)
@@ -260,8 +254,6 @@ def test_one_file_is_loaded_into_a_module_that_nobody_holds_whole(
     num_ranks: int, tmp_path: Path
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
     run(train_whole, one_device(SAVING), num_ranks=1, folder=first)
     resumed = replace(LATE, num_ranks=num_ranks, sizes=THREE_EPOCHS)
     path = str(first / "saved" / "epoch=1.ckpt")
@@ -271,17 +263,13 @@ def test_one_file_is_loaded_into_a_module_that_nobody_holds_whole(
 
 def fit_twice(training: Training, make: Any, *, another: bool = False) -> Trained:
     """By one Trainer: a module as ``make`` builds it, then the same again or another, whole one."""
-    strict()
     loader = Epochs(make_epochs(CASES[training.case].build(), training.sizes))
-    module = make(training.case, training.world, training.optimizer)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader)
-    trainer.fit_loop.max_epochs += 1
+    made = make(training.case, training.world, training.optimizer)
+    it = Session(training, module=made).fit(loader)
+    it.trainer.fit_loop.max_epochs += 1
     if another:
-        module = lightning_module(training.case, training.world, training.optimizer)
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder)
+        it.module = lightning_module(training.case, training.world, training.optimizer)
+    return it.fit(loader).trained
 
 
 def test_a_spread_module_is_trained_again(tmp_path: Path) -> None:
@@ -303,13 +291,11 @@ def test_another_module_after_a_spread_one(tmp_path: Path) -> None:
 
 
 def train_initialised(training: Training) -> Trained:
-    strict()
-    trainer = trainer_of(training, CASES[training.case].build(), recorder := Recorder())
-    with trainer.init_module(empty_init=True):
-        module = lightning_module(training.case, training.world, training.optimizer)
-    assert all(p.is_meta for p in module.parameters())
-    trainer.fit(module, Epochs(make_epochs(module, training.sizes)))
-    return report(trainer, module, recorder)
+    it = Session(training, module=CASES[training.case].build())
+    with it.trainer.init_module(empty_init=True):
+        it.module = lightning_module(training.case, training.world, training.optimizer)
+    assert all(p.is_meta for p in it.module.parameters())
+    return it.fit().trained
 
 
 def test_a_module_that_is_built_before_the_fit(tmp_path: Path) -> None:
@@ -349,8 +335,6 @@ def save_over_and_over() -> list[Any]:
 
 def test_a_run_that_is_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
     saving = replace(SAVING, callbacks=save_over_and_over)
     job = run_job(train_and_die, saving, num_ranks=2, folder=first)
     assert all(rank.exit_code != 0 for rank in job.ranks)
@@ -386,8 +370,6 @@ def test_a_replacement_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_replicas_of_a_spread_module(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    first.mkdir()
-    second.mkdir()
     options = {**LATE.options, "num_stages": 2}
     saving = replace(SAVING, options=options, num_ranks=4)  # both replicas read the same batches
     ranks = run(train_on_meta, saving, num_ranks=4, folder=first)

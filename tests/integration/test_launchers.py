@@ -197,7 +197,6 @@ def test_replicas_whose_launcher_shares_memory_train_the_same(tmp_path: Path) ->
     found = {}
     for method in ("popen", "forkserver"):
         folder = tmp_path / method
-        folder.mkdir()
         with started(folder, LOOSE, [sys.executable, "script.py", method]) as processes:
             found[method] = finish(folder, processes)
     assert found["popen"]["scale"] != 0.5

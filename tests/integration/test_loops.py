@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,11 @@ from tests.integration.jobs import run, run_job
 from tests.integration.trainings import (
     CLOSE,
     Epochs,
-    Recorder,
+    Session,
     Trained,
     Training,
-    build,
+    build_module,
     delayed,
-    report,
-    strict,
     trainer_of,
 )
 
@@ -76,24 +73,21 @@ def validate_views(module: Any) -> None:
 
 
 def fit_one(training: Training, **loaders: Any) -> Run:
-    strict()
-    # Advice about what these tests ask for.
-    warnings.filterwarnings("ignore", message="Anomaly Detection has been enabled")
-    warnings.filterwarnings(
-        "ignore", message=".*self.log\\(\\).* is disabled|.*logging is not conf"
-    )
-    module, loader = build(training)
-    validate_views(module)
-    journal, recorder = Journal(), Recorder()
-    trainer = trainer_of(training, module, journal, recorder)
-    loaders = loaders or {"train_dataloaders": loader, "val_dataloaders": labelled(50)}
+    journal = Journal()
+    it = Session(
+        training, journal, change=validate_views,
+        # Advice about what these tests ask for.
+        ignored=["Anomaly Detection has been enabled",
+                 ".*self.log\\(\\).* is disabled|.*logging is not conf"],
+    )  # fmt: skip
+    loaders = loaders or {"train_dataloaders": it.loader, "val_dataloaders": labelled(50)}
     if training.trainer.get("reload_dataloaders_every_n_epochs"):
-        epochs = make_epochs(module, training.sizes)
-        module.train_dataloader = lambda: Epochs(epochs[trainer.current_epoch :])
-        module.val_dataloader = lambda: labelled(50 + trainer.current_epoch)
+        epochs = make_epochs(it.module, training.sizes)
+        it.module.train_dataloader = lambda: Epochs(epochs[it.trainer.current_epoch :])
+        it.module.val_dataloader = lambda: labelled(50 + it.trainer.current_epoch)
         loaders = {}
-    trainer.fit(module, **loaders)
-    return Run(report(trainer, module, recorder), journal.entries)
+    it.trainer.fit(it.module, **loaders)
+    return Run(it.trained, journal.entries)
 
 
 def fit_each(trainings: list[Training]) -> list[Run]:
@@ -230,8 +224,7 @@ class Stream(IterableDataset[Any]):
 
 
 def fit_streams(training: Training) -> Run:
-    module, _ = build(training)
-    batches = make_epochs(module, training.sizes)[0]
+    batches = make_epochs(build_module(training), training.sizes)[0]
     return fit_one(
         training,
         train_dataloaders=DataLoader(Stream(batches), batch_size=None),
@@ -246,8 +239,7 @@ def test_streams_of_unknown_length(arguments: dict[str, Any], tmp_path: Path) ->
 
 
 def fit_shuffled(training: Training) -> Run:
-    module, _ = build(training)
-    batches = make_epochs(module, training.sizes)[0]
+    batches = make_epochs(build_module(training), training.sizes)[0]
     order = torch.Generator().manual_seed(3)
     loader: DataLoader[Any] = DataLoader(batches, batch_size=None, shuffle=True, generator=order)
     return fit_one(training, train_dataloaders=loader, val_dataloaders=labelled(50))
@@ -304,16 +296,13 @@ class Data(LightningDataModule):
 
 
 def fit_data_module(training: Training) -> tuple[Run, list[str], Any]:
-    strict()
-    module, _ = build(training)
-    validate_views(module)
-    module.predict_step = lambda batch, batch_idx: module.teacher(batch[0])
-    data = Data(module, training.sizes)
-    journal, recorder = Journal(), Recorder()
-    trainer = trainer_of(training, module, journal, recorder)
-    trainer.fit(module, datamodule=data)
-    predicted = trainer.predict(module, datamodule=data)
-    return Run(report(trainer, module, recorder), journal.entries), data.calls, predicted
+    journal = Journal()
+    it = Session(training, journal, change=validate_views)
+    it.module.predict_step = lambda batch, batch_idx: it.module.teacher(batch[0])
+    data = Data(it.module, training.sizes)
+    it.fit(datamodule=data)
+    predicted = it.trainer.predict(it.module, datamodule=data)
+    return Run(it.trained, journal.entries), data.calls, predicted
 
 
 def test_a_data_module_and_its_transfer_hooks(tmp_path: Path) -> None:
@@ -339,12 +328,8 @@ class Clock(Callback):
 
 
 def fit_for_a_second(training: Training) -> tuple[int, float]:
-    strict()
-    module, loader = build(training)
     clock = Clock()
-    trainer = trainer_of(training, module, clock)
-    trainer.fit(module, loader)
-    return trainer.global_step, clock.left[-1]
+    return Session(training, clock).fit().trainer.global_step, clock.left[-1]
 
 
 def test_a_time_limit(tmp_path: Path) -> None:
@@ -357,22 +342,19 @@ def test_a_time_limit(tmp_path: Path) -> None:
 
 
 def find_rate(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
-    module.lr = 1e-3
+    it = Session(training)
+    it.module.lr = 1e-3
 
     def configure() -> Any:
-        return torch.optim.SGD(module.parameters(), lr=module.lr)
+        return torch.optim.SGD(it.module.parameters(), lr=it.module.lr)
 
-    module.configure_optimizers = configure
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    finder = Tuner(trainer).lr_find(
-        module, loader, min_lr=1e-4, max_lr=1.0, num_training=16, early_stop_threshold=None
+    it.module.configure_optimizers = configure
+    finder = Tuner(it.trainer).lr_find(
+        it.module, it.loader, min_lr=1e-4, max_lr=1.0, num_training=16, early_stop_threshold=None
     )
     assert finder is not None
-    trainer.fit(module, loader)
-    return finder.results, module.lr, recorder.losses, module.state_dict()
+    it.fit()
+    return finder.results, it.module.lr, it.recorder.losses, it.module.state_dict()
 
 
 def test_the_learning_rate_finder(tmp_path: Path) -> None:
@@ -396,7 +378,7 @@ def scale_batch_of_validation(training: Training) -> None:
 
 
 def _scale_batch(training: Training, **arguments: Any) -> None:
-    module, _ = build(training)
+    module = build_module(training)
     module.validation_step = module.training_step
     module.val_dataloader = lambda: labelled(0)
     module.batch_size = 2
@@ -414,30 +396,30 @@ def synchronise_norms(training: Training) -> None:
 
 
 def stop_in_the_step(training: Training) -> None:
-    module, loader = build(training)
-    step = module.training_step
+    it = Session(training)
+    step = it.module.training_step
 
     def stopping(batch: Any, batch_idx: int) -> Tensor:
         loss = step(batch, batch_idx)
         if batch_idx == 2:
-            module.trainer.should_stop = True
+            it.trainer.should_stop = True
         return loss
 
-    module.training_step = stopping
-    trainer_of(training, module).fit(module, loader)
+    it.module.training_step = stopping
+    it.fit()
 
 
 def write_into_the_optimizer(training: Training) -> None:
-    module, loader = build(training)
-    step = module.training_step
+    it = Session(training)
+    step = it.module.training_step
 
     def changing(batch: Any, batch_idx: int) -> Tensor:
         if batch_idx == 2:
-            module.optimizers().param_groups[0]["lr"] *= 0.5
+            it.module.optimizers().param_groups[0]["lr"] *= 0.5
         return step(batch, batch_idx)
 
-    module.training_step = changing
-    trainer_of(training, module).fit(module, loader)
+    it.module.training_step = changing
+    it.fit()
 
 
 @pytest.mark.parametrize(

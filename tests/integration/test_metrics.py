@@ -30,7 +30,10 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from tests.exactness.modules import images
 from tests.integration.comparing import both, labelled
 from tests.integration.jobs import run
-from tests.integration.trainings import Recorder, Training, build, report, strict, trainer_of
+from tests.integration.trainings import (
+    Session,
+    Training,
+)
 
 CLASSIFIER = Training(
     "Classifier-group", "instance", {"num_microbatches": 1}, sizes=((5, 5, 3), (5, 5, 3))
@@ -79,15 +82,12 @@ class Bars(Callback):
 
 
 def fit_logging(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
-    log_everything(module)
-    bars, recorder = Bars(), Recorder()
+    bars = Bars()
     logger = CSVLogger(".", name="", version="log")
-    trainer = trainer_of(replace(training, trainer={"logger": logger}), module, bars, recorder)
-    trainer.fit(module, loader, [labelled(50), labelled(60)])
-    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
-    return report(trainer, module, recorder).metrics, logged, bars.shown
+    it = Session(training, bars, change=log_everything, logger=logger)
+    it.fit(validation=[labelled(50), labelled(60)])
+    logged = {name: float(value) for name, value in it.trainer.logged_metrics.items()}
+    return it.trained.metrics, logged, bars.shown
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -171,15 +171,10 @@ def decides() -> list[Any]:
 
 
 def fit_counting(training: Training) -> Any:
-    strict()
-    module, loader = build(training)
-    count_with_metrics(module)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader, labelled(50))
-    metrics, epoch = report(trainer, module, recorder).metrics, trainer.current_epoch
-    tested = trainer.test(module, labelled(60), verbose=False)
-    functions = {m.distributed_available_fn.__name__ for m in module.val.values()}
+    it = Session(training, change=count_with_metrics).fit(validation=labelled(50))
+    metrics, epoch = it.trained.metrics, it.trainer.current_epoch
+    tested = it.test(labelled(60))
+    functions = {m.distributed_available_fn.__name__ for m in it.module.val.values()}
     return metrics, epoch, tested, functions
 
 
@@ -237,15 +232,14 @@ def quiet(module: Any) -> None:
 
 
 def fit_counting_messages(training: Training) -> list[Counter[str]]:
-    strict()
-    module, loader = build(training)
-    log_everything(module)
     messages = Messages()
-    training = replace(training, trainer={"logger": CSVLogger(".", name="", version="log")})
-    trainer = trainer_of(training, module, messages, LearningRateMonitor("step"))
+    it = Session(
+        replace(training, change=None), messages, LearningRateMonitor("step"),
+        change=log_everything, logger=CSVLogger(".", name="", version="log"),
+    )  # fmt: skip
     if training.change is not None:
-        quiet(module)
-    trainer.fit(module, loader, [labelled(50), labelled(60)])
+        training.change(it.module)
+    it.fit(validation=[labelled(50), labelled(60)])
     return messages.counts[1:]  # the first step is traced and planned
 
 
@@ -270,15 +264,11 @@ def give_example(module: Any) -> None:
 
 
 def fit_showing(training: Training) -> None:
-    strict()
-    module, loader = build(training)
-    log_everything(module)
-    arguments = {
-        "logger": TensorBoardLogger(".", name="", version="log", log_graph=False),
-        "enable_progress_bar": True, "enable_model_summary": True,
-    }  # fmt: skip
-    trainer = trainer_of(replace(training, trainer=arguments), module)
-    trainer.fit(module, loader, [labelled(50), labelled(60)])
+    logger = TensorBoardLogger(".", name="", version="log", log_graph=False)
+    Session(
+        training, change=log_everything, logger=logger, enable_progress_bar=True,
+        enable_model_summary=True,
+    ).fit(validation=[labelled(50), labelled(60)])  # fmt: skip
 
 
 def events_of(folder: Path) -> list[tuple[int, str, float]]:

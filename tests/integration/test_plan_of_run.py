@@ -62,7 +62,6 @@ def test_a_run_that_goes_on_goes_by_the_plan_of_the_one_that_was_stopped(
     whole = fit(it, tmp_path)
     assert "made from measured times" in str(whole[0].notes)
     apart = tmp_path / "apart"
-    apart.mkdir()
     elsewhere = fit(other(it), apart)  # where costs are others, so is the plan, and what comes out
     assert elsewhere[0].placements != whole[0].placements
     same = [torch.equal(v, whole[0].weights[key]) for key, v in elsewhere[0].weights.items()]

@@ -15,14 +15,10 @@ from tests.integration.comparing import alone, both, labelled
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     CLOSE,
-    Recorder,
+    Session,
     Trained,
     Training,
-    build,
     delayed,
-    report,
-    strict,
-    trainer_of,
 )
 from tests.integration.trainings import train as train_plainly
 
@@ -48,16 +44,10 @@ def validate(module: Any) -> None:
 
 
 def train(training: Training) -> tuple[Trained, set[torch.dtype]]:
-    strict()
     torch.set_default_dtype(torch.float32)
-    module, loader = build(training)
-    validate(module)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader, labelled(50))
-    state = (s for s in trainer.optimizers[0].state.values())
-    kept = {value.dtype for values in state for value in values.values() if value.ndim}
-    return report(trainer, module, recorder), kept
+    it = Session(training, change=validate).fit(validation=labelled(50))
+    state = it.trainer.optimizers[0].state.values()
+    return it.trained, {v.dtype for values in state for v in values.values() if v.ndim}
 
 
 def train_each(trainings: list[Training]) -> list[tuple[Trained, set[torch.dtype]]]:

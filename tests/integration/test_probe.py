@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,7 +18,7 @@ from lightning_tspipe import KNNEvaluator, OnlineLinearProbe, TSPipeStrategy
 from tests.exactness.modules import NUM_CLASSES, encoder, frozen_copy, images, labels
 from tests.integration.jobs import run
 from tests.integration.test_callbacks import column, rows_of
-from tests.integration.trainings import CLOSE, strict
+from tests.integration.trainings import CLOSE, metrics_of, quiet_trainer, strict, weights_of
 
 CHECKPOINT = "after_one_epoch.ckpt"
 
@@ -49,9 +48,7 @@ def train_with_probe(
     strategy: str, num_ranks: int, num_epochs: int, *, probed: bool, resume: bool
 ) -> dict[str, Any]:
     """Fit; what rank 0 knows then."""
-    strict()
-    warnings.filterwarnings("ignore", message=".*sync_dist=True.*")
-    warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended")
+    strict(".*sync_dist=True.*", "You're resuming from a checkpoint that ended")
     module, batch_size = Distillation(), 4
     chosen: Any = strategy
     if strategy == "tspipe":
@@ -59,11 +56,10 @@ def train_with_probe(
     number = {"auto": 1, "ddp": num_ranks, "tspipe": num_ranks // 2}[strategy]
     probe = OnlineLinearProbe(NUM_CLASSES, labelled(10, 7), "backbone", lr=0.3, batch_size=3)
     knn = KNNEvaluator(labelled(11, 8), labelled(10, 7), "backbone", k=3, batch_size=3)
-    trainer = Trainer(
-        accelerator="cpu", devices=num_ranks, strategy=chosen, max_epochs=num_epochs,
+    trainer = quiet_trainer(
+        devices=num_ranks, strategy=chosen, max_epochs=num_epochs,
         callbacks=[probe, knn] if probed else [], logger=CSVLogger(".", name="", version="csv"),
-        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, use_distributed_sampler=False, default_root_dir=".",
+        use_distributed_sampler=False,
     )  # fmt: skip
     # Replicas share each batch: its first half is that of the first one.
     data = labelled(16, 3)
@@ -77,8 +73,8 @@ def train_with_probe(
     state = {} if probe.classifier is None else probe.classifier.state_dict()
     return {
         "probe": {name: tensor.clone() for name, tensor in state.items()},
-        "module": {k: v.clone() for k, v in module.state_dict().items() if not v.is_meta},
-        "metrics": {k: float(v) for k, v in trainer.callback_metrics.items()},
+        "module": weights_of(module),
+        "metrics": metrics_of(trainer),
         "is_clean": "training_step" not in vars(module),
     }
 

@@ -20,9 +20,9 @@ from tests.integration.relayed import (
     train_broken,
     train_two_rounds,
 )
+from tests.integration.trainings import CLOSE
 
 pytestmark = pytest.mark.distributed
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
 
 
 def check(relay: Relay, found: list[Relayed]) -> None:

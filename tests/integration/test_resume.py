@@ -25,13 +25,10 @@ from tests.integration.on_meta import meta_module
 from tests.integration.replicas import place as place_of
 from tests.integration.trainings import (
     CLOSE,
-    Recorder,
+    Session,
     Training,
     delayed,
     lightning_module,
-    report,
-    strict,
-    trainer_of,
 )
 
 SAMPLES = 14  # four batches: 4, 4, 4, 2
@@ -191,23 +188,22 @@ def go(
     it: Run, path: str | None = None, *, saves: bool = False, callbacks: Sequence[Any] = ()
 ) -> Went:
     """Fit, from a checkpoint or from the beginning."""
-    strict()
     torch.manual_seed(3)
     training = it.training
     make = meta_module if it.is_built_late else lightning_module
     module = make(training.case, training.world, training.optimizer)
-    if training.change is not None:
-        training.change(module)
-    recorder = Recorder()
     seen = Seen()
-    trainer = trainer_of(training, module, recorder, seen, *[SaveAll()] * saves, *callbacks)
-    arguments: dict[str, Any] = {"ckpt_path": path} if path is not None else {}
+    arguments: dict[str, Any] = {}
+    session = Session(
+        training, seen, *[SaveAll()] * saves, *callbacks, module=module, change=training.change
+    )
     if it.validates:
         module.validation_step = lambda batch: module.log("v", module.student(batch).mean())
-        arguments["val_dataloaders"] = DataLoader(images(6, 9), batch_size=3)
-    trainer.fit(module, loader_of(it.loader, *place_of(training)), **arguments)
+        arguments["validation"] = DataLoader(images(6, 9), batch_size=3)
+    loader, trainer = loader_of(it.loader, *place_of(training)), session.trainer
+    session.fit(loader, ckpt_path=path, weights_only=None, **arguments)
     trainer.save_checkpoint("end.ckpt")
-    done = report(trainer, module, recorder)
+    done = session.trained
     is_file = trainer.is_global_zero and Path("end.ckpt").is_file()
     end = torch.load("end.ckpt", weights_only=True) if is_file else {}
     states = end.get("optimizer_states", [{}])[0].get("state", {})
@@ -291,7 +287,6 @@ def test_going_on_with_other_stages(num_ranks: int, tmp_path: Path) -> None:
     for stop in ("batch-2", "epoch-4"):
         path = str(tmp_path / f"{stop}.ckpt")
         folder = tmp_path / stop
-        folder.mkdir()
         check(whole, run(go, other, path, num_ranks=num_ranks, folder=folder)[0])
 
 
@@ -305,7 +300,6 @@ def test_going_on_with_another_strategy(source: int, stop: str, tmp_path: Path) 
     whole = run(go_and_save, trainings[source], num_ranks=source, folder=tmp_path)[0]
     target = 3 - source
     folder = tmp_path / "resumed"
-    folder.mkdir()
     path = str(tmp_path / f"{stop}.ckpt")
     resumed = run(go, trainings[target], path, num_ranks=target, folder=folder)[0]
     assert len(resumed.losses) == 8 - int(stop.split("-")[1])

@@ -104,7 +104,6 @@ def test_a_run_that_is_over_saves_what_it_was_restored_from(shards: bool, tmp_pa
     it = replace(SPREAD, training=replace(SPREAD.training, options=options), is_built_late=False)
     longer = replace(it.training, trainer={**it.training.trainer, "max_epochs": 3})
     path, again = tmp_path / "epoch-8.ckpt", tmp_path / "again"
-    again.mkdir()
     run(go_and_save, it, folder=tmp_path)
     over = run(go, it, str(path), folder=again)[0]
     assert over.losses == []
@@ -202,8 +201,6 @@ def contents(folder: Path) -> dict[str, dict[str, Tensor]]:
 def test_shards_are_written_while_the_training_goes_on(tmp_path: Path) -> None:
     """The same best ones stay as when the training waits."""
     at_once, meanwhile = tmp_path / "at once", tmp_path / "meanwhile"
-    at_once.mkdir()
-    meanwhile.mkdir()
     run(train_on_meta, SAVING, folder=at_once)
     threads = run(train_meanwhile, SAVING, folder=meanwhile)
     assert set(threads[0]) == {"checkpoints"}

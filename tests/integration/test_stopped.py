@@ -64,7 +64,6 @@ def test_going_on_with_another_number_of_replicas(
     }  # fmt: skip
     target = 3 - source
     folder = tmp_path / "resumed"
-    folder.mkdir()
     ranks = run(go_and_save, runs[source], num_ranks=2 * source, folder=tmp_path)
     path = str(tmp_path / f"{stop}.ckpt")
     resumed = run(go, runs[target], path, num_ranks=2 * target, folder=folder)
@@ -113,7 +112,6 @@ def test_going_on_from_what_sigterm_left(name: str, tmp_path: Path) -> None:
     if name.endswith("shards"):
         options = {**it.training.options, "save_distributed_checkpoint": True}
         it = replace(it, training=replace(it.training, options=options))
-    (tmp_path / "whole").mkdir()
     whole = run(go, it, folder=tmp_path / "whole")
     args = None, [Signal(signal.SIGTERM)]
     job = run_job(go_saving, it, *args, folder=tmp_path)

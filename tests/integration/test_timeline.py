@@ -17,7 +17,7 @@ from lightning_tspipe.simulation.timeline import Timeline
 from tests.exactness.modules import make_epochs
 from tests.integration.by_hand import ByHand, adversarial, network_and_probe
 from tests.integration.jobs import run
-from tests.integration.trainings import Training, Unsized, build, strict, trainer_of
+from tests.integration.trainings import Session, Training, Unsized
 
 BYOL = Training("Byol-group-2-by hand", "instance", {"num_microbatches": 2})
 STEPS = {"start_step": 1, "num_steps": 5}
@@ -25,16 +25,10 @@ STEPS = {"start_step": 1, "num_steps": 5}
 
 def fit(training: Training, window: dict[str, int], options: dict[str, Any]) -> None:
     """Train with a recorded window."""
-    strict()
-    module, loader = build(training)
-    if options.pop("unsized", False):
-        loader = Unsized(make_epochs(module, training.sizes))
-    trainer = trainer_of(
-        replace(training, trainer={"logger": CSVLogger(".", name="", version="log"), **options}),
-        module,
-        PipelineTimeline(**window),
-    )
-    trainer.fit(module, loader)
+    is_unsized = options.pop("unsized", False)
+    logger = CSVLogger(".", name="", version="log")
+    it = Session(training, PipelineTimeline(**window), **{"logger": logger, **options})
+    it.fit(Unsized(make_epochs(it.module, training.sizes)) if is_unsized else None)
 
 
 def recorded(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +15,21 @@ from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 
 from lightning_tspipe import DelayedTeacherUpdate, KNNEvaluator
 from lightning_tspipe.cli.modules import measure
-from tests.exactness.modules import images, labels
+from tests.ecosystem.methods import METHODS
+from tests.exactness.modules import images, labels, make_epochs
 from tests.integration.comparing import both
 from tests.integration.jobs import run
 from tests.integration.trainings import (
     CLOSE,
+    RESUMING,
     SIZES,
     Epochs,
-    Recorder,
+    Session,
     Trained,
     Training,
-    build,
+    build_module,
     lightning_module,
-    report,
-    strict,
     train,
-    trainer_of,
 )
 
 TRAINING = Training("Classifier-batch", "instance", {"num_microbatches": 1})
@@ -58,16 +55,8 @@ def validation_batches() -> Epochs:
 
 
 def fit_and_validate(training: Training) -> tuple[Trained, Any, Any]:
-    strict()
-    module, loader = build(training)
-    add_validation(module)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader, validation_batches())
-    trained = report(trainer, module, recorder)
-    after = trainer.validate(module, validation_batches(), verbose=False)
-    tested = trainer.test(module, validation_batches(), verbose=False)
-    return trained, after, tested
+    it = Session(training, change=add_validation).fit(validation=validation_batches())
+    return it.trained, it.validate(validation_batches()), it.test(validation_batches())
 
 
 @pytest.mark.parametrize("world", ["lightning.pytorch", "pytorch_lightning"])
@@ -108,11 +97,7 @@ def test_knn_accuracy_is_as_on_one_device(num_ranks: int, tmp_path: Path) -> Non
 
 
 def fit_by_knn(training: Training) -> str:
-    strict()
-    module, loader = build(training)
-    trainer = trainer_of(training, module, Recorder())
-    trainer.fit(module, loader)
-    return str(trainer.checkpoint_callback.best_model_path)
+    return str(Session(training).fit().trainer.checkpoint_callback.best_model_path)
 
 
 def test_the_best_model_by_knn_accuracy(tmp_path: Path) -> None:
@@ -150,15 +135,10 @@ def test_a_checkpoint_is_that_of_one_device(optimizer: str, tmp_path: Path) -> N
 
 
 def resume(training: Training, path: str) -> Trained:
-    strict()
-    warnings.filterwarnings("ignore", message="Be aware that when using `ckpt_path`")
-    module, loader = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
+    it = Session(training, ignored=[RESUMING])
     for _ in range(training.sizes.index(training.sizes[-1])):
-        list(loader)
-    trainer.fit(module, loader, ckpt_path=path, weights_only=False)
-    return report(trainer, module, recorder)
+        list(it.loader)
+    return it.fit(ckpt_path=path).trained
 
 
 def save_first_epoch() -> list[Any]:
@@ -207,15 +187,11 @@ def plateau(module: Any) -> None:
 
 
 def fit_with_monitors(training: Training) -> tuple[Trained, int, list[Any], float]:
-    strict()
-    module, loader = build(training)
-    add_validation(module)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader, validation_batches())
-    best = [(c.best_model_path, sorted(c.best_k_models)) for c in trainer.checkpoint_callbacks]
-    rate = trainer.optimizers[0].param_groups[0]["lr"]
-    return report(trainer, module, recorder), trainer.current_epoch, best, rate
+    it = Session(training, change=add_validation).fit(validation=validation_batches())
+    callbacks = it.trainer.checkpoint_callbacks
+    best = [(c.best_model_path, sorted(c.best_k_models)) for c in callbacks]
+    rate = it.trainer.optimizers[0].param_groups[0]["lr"]
+    return it.trained, it.trainer.current_epoch, best, rate
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -243,15 +219,11 @@ def test_callbacks_that_decide_by_metrics(num_ranks: int, tmp_path: Path) -> Non
 
 
 def fit_with_logger(training: Training) -> None:
-    strict()
-    module, loader = build(training)
-    add_validation(module)
-    here = {"logger": CSVLogger(".", name="", version="log"), "enable_progress_bar": True,
-            "enable_model_summary": True}  # fmt: skip
-    trainer = trainer_of(
-        replace(training, trainer=here), module, LearningRateMonitor("step"), Recorder()
-    )
-    trainer.fit(module, loader, validation_batches())
+    Session(
+        training, LearningRateMonitor("step"), change=add_validation,
+        logger=CSVLogger(".", name="", version="log"), enable_progress_bar=True,
+        enable_model_summary=True,
+    ).fit(validation=validation_batches())  # fmt: skip
 
 
 def test_loggers_and_progress_bars(tmp_path: Path) -> None:
@@ -276,15 +248,9 @@ def test_loggers_and_progress_bars(tmp_path: Path) -> None:
 
 
 def fit_twice(training: Training) -> tuple[Trained, Trained]:
-    strict()
-    module, loader = build(training)
-    results = []
-    for _ in range(2):
-        recorder = Recorder()
-        trainer = trainer_of(training, module, recorder)
-        trainer.fit(module, loader)
-        results.append(report(trainer, module, recorder))
-    return results[0], results[1]
+    first = Session(training).fit()
+    trained = first.trained
+    return trained, Session(training, module=first.module).fit(first.loader).trained
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -298,14 +264,9 @@ def test_a_second_fit_goes_on(num_ranks: int, tmp_path: Path) -> None:
 
 def fit_more(training: Training) -> Trained:
     """The same Trainer goes on."""
-    strict()
-    module, loader = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader)
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder)
+    it = Session(training).fit()
+    it.trainer.fit_loop.max_epochs = 4
+    return it.fit().trained
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -316,12 +277,9 @@ def test_one_trainer_fits_twice(num_ranks: int, tmp_path: Path) -> None:
 
 
 def predict(training: Training) -> Any:
-    strict()
-    module, _ = build(training)
-    add_validation(module)
-    trainer = trainer_of(training, module)
-    trainer.validate(module, validation_batches(), verbose=False)
-    return trainer.predict(module, validation_batches())
+    it = Session(training, change=add_validation)
+    it.validate(validation_batches())
+    return it.predict(validation_batches())
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -332,20 +290,14 @@ def test_without_a_fit(num_ranks: int, tmp_path: Path) -> None:
 
 def fit_lightly(training: Training) -> Trained:
     """The example module of lightly's documentation, as it stands."""
-    strict()
-    byol = importlib.import_module("tests.integration.lightly_byol").BYOL
-    torch.manual_seed(0)
-    module = byol()
+    module = METHODS["byol"].make(training.world).double()
     batches = [
         ((images(4, seed, 16), images(4, seed + 9, 16)), labels(4, seed), ["a.png"] * 4)
         for seed in range(6)
     ]
-    recorder = Recorder()
     module.student_names = ["backbone", "projection_head", "prediction_head"]
     module.teacher_names = ["backbone_momentum", "projection_head_momentum"]
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, Epochs([batches]))
-    return report(trainer, module, recorder)
+    return Session(training, module=module).fit(Epochs([batches])).trained
 
 
 def lightly_delay() -> list[Any]:
@@ -365,7 +317,8 @@ def test_lightlys_byol(tmp_path: Path) -> None:
 
 def save_plan(training: Training, path: str) -> None:
     """Measure the step on one device, and plan for two."""
-    module, loader = build(training)
+    module = build_module(training)  # and no Trainer, whose strategy would read the plan
+    loader = Epochs(make_epochs(module, training.sizes))
     profile = measure(module, loader, accelerator="cpu", student=module.student_names)
     plan = profile.plan(2, schedule="gpipe", num_microbatches=2)
     Path(path).write_text(plan.to_json(), encoding="utf-8")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -105,7 +106,8 @@ class Recorder(Callback, OtherCallback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self.losses.append(outputs["loss"].detach().clone())
+        if outputs and "loss" in outputs:  # a step by hand may return none
+            self.losses.append(outputs["loss"].detach().clone())
         self.outputs.append(type(batch).__name__)
 
 
@@ -144,76 +146,151 @@ def strategy_of(training: Training, module: Any) -> Any:
     return TSPipeStrategy(**{**names, **training.options})
 
 
-def trainer_of(training: Training, module: Any, *callbacks: Any) -> Any:
-    """The Trainer; quiet unless asked otherwise."""
+def quiet_trainer(world: str = "lightning.pytorch", **arguments: Any) -> Any:
+    """A Trainer on CPUs that says and saves nothing unless asked to."""
     quiet = {
         "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
         "enable_model_summary": False, "log_every_n_steps": 1, "num_sanity_val_steps": 0,
+        "accelerator": "cpu", "default_root_dir": ".",
     }  # fmt: skip
-    return importlib.import_module(training.world).Trainer(
+    return importlib.import_module(world).Trainer(**{**quiet, **arguments})
+
+
+def trainer_of(training: Training, module: Any, *callbacks: Any) -> Any:
+    """The Trainer of a training."""
+    return quiet_trainer(
+        training.world,
         **{
-            **quiet,
-            "accelerator": "cpu",
             "devices": training.num_ranks,
             "strategy": strategy_of(training, module),
             "max_epochs": len(training.sizes),
-            "default_root_dir": ".",
             "callbacks": [*training.callbacks(), *callbacks],
             **training.trainer,
-        }
+        },
     )
 
 
-def strict() -> None:
-    """Warnings are errors, as in pytest's own process."""
+def strict(*ignored: str) -> None:
+    """Warnings are errors, as in pytest's own process.
+
+    Args:
+        ignored: Beginnings of further messages; they are right, and not what is tested.
+    """
     logging.getLogger("lightning_tspipe").setLevel(logging.INFO)
     warnings.simplefilter("error")
-    # Lightning 2.6 reads a deprecated class of torch's pytree, on every batch.
-    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)`")
-    warnings.filterwarnings("ignore", message="The '\\w+_dataloader' does not have many workers")
-    warnings.filterwarnings("ignore", message="The number of training batches")
-    # A frozen teacher is.
-    warnings.filterwarnings("ignore", message="Found .* in eval mode at the start of training")
-    # Progress bars and loggers in a test's folder.
-    warnings.filterwarnings("ignore", message=".*exists and is not empty")
+    for message in (
+        # Lightning 2.6 reads a deprecated class of torch's pytree, on every batch.
+        r"`isinstance\(treespec, LeafSpec\)`",
+        "The '\\w+_dataloader' does not have many workers",
+        "The number of training batches",
+        # A frozen teacher is.
+        "Found .* in eval mode at the start of training",
+        # Progress bars and loggers in a test's folder.
+        ".*exists and is not empty",
+        *ignored,
+    ):
+        warnings.filterwarnings("ignore", message=message)
 
 
-def build(training: Training) -> tuple[Any, Any]:
-    """The module and its loader."""
+RESUMING = "Be aware that when using `ckpt_path`"
+"""What Lightning says of every other callback than those that were saved."""
+
+
+def build_module(training: Training) -> Any:
+    """The module."""
     module = lightning_module(training.case, training.world, training.optimizer)
     if training.change is not None:
         training.change(module)
-    return module, Epochs(make_epochs(module, training.sizes))
+    return module
+
+
+def weights_of(module: Any) -> dict[str, Tensor]:
+    """Copies of the parameters and buffers that are on this rank."""
+    return {k: v.detach().clone() for k, v in module.state_dict().items() if not v.is_meta}
+
+
+def metrics_of(trainer: Any) -> dict[str, float]:
+    """What this rank knows of what was logged."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Session:
+    """A training on this rank: its module, loader and Trainer, to do with whatever is tested.
+
+    Args:
+        training: What is trained.
+        callbacks: Beside those of the training.
+        change: Changes the module that the training builds.
+        module: Another module.
+        ignored: As for :func:`strict`.
+        trainer: Further arguments of the Trainer.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        *callbacks: Any,
+        change: Callable[[Any], Any] | None = None,
+        module: Any = None,
+        ignored: Sequence[str] = (),
+        **trainer: Any,
+    ) -> None:
+        strict(*ignored)
+        self.module = build_module(training) if module is None else module
+        if change is not None:
+            change(self.module)
+        self.recorder = Recorder()
+        self._training = training
+        training = replace(training, trainer={**training.trainer, **trainer})
+        self.trainer = trainer_of(training, self.module, self.recorder, *callbacks)
+
+    @cached_property
+    def loader(self) -> Epochs:
+        """The batches of the training."""
+        return Epochs(make_epochs(self.module, self._training.sizes))
+
+    def fit(self, loader: Any = None, validation: Any = None, **arguments: Any) -> Self:
+        """Train, on the training's own batches unless others are given."""
+        if "ckpt_path" in arguments:
+            arguments = {"weights_only": False, **arguments}
+        if "datamodule" not in arguments:
+            arguments["train_dataloaders"] = self.loader if loader is None else loader
+            arguments["val_dataloaders"] = validation
+        self.trainer.fit(self.module, **arguments)
+        return self
+
+    def validate(self, *loaders: Any) -> Any:
+        """The metrics of a validation."""
+        return self.trainer.validate(self.module, *loaders, verbose=False)
+
+    def test(self, *loaders: Any) -> Any:
+        """The metrics of a test."""
+        return self.trainer.test(self.module, *loaders, verbose=False)
+
+    def predict(self, *loaders: Any) -> Any:
+        """The predictions."""
+        return self.trainer.predict(self.module, *loaders)
+
+    @property
+    def trained(self) -> Trained:
+        """What this rank has now."""
+        state = self.module.state_dict()
+        return Trained(
+            list(self.recorder.losses),
+            weights_of(self.module),
+            metrics_of(self.trainer),
+            self.trainer.global_step,
+            [name for name, value in state.items() if value.is_meta],
+            list(self.recorder.outputs),
+        )
 
 
 def train(training: Training) -> Trained:
     """Fit, and tell what this rank has then."""
-    strict()
-    module, loader = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, loader)
-    return report(trainer, module, recorder)
+    return Session(training).fit().trained
 
 
 def train_unsized(training: Training) -> Trained:
     """The same with a loader that has no length."""
-    strict()
-    module, _ = build(training)
-    recorder = Recorder()
-    trainer = trainer_of(training, module, recorder)
-    trainer.fit(module, Unsized(make_epochs(module, training.sizes)))
-    return report(trainer, module, recorder)
-
-
-def report(trainer: Any, module: Any, recorder: Recorder) -> Trained:
-    """What a rank has after a fit."""
-    state = module.state_dict()
-    return Trained(
-        recorder.losses,
-        {k: v.detach().clone() for k, v in state.items() if not v.is_meta},
-        {k: float(v) for k, v in trainer.callback_metrics.items()},
-        trainer.global_step,
-        [k for k, v in state.items() if v.is_meta],
-        recorder.outputs,
-    )
+    it = Session(training)
+    return it.fit(Unsized(make_epochs(it.module, training.sizes))).trained

@@ -72,6 +72,22 @@ def pages() -> list[Any]:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_the_examples_of_how_to_write_a_test_pass(tmp_path: Path) -> None:
+    file = tmp_path / "test_page.py"
+    file.write_text(script_of((ROOT / "tests" / "README.md").read_text()))
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    plugins = ["-p", "tests.integration.conftest", "-c", str(ROOT / "pyproject.toml")]
+    done = subprocess.run(  # noqa: S603 -- as below
+        [sys.executable, "-m", "pytest", *options, *plugins, str(file)],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False, timeout=220,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert "4 passed" in done.stdout
+
+
+@pytest.mark.distributed
 @pytest.mark.parametrize("page", pages())
 def test_page_runs(page: Path, tmp_path: Path) -> None:
     # A process of its own, because a strategy with several devices starts the script once for each.

@@ -45,7 +45,9 @@ class BYOL(pl.LightningModule):
         z0 = self.forward_momentum(x0)
         p1 = self.forward(x1)
         z1 = self.forward_momentum(x1)
-        return 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0))
+        loss = 0.5 * (self.criterion(p0, z1) + self.criterion(p1, z0))
+        self.log("train_loss", loss)
+        return loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.06)

@@ -279,7 +279,8 @@ def test_under_a_pipeline_it_only_declares(lab: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("options", [{"delay": 2}, {"delay": -1}, {"start_step": -1}])
 def test_arguments_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
+    [(name, value)] = options.items()
+    with pytest.raises(ConfigurationError, match=f"^{name}={value}(: a teacher| is negative)"):
         DelayedTeacherUpdate(**options)
 
 

@@ -232,7 +232,8 @@ def test_shows_its_progress_with_tqdm(
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"temperature": 0}, {"every_n_epochs": 0}])
 def test_arguments_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
+    [(name, value)] = options.items()
+    with pytest.raises(ConfigurationError, match=rf"{name}={value}\b.*above 0$"):
         KNNEvaluator(Classes(4), Classes(4), **options)
 
 

@@ -127,5 +127,6 @@ def test_ordinary_strategies_have_nothing_to_draw(lab: SimpleNamespace, tmp_path
 
 @pytest.mark.parametrize("options", [{"start_step": -1}, {"num_steps": 0}])
 def test_arguments_out_of_range(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError):
+    [(name, value)] = options.items()
+    with pytest.raises(ConfigurationError, match=f"{name}={value} .*at least"):
         PipelineTimeline(**options)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +27,14 @@ def test_grammar() -> None:
     assert str(Action(Op.LOSS, 0)) == "0L"
 
 
-@pytest.mark.parametrize("text", ["", "F0", "1X0", "1F", "1F0+", "1L0"])
-def test_refuses(text: str) -> None:
-    with pytest.raises(ScheduleError):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        *((text, f"^'{re.escape(text)}' is not an action") for text in ("", "F0", "1X0", "1F0+")),
+        ("1F", "^FORWARD needs a unit$"),
+        ("1L0", "^LOSS takes no unit$"),
+    ],
+)
+def test_refuses(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
         Action.parse(text)

@@ -168,7 +168,7 @@ def test_an_independent_teacher_levels_the_ranks() -> None:
 def test_atoms_that_share_a_parameter_stay_together() -> None:
     atoms = [replace(atom, joined=n == 3) for n, atom in enumerate(EVEN.atoms)]
     found = planned(NetworkProfile(tuple(atoms)), EVEN)
-    assert found.student_cuts in {(0, 3, 8), (0, 5, 8)}
+    assert found.student_cuts == (0, 3, 8)
 
 
 def test_folds_when_the_state_does_not_fit() -> None:
@@ -310,9 +310,12 @@ def test_the_memory_of_each_rank_counts() -> None:
         planned(EVEN, EVEN, cluster=Cluster(2, memories=(9 * MB, 24 * MB)))
 
 
-@pytest.mark.parametrize(("num_ranks", "teacher"), [(2, 0.25), (2, 4), (8, 1), (8, 4)])
+@pytest.mark.parametrize(
+    ("num_ranks", "teacher", "num_microbatches"),
+    [(2, 0.25, 8), (2, 4, 1), (8, 1, 16), (8, 4, 16)],
+)
 def test_one_view_gets_as_many_micro_batches_as_fill_the_bubble(
-    num_ranks: int, teacher: float
+    num_ranks: int, teacher: float, num_microbatches: int
 ) -> None:
     def fine(seconds: float) -> NetworkProfile:
         forward = {1: seconds / 64, 64: seconds}
@@ -323,8 +326,8 @@ def test_one_view_gets_as_many_micro_batches_as_fill_the_bubble(
 
     constraints = {"num_calls": (1, 1), "batch_sizes": [64], "paired": False}
     found = planned(fine(1), fine(teacher), num_ranks=num_ranks, **constraints)
-    assert found.num_microbatches > 8 or num_ranks == 2
-    assert found.bubble_ratio < 0.01
+    assert found.num_microbatches == num_microbatches
+    assert found.bubble_ratio == 0
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

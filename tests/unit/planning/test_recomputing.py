@@ -85,7 +85,7 @@ def test_activations_are_kept_or_computed_again_by_what_is_faster(
 
 
 def test_neither_fits() -> None:
-    with pytest.raises(PartitionError):
+    with pytest.raises(PartitionError, match=r"'block0' alone needs .* may hold 1\.0 MB"):
         keep_or_recompute(HEAVY_FRONT, lambda profile: profile.plan(2, memory_limit=MB))
 
 

@@ -106,7 +106,7 @@ def test_a_connection_of_its_own_answers_while_another_one_waits(
     )  # fmt: skip
     notes = StoreNotes(store.clone(), 20.0)
     waits = InTime(0.3, "a rank")
-    with pytest.raises(TransportError):
+    with pytest.raises(TransportError, match=r"^a rank did not answer within 0 s"):
         waits(store.get, "never")
     assert notes.read("cause") is None
     notes.leave("a")

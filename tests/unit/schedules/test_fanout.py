@@ -6,21 +6,14 @@ import pytest
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import lower
-from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
-
-
-def fan(heads: tuple[int, ...], num_ranks: int, num_stages: int = 0) -> Pipeline:
-    stages = num_stages or num_ranks
-    ranks = tuple((stages - 1 - stage) % num_ranks for stage in range(stages))
-    trunk = NetworkLayout(ranks, 1, 1, frozenset({stages - 1}))
-    student = NetworkLayout(heads, 1, 1, frozenset(range(len(heads))))
-    return Pipeline(num_ranks, student, trunk, ranks[0], coupling=Coupling.FANOUT)
+from tests.unit.pipelines import fanout_pipeline
 
 
 def epoch(pipeline: Pipeline, depth: int, num_batches: int) -> list[Schedule]:
@@ -37,7 +30,7 @@ def timeline(pipeline: Pipeline, depth: int, costs: CostTable, num_batches: int 
 
 
 def test_is_drawn() -> None:
-    first, second, *_ = epoch(fan((0, 1, 2), 3), 3, 6)
+    first, second, *_ = epoch(fanout_pipeline((0, 1, 2), 3), 3, 6)
     assert str(first) == (
         "0E 2T0 0F0 0L 0B0 2T0+1 0O\n"
         "1E 1T0 1F0 1L 1B0 1T0+1 1T0+2 1O\n"
@@ -55,7 +48,7 @@ def test_is_drawn() -> None:
 def test_every_stage_sees_every_batch_once(
     num_ranks: int, num_heads: int, depth: int, num_batches: int
 ) -> None:
-    pipeline = fan(tuple(head % num_ranks for head in range(num_heads)), num_ranks)
+    pipeline = fanout_pipeline(tuple(head % num_ranks for head in range(num_heads)), num_ranks)
     steps = epoch(pipeline, depth, num_batches)
     for before, step in pairwise(steps):
         validate(lower(step), before=before)
@@ -73,7 +66,7 @@ def test_every_stage_sees_every_batch_once(
 
 def test_nobody_waits_in_the_steady_state() -> None:
     """The paper's units: a trunk of 3, heads of 2, on three devices: 3 units instead of 5."""
-    pipeline = fan((0, 1, 2), 3)
+    pipeline = fanout_pipeline((0, 1, 2), 3)
     costs = CostTable.uniform(pipeline, forward=0.5, backward=1.5, teacher=1.0)
     walked = timeline(pipeline, 3, costs)
     assert walked.step_time == pytest.approx(3.0)
@@ -84,13 +77,13 @@ def test_nobody_waits_in_the_steady_state() -> None:
 
 
 def test_unequal_heads_are_bound_by_the_busiest_rank() -> None:
-    pipeline = fan((0, 1, 1), 2)
+    pipeline = fanout_pipeline((0, 1, 1), 2)
     heads = tuple(StageCost(each, 2 * each) for each in (1.0, 0.2, 0.3))
     costs = CostTable(heads, (StageCost(2.0), StageCost(1.0)), 0.0, (0.0,) * 2, (0.0,) * 2)
     assert timeline(pipeline, 2, costs).step_time == pytest.approx(max(1.0 + 3.0, 2.0 + 1.5))
 
 
 def test_a_rank_without_heads_only_forwards() -> None:
-    step = epoch(fan((0,), 2), 2, 5)[1]
+    step = epoch(fanout_pipeline((0,), 2), 2, 5)[1]
     assert [a for a in step.ranks[1] if a.op in {Op.LOSS, Op.FORWARD}] == []
     assert Action.parse("1O") in step.ranks[1]

@@ -15,13 +15,7 @@ from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.registry import lookahead
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
-
-
-def pipeline_of(num_ranks: int, *, num_calls: int = 1, teacher: int = 0) -> Pipeline:
-    ranks = tuple(reversed(range(num_ranks)))
-    student = NetworkLayout(ranks, num_calls, 1, frozenset({num_ranks - 1}))
-    late = NetworkLayout(ranks[:teacher], num_calls, 1, frozenset({teacher - 1}))
-    return Pipeline(num_ranks, student, late if teacher else None, num_ranks - 1)
+from tests.unit.pipelines import asynchronous_pipeline
 
 
 def epoch(pipeline: Pipeline, num_batches: int) -> list[Schedule]:
@@ -31,7 +25,7 @@ def epoch(pipeline: Pipeline, num_batches: int) -> list[Schedule]:
 
 
 def test_steps_are_as_drawn() -> None:
-    first, second, third, last = epoch(pipeline_of(3), 4)
+    first, second, third, last = epoch(asynchronous_pipeline(3), 4)
     assert (
         str(first)
         == "0E 2F0 0L 2B0 0O\n1E 1F0 1F0+1 1B0 1O\n2E 2D 2D+1 2D+2 0F0 0F0+1 0F0+2 0B0 2O"
@@ -47,7 +41,7 @@ def test_steps_are_as_drawn() -> None:
 def test_every_batch_is_trained_once_with_the_staleness_of_its_stage(
     num_ranks: int, num_batches: int, teacher: int
 ) -> None:
-    pipeline = pipeline_of(num_ranks, num_calls=2, teacher=min(teacher, num_ranks))
+    pipeline = asynchronous_pipeline(num_ranks, num_calls=2, num_teachers=min(teacher, num_ranks))
     steps = epoch(pipeline, num_batches)
     for step in steps:
         validate(lower(step))
@@ -62,7 +56,7 @@ def test_every_batch_is_trained_once_with_the_staleness_of_its_stage(
 
 
 def test_an_epoch_that_lacks_a_forward_or_has_one_twice_is_refused() -> None:
-    steps = epoch(pipeline_of(2), 4)
+    steps = epoch(asynchronous_pipeline(2), 4)
     with pytest.raises(ScheduleError, match="twice"):
         versions([steps[0], steps[0], *steps[2:]])
     with pytest.raises(ScheduleError, match="wait for each other"):
@@ -72,15 +66,15 @@ def test_an_epoch_that_lacks_a_forward_or_has_one_twice_is_refused() -> None:
 
 
 def test_ranks_hear_of_what_they_get_and_no_more() -> None:
-    assert lookahead("1f1b", pipeline_of(1)) == (0,)
-    assert lookahead("1f1b", pipeline_of(4)) == (1, 2, 3, 3)
-    assert lookahead("tspipe", pipeline_of(3, teacher=3)) == (1, 1, 1)
-    assert lookahead("gpipe", pipeline_of(3, teacher=3)) == (0, 0, 0)
+    assert lookahead("1f1b", asynchronous_pipeline(1)) == (0,)
+    assert lookahead("1f1b", asynchronous_pipeline(4)) == (1, 2, 3, 3)
+    assert lookahead("tspipe", asynchronous_pipeline(3, num_teachers=3)) == (1, 1, 1)
+    assert lookahead("gpipe", asynchronous_pipeline(3, num_teachers=3)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_in_the_steady_state_no_rank_waits(num_ranks: int) -> None:
-    pipeline = pipeline_of(num_ranks)
+    pipeline = asynchronous_pipeline(num_ranks)
     costs = CostTable.uniform(pipeline)
     timeline = simulate([lower(step) for step in epoch(pipeline, 20)], costs)
     ends = [

@@ -1,0 +1,48 @@
+"""Pipelines by their few numbers, for tests of schedules, simulation and validation."""
+
+from __future__ import annotations
+
+from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.planning.placement import default_ranks
+
+
+def make_pipeline(  # noqa: PLR0913 -- as many as a pipeline has
+    num_ranks: int,
+    num_calls: int,
+    num_microbatches: int,
+    *,
+    num_stages: int | None = None,
+    teacher: bool = True,
+    teacher_ranks: tuple[int, ...] | None = None,
+    outputs: frozenset[int] = frozenset(),
+) -> Pipeline:
+    """Stage s on rank (S - 1 - s) % P, for the teacher too unless its ranks are given."""
+    ranks = default_ranks(num_stages or num_ranks, num_ranks)
+
+    def network(held: tuple[int, ...]) -> NetworkLayout:
+        taps = frozenset(stage for stage in outputs if stage < len(held))
+        return NetworkLayout(held, num_calls, num_microbatches, taps | {len(held) - 1})
+
+    return Pipeline(
+        num_ranks,
+        network(ranks),
+        network(teacher_ranks or ranks) if teacher else None,
+        data_rank=ranks[0],
+    )
+
+
+def fanout_pipeline(heads: tuple[int, ...], num_ranks: int) -> Pipeline:
+    """A trunk with a stage on each rank, the first on the last, and heads on the given ranks."""
+    ranks = default_ranks(num_ranks, num_ranks)
+    trunk = NetworkLayout(ranks, 1, 1, frozenset({num_ranks - 1}))
+    student = NetworkLayout(heads, 1, 1, frozenset(range(len(heads))))
+    return Pipeline(num_ranks, student, trunk, ranks[0], coupling=Coupling.FANOUT)
+
+
+def asynchronous_pipeline(num_ranks: int, *, num_calls: int = 1, num_teachers: int = 0) -> Pipeline:
+    """A whole batch per unit; the teacher's stages, if any, on the ranks of the student's first."""
+    ranks = tuple(reversed(range(num_ranks)))
+    teacher_ranks = ranks[:num_teachers] or None
+    return make_pipeline(
+        num_ranks, num_calls, 1, teacher=bool(num_teachers), teacher_ranks=teacher_ranks
+    )
