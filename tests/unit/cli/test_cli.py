@@ -89,7 +89,7 @@ def test_plan_with_stages_that_run_again(
     saved = tmp_path / "plan.json"
     options = ("--activation-checkpointing", "--save", saved)
     assert run("plan", profile, "--devices", 2, *options) == 0
-    assert "activations of 8 atoms computed again" in capsys.readouterr().out
+    assert "activations of 8 atoms recomputed" in capsys.readouterr().out
     assert Plan.from_json(saved.read_text()).placement.recomputed == frozenset(range(8))
 
 
