@@ -8,7 +8,8 @@ export OMP_NUM_THREADS ?= 1
 # As many tests at a time as there are cores; each has its own ports, files and processes.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
-.PHONY: env demo test test-slow test-all faults resumes gpu lint types layers format bench docs clean
+.PHONY: env demo test test-slow test-all coverage faults resumes gpu lint types layers format bench \
+  docs wheel clean
 
 env: $(STAMP)
 
@@ -51,6 +52,12 @@ types: env
 layers: env
 	$(BIN)/lint-imports --no-logo
 
+# What their unit tests reach of ir and simulation, and the floor below it. Apart from `make test`,
+# since tracing makes tests of pure Python about twice as slow.
+coverage: env
+	$(BIN)/python -m pytest --quiet -m "not slow" --cov --cov-report term:skip-covered \
+	  --override-ini timeout=400 tests/unit/ir tests/unit/simulation
+
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -59,6 +66,11 @@ bench: env
 	mkdir -p runs/bench
 	$(BIN)/python benchmarks/throughput/main.py --quick --json runs/bench/throughput.json
 	$(BIN)/python benchmarks/emulated/main.py --quick --json runs/bench/emulated.json
+
+# Source distribution and wheel, into dist/; `make test-slow` tests what is built like this.
+wheel: env
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/python -m pytest --quiet -m slow tests/unit/test_wheel.py
 
 docs: $(STAMP)-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

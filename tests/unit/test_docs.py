@@ -59,6 +59,27 @@ def test_readme_has_python() -> None:
     assert ROOT / "README.md" in with_python()
 
 
+HOW_IT_WORKS, CONTRIBUTING = ROOT / "docs/how-it-works.md", ROOT / "docs/contributing.md"
+NAMED = re.compile(r"`((?:[\w.-]+/)+(?:[\w-]+\.\w+)?)`")
+
+
+@pytest.mark.parametrize("page", [HOW_IT_WORKS, CONTRIBUTING], ids=lambda page: page.stem)
+def test_files_and_folders_that_a_page_names_exist(page: Path) -> None:
+    named = set(NAMED.findall(page.read_text(encoding="utf-8"))) - {"site/", "runs/"}
+    below = ("", "lightning_tspipe", "lightning_tspipe/strategy", "tests")
+    missing = {n for n in named if not any((ROOT / folder / n).exists() for folder in below)}
+    assert named
+    assert not missing
+
+
+def test_a_step_is_read_in_eight_files_at_most() -> None:
+    text = HOW_IT_WORKS.read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## One step, file by file$(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    files = re.findall(r"^\| \d \| `([\w/]+\.py)` \|", section, re.MULTILINE)
+    assert 1 < len(set(files)) <= 8
+    assert {name for name in NAMED.findall(section) if name.endswith(".py")} == set(files)
+
+
 # What a newcomer copies first runs with every `make test`.
 FIRST = {"README.md", "docs/index.md", "docs/guide/getting-started.md"}
 
