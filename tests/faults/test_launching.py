@@ -216,7 +216,8 @@ def test_of_a_rank_that_has_met_nobody_there_is_the_cause_and_no_traceback() -> 
 
 def test_results_are_for_a_parent_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that was killed the folder is gone in which they would lie."""
-    code = "from lightning_tspipe.runtime.faults import parents; print(parents.signed_by_this_process())"
+    module = "lightning_tspipe.runtime.faults.parents"
+    code = f"import {module} as parents; print(parents.signed_by_this_process())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     monkeypatch.setenv(HEIR, ended.stdout.strip())
     with pytest.raises(SystemExit, match="1"):
