@@ -48,7 +48,7 @@ class Fan:
         sizes: Of the batches.
         first: See ``num_heads``.
         stops: The head that stops after the first epoch; -1: none.
-        slow: Seconds that a step of the heads on rank 0 takes longer.
+        lead: Steps that the last rank has to be ahead before the heads on rank 0 go on.
     """
 
     num_ranks: int
@@ -59,7 +59,7 @@ class Fan:
     sizes: tuple[int, ...] = (5, 5, 4, 5, 2)
     first: int = 0
     stops: int = -1
-    slow: float = 0.0
+    lead: int = 0
     inside: tuple[int, int] = (0, 1)
 
     @property
@@ -145,7 +145,7 @@ def _train_rank(
             found.began.append((rank, epoch * len(batches) + index))
             loss = _forward(engine, module, batches, index)
             if loss is not None and rank == 0:
-                time.sleep(fan.slow)
+                _let_go_ahead(fan, found, epoch * len(batches) + index)
             for optimizer in optimizers:
                 optimizer.zero_grad()
             engine.backward(None if loss is None else loss.backward)
@@ -154,6 +154,17 @@ def _train_rank(
             found.losses.setdefault(rank, []).append(0.0 if loss is None else on_host(loss))
     for name in student.here:
         found.weights[name] = on_host(dict(student.heads[name].state_dict()))
+
+
+def _let_go_ahead(fan: Fan, found: Found, step: int) -> None:
+    """Until the last rank has begun a step that far ahead, or its last one; and a moment more."""
+    if not fan.lead or step == 0:  # the first step has to be over before anybody runs ahead
+        return
+    wanted = (fan.num_ranks - 1, min(step + fan.lead, len(fan.sizes) - 1))
+    deadline = time.monotonic() + 20
+    while wanted not in found.began and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.01)  # in which it may not go further
 
 
 def _step(module: Silent, index: int, batch: Any) -> Any:

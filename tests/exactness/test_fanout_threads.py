@@ -78,7 +78,7 @@ def test_labels_travel_once_to_each_rank_with_heads(fan: Fan) -> None:
 
 @pytest.mark.parametrize(("depth", "slack"), [(2, 1), (4, 3)])
 def test_a_rank_waits_for_those_that_read_what_it_makes(depth: int, slack: int) -> None:
-    fan = Fan(2, 2, depth, sizes=(4,) * 12, slow=0.01)
+    fan = Fan(2, 2, depth, sizes=(4,) * 12, lead=slack + 1)
     found = train_on_threads(fan, num_epochs=1)
     begun = {0: -1, 1: -1}
     furthest = 0

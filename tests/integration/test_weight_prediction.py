@@ -42,7 +42,7 @@ def test_a_resumed_run_predicts_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "accumulate", "message"),
-    [("auto", 1, "no teacher is late"), ("tspipe", 2, "moves")],
+    [("auto", 1, "no teacher is late"), ("tspipe", 2, "the teacher changes in some steps only")],
 )
 def test_where_it_means_nothing_it_is_refused(
     strategy: str, accumulate: int, message: str, tmp_path: Path

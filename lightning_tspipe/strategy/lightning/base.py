@@ -37,6 +37,8 @@ def _method(choices: Mapping[str, Callable[..., Any]], default: Callable[..., An
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return choices[self.namespace.name](self, *args, **kwargs)
 
+    # Lightning looks below one decorator to see whether a method is overridden.
+    vars(call)["__wrapped__"] = getattr(default, "__wrapped__", default)
     return call
 
 

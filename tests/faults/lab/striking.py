@@ -26,7 +26,7 @@ PACKAGE = "lightning_tspipe.strategy"
 PATCHED: dict[str, tuple[str, ...]] = {
     "connect": ("lightning.processes:Processes.set_up_environment",),
     "capture": ("training.relaying:infer_shapes",),  # in other modes, the module's own step
-    "in step": ("training.relaying:Relaying.training_step",),
+    "in step": ("training.relaying:RelayDriver.training_step",),
     "planning": (
         "setup.placing:agree",
         "setup.placing:place_heads",

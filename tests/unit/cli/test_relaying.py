@@ -24,7 +24,7 @@ def test_modes_are_compared_and_the_best_is_explained() -> None:
     assert "dpu: 2 blocks for 3 devices" in text
     assert "devices busy 100%" in text
     # Three quarters of the work are the first block's: two devices share it, and all are busy.
-    assert "its longest stage, 0; all blocks' work, of whole batches and spread evenly" in text
+    assert "its slowest stage, 0; the work of all blocks on whole batches, divided evenly" in text
 
 
 def test_blocks_that_fit_nowhere() -> None:

@@ -141,7 +141,7 @@ def test_batches_that_were_not_measured() -> None:
     assert "8 x 1 (a replica would get 1 samples per call, and 4 are the fewest" in plan.reason
     # Beyond what was measured the line goes on, and the plan says so.
     plan = plan_cluster(profile(batch=128), Cluster(2, FAST), num_replicas=2)
-    assert "units of 64 samples are priced along the line" in plan.reason
+    assert "units of 64 samples are extrapolated" in plan.reason
     assert plan.step_seconds == pytest.approx(64 * 8 * 4e-3, rel=1e-3)
 
 

@@ -36,7 +36,7 @@ def test_running_again_costs_forwards_and_saves_activations() -> None:
 def test_plans_that_run_again_are_saved() -> None:
     plan = AGAIN.plan(2)
     assert Plan.from_json(plan.to_json()) == plan
-    assert "activations of 8 atoms computed again" in str(plan)
+    assert "activations of 8 atoms recomputed" in str(plan)
 
 
 def test_it_fits_where_nothing_fitted() -> None:
