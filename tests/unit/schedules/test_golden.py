@@ -43,7 +43,7 @@ def epoch(
 ) -> list[Schedule]:
     """All steps between two drains."""
     build = partial(build_step, name, pipeline, CostTable.uniform(pipeline), split=split)
-    if name in {"gpipe", "sequential"}:  # every step starts from nothing and leaves nothing
+    if name in FIXED:  # every step starts from nothing and leaves nothing
         return [build(fresh=True, ahead=0)] * num_batches
     return [
         build(fresh=batch == 0, ahead=num_batches - 1 - batch, depth=depth)
