@@ -22,7 +22,7 @@ from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, build_step
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, FIXED, SCHEDULES, build_step
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
