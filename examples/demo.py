@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn.functional import affine_grid, cosine_similarity, grid_sample, normalize
+from torch.nn.functional import affine_grid, cosine_similarity, grid_sample
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -34,7 +34,7 @@ from lightning_tspipe.callbacks import (
     PipelineThroughputMonitor,
     PipelineTimeline,
 )
-from lightning_tspipe.callbacks.knn import knn_scores
+from lightning_tspipe.evaluation import knn_evaluation
 from lightning_tspipe.simulation.timeline import Timeline
 
 IMAGE_SIZE = 16
@@ -157,14 +157,9 @@ def scribbled(dataset: TensorDataset) -> TensorDataset:
         return TensorDataset(scribble(images), labels)
 
 
-@torch.no_grad()
 def accuracy(network: nn.Module, bank: TensorDataset, queries: TensorDataset) -> float:
     """k-NN accuracy of a network's features outside of any training."""
-    network.eval()
-    vectors, points = (normalize(network(part.tensors[0]), dim=1) for part in (bank, queries))
-    network.train()
-    scores = knn_scores(points, vectors, bank.tensors[1], num_classes=10)
-    return (scores.argmax(dim=1) == queries.tensors[1]).float().mean().item()
+    return knn_evaluation(network, bank, queries, lambda _, images: network(images))["knn_top1"]
 
 
 def column(log_dir: str, name: str) -> list[float]:

@@ -6,69 +6,20 @@ Importing the package registers the strategies ``tspipe``, ``tspipe_gpipe``, ``t
 
 from __future__ import annotations
 
-from lightning_tspipe.callbacks import (
-    AutoCache,
-    BlockwiseDistillation,
-    BlockwiseRelay,
-    DelayedTeacherUpdate,
-    FreezeAndRepack,
-    GradientNormFreeze,
-    HeadCheckpoint,
-    HeadEarlyStopping,
-    KNNEvaluator,
-    MomentumEMA,
-    OnlineLinearProbe,
-    PipelineThroughputMonitor,
-    PipelineTimeline,
-    ScheduledFreeze,
-    WeightPrediction,
-)
-from lightning_tspipe.errors import (
-    CaptureError,
-    CheckpointError,
-    ConfigurationError,
-    PartitionError,
-    ScheduleError,
-    TransportError,
-    TSPipeError,
-)
-from lightning_tspipe.evaluation import knn_evaluation, linear_evaluation
-from lightning_tspipe.heads import FanoutTraining, HeadOptimizers, StudentFanout
+from lightning_tspipe import callbacks, errors, evaluation, heads
+from lightning_tspipe.callbacks import *  # noqa: F403 - the public names of each are in its __all__
+from lightning_tspipe.errors import *  # noqa: F403
+from lightning_tspipe.evaluation import *  # noqa: F403
+from lightning_tspipe.heads import *  # noqa: F403
 from lightning_tspipe.runtime.weights.prediction import PredictsUpdate
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
-__all__ = [
-    "AutoCache",
-    "BlockwiseDistillation",
-    "BlockwiseRelay",
-    "CaptureError",
-    "CheckpointError",
-    "ConfigurationError",
-    "DelayedTeacherUpdate",
-    "FanoutTraining",
-    "FreezeAndRepack",
-    "GradientNormFreeze",
-    "HeadCheckpoint",
-    "HeadEarlyStopping",
-    "HeadOptimizers",
-    "KNNEvaluator",
-    "MomentumEMA",
-    "OnlineLinearProbe",
-    "PartitionError",
-    "PipelineThroughputMonitor",
-    "PipelineTimeline",
-    "PredictsUpdate",
-    "ScheduleError",
-    "ScheduledFreeze",
-    "StudentFanout",
-    "TSPipeError",
-    "TSPipeStrategy",
-    "TransportError",
-    "WeightPrediction",
-    "knn_evaluation",
-    "linear_evaluation",
-]
+__all__ = ["PredictsUpdate", "TSPipeStrategy"]
+__all__ += callbacks.__all__
+__all__ += errors.__all__
+__all__ += evaluation.__all__
+__all__ += heads.__all__
 
 for _namespace in installed_namespaces():
     _registry = _namespace.strategies.StrategyRegistry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,10 @@ from lightning_tspipe.callbacks.features import (
     feature_step,
     hits_of,
 )
-from lightning_tspipe.callbacks.knn import Neighbours
+from lightning_tspipe.callbacks.quality import Neighbours
 from lightning_tspipe.errors import ConfigurationError
 
 __all__ = ["knn_evaluation", "linear_evaluation"]
-
-Labelled = Iterator[tuple[Tensor, Tensor]]
 
 
 def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
@@ -72,44 +71,37 @@ def linear_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         ConfigurationError: There is no batch to train on, or batches are not ``(images, labels)``.
     """
     with evaluating(module):
-        training = _Images(module, train, features, batch_size, shuffle=True)
+        training = partial(_images, module, train, features, batch_size, shuffle=True)
         if num_classes is None:
-            num_classes = 1 + max((int(labels.max()) for _, labels in training), default=-1)
+            num_classes = 1 + max((int(labels.max()) for _, labels in training()), default=-1)
         classifier: nn.Linear | None = None
         optimizer: torch.optim.Optimizer | None = None
         rate = lr
         for epoch in range(epochs):
             falling = (1 + math.cos(math.pi * epoch / epochs)) / 2
             losses = []
-            for vectors, labels in training:
+            for vectors, labels in training():
                 if classifier is None or optimizer is None:
+                    rate = lr * len(vectors) / 256
                     classifier = nn.Linear(vectors.shape[1], num_classes).to(vectors)
                     optimizer = torch.optim.SGD(
-                        classifier.parameters(), lr, momentum=momentum, weight_decay=weight_decay
+                        classifier.parameters(), rate, momentum=momentum, weight_decay=weight_decay
                     )
-                    rate = lr * len(vectors) / 256
                 optimizer.param_groups[0]["lr"] = rate * falling
-                losses.append(_step(classifier, optimizer, vectors, labels))
+                with torch.enable_grad():
+                    loss = cross_entropy(classifier(vectors), labels)
+                    loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
             if on_epoch is not None and losses:
                 on_epoch(epoch, torch.stack(losses).mean().item())
         if classifier is None:
             raise ConfigurationError("linear_evaluation: there is nothing to train on")
-        found = _Images(module, validation, features, batch_size)
         hits = torch.zeros(3, dtype=torch.long, device=classifier.weight.device)
-        for vectors, labels in found:
+        for vectors, labels in _images(module, validation, features, batch_size):
             hits += hits_of(classifier(vectors), labels)
         return accuracies("linear", hits)
-
-
-def _step(
-    classifier: nn.Linear, optimizer: torch.optim.Optimizer, vectors: Tensor, labels: Tensor
-) -> Tensor:
-    optimizer.zero_grad()
-    with torch.enable_grad():
-        loss = cross_entropy(classifier(vectors), labels)
-        loss.backward()
-    optimizer.step()
-    return loss.detach()
 
 
 def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
@@ -142,11 +134,11 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         ConfigurationError: The bank or the queries are empty, or not ``(images, labels)``.
     """
     with evaluating(module):
-        asked = list(_Images(module, queries, features, batch_size))
+        asked = list(_images(module, queries, features, batch_size))
         if not asked:
             raise ConfigurationError("knn_evaluation: there are no queries")
         neighbours = Neighbours(normalize(torch.cat([v for v, _ in asked]), dim=1), k)
-        for vectors, labels in _Images(module, bank, features, batch_size):
+        for vectors, labels in _images(module, bank, features, batch_size):
             neighbours.add(normalize(vectors, dim=1), labels)
         if not neighbours.num_classes:
             raise ConfigurationError("knn_evaluation: the bank is empty")
@@ -154,25 +146,14 @@ def knn_evaluation(  # noqa: PLR0913 - the task, then settings by keyword
         return accuracies("knn", hits_of(scores, torch.cat([labels for _, labels in asked])))
 
 
-class _Images:
-    """Features and labels, computed in each iteration."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        source: Source,
-        features: Features,
-        batch_size: int,
-        *,
-        shuffle: bool = False,
-    ) -> None:
-        self._loader: Any = source
-        if isinstance(source, Dataset):
-            self._loader = DataLoader(source, batch_size, shuffle=shuffle)
-        self._step = feature_step(module, features)
-        self._device = next((p.device for p in module.parameters()), torch.device("cpu"))
-
-    def __iter__(self) -> Labelled:
-        for batch in self._loader:
-            features, labels = self._step(move_data_to_device(batch, self._device))
-            yield as_vectors(features), torch.as_tensor(labels).to(features.device).flatten()
+def _images(
+    module: nn.Module, source: Source, features: Features, batch_size: int, *, shuffle: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features and labels, batch by batch."""
+    loader: Any = source
+    if isinstance(source, Dataset):
+        loader = DataLoader(source, batch_size, shuffle=shuffle)
+    step = feature_step(module, features)
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    for batch in loader:
+        yield as_vectors(*step(move_data_to_device(batch, device)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -19,27 +18,16 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette for colour-blind readers. Actions that run ahead for the next batch have a
 # light tint of their op's colour.
-_COLOURS = {
-    Op.FORWARD: "#0072B2",
-    Op.TEACHER: "#E69F00",
-    Op.BACKWARD: "#009E73",
-    Op.INPUT_BACKWARD: "#56B4E9",
-    Op.WEIGHT_BACKWARD: "#7FC8AE",
-    Op.LOSS: "#D55E00",
-    Op.OPTIMIZER: "#CC79A7",
-    Op.EFFECTS: "#999999",
-    Op.DATA: "#5A5A5A",
-}
-_NAMES = {
-    Op.FORWARD: "student forward",
-    Op.TEACHER: "teacher forward",
-    Op.BACKWARD: "backward",
-    Op.INPUT_BACKWARD: "backward, inputs",
-    Op.WEIGHT_BACKWARD: "backward, weights",
-    Op.LOSS: "loss",
-    Op.OPTIMIZER: "optimizer",
-    Op.EFFECTS: "effects of the step",
-    Op.DATA: "data",
+_STYLES = {
+    Op.FORWARD: ("student forward", "#0072B2"),
+    Op.TEACHER: ("teacher forward", "#E69F00"),
+    Op.BACKWARD: ("backward", "#009E73"),
+    Op.INPUT_BACKWARD: ("backward, inputs", "#56B4E9"),
+    Op.WEIGHT_BACKWARD: ("backward, weights", "#7FC8AE"),
+    Op.LOSS: ("loss", "#D55E00"),
+    Op.OPTIMIZER: ("optimizer", "#CC79A7"),
+    Op.EFFECTS: ("effects of the step", "#999999"),
+    Op.DATA: ("data", "#5A5A5A"),
 }
 _RUN_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#5A5A5A")
 _BAR_HEIGHT = 0.74
@@ -47,20 +35,6 @@ _CHARACTER_POINTS = 5.2  # width of a digit at the labels' size
 _LABEL_POINTS = 8
 _WIDTH_INCHES = 12.0
 _AHEAD_OPACITY = 0.45
-
-
-@dataclass(frozen=True)
-class _Panel:
-    """One timeline of a drawing, with the ends and the origin of its axis, in seconds."""
-
-    timeline: Timeline
-    title: str
-    first: float
-    last: float
-    zero: float
-
-    def milliseconds(self, seconds: float) -> float:
-        return (seconds - self.zero) * 1e3
 
 
 @dataclass(frozen=True)
@@ -116,57 +90,57 @@ def plot_curves(
     _save(figure, Path(path))
 
 
-def plot_timeline(timeline: Timeline, path: str | Path, *, title: str | None = None) -> None:
-    """Draw a timeline: one row per rank, one bar per action, labelled by its unit.
-
-    Args:
-        timeline: Simulated or measured.
-        path: File to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-        title: Title of the drawing; None: the time per step and the bubble ratio.
-
-    Raises:
-        ConfigurationError: matplotlib is not installed, the suffix is not a known format, or the
-            timeline is empty.
-    """
-    start, end = timeline.start, timeline.end
-    panel = _Panel(timeline, _title(timeline) if title is None else title, start, end, start)
-    _plot([panel], path, "milliseconds")
-
-
 def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     """Draw timelines below each other on one time axis, their first steady steps aligned.
 
+    Each has one row per rank, and one bar per action, labelled by its unit.
+
     Args:
-        timelines: Timelines by title.
-        path: As for :func:`plot_timeline`.
+        timelines: Timelines, simulated or measured, by title.
+        path: File to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
 
     Raises:
-        ConfigurationError: As for :func:`plot_timeline`.
+        ConfigurationError: matplotlib is not installed, the suffix is not a known format, or a
+            timeline is empty.
     """
-    panels = [
-        _Panel(timeline, f"{name}: {_title(timeline)}", first, last, timeline.steady_start)
-        for (name, timeline), (first, last) in zip(
-            timelines.items(), aligned(timelines.values()), strict=True
-        )
-    ]
-    _plot(panels, path, "milliseconds; 0: the first steady step begins")
-
-
-def _plot(panels: list[_Panel], path: str | Path, axis: str) -> None:
-    if not all(panel.timeline.spans for panel in panels):
+    if not all(timeline.spans for timeline in timelines.values()):
         raise ConfigurationError("the timeline has no spans; record at least one step")
-    heights = [panel.timeline.num_ranks for panel in panels]
+    heights = [timeline.num_ranks for timeline in timelines.values()]
     figure = _new_figure(0.8 + 0.5 * len(heights) + 0.5 * sum(heights))
+    from matplotlib.patches import Patch  # noqa: PLC0415 - optional dependency
+
     subplots = figure.subplots(
-        len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        len(heights), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+    )[:, 0]
+    seen = {
+        _key(span)
+        for timeline in timelines.values()
+        for span in timeline.spans
+        if span.end > span.start  # others have no bar
+    }
+    keys = sorted(seen, key=lambda key: (list(_STYLES).index(key[0]), key[1]))
+    windows = aligned(timelines.values())
+    for axes, (name, timeline), window in zip(subplots, timelines.items(), windows, strict=True):
+        _draw(axes, timeline, keys, window)
+        title = (
+            f"{timeline.step_time * 1e3:.1f} ms per step, {timeline.bubble_ratio:.0%} of the time "
+            "waiting"
+        )
+        axes.set_title(f"{name}: {title}" if name else title, loc="left", fontsize=10)
+    subplots[-1].set_xlabel("milliseconds; 0: the first steady step begins")
+    figure.legend(
+        handles=[
+            Patch(
+                facecolor=_colour(op, is_ahead=is_ahead),
+                label=_STYLES[op][0] + (", next batch" if is_ahead else ""),
+            )
+            for op, is_ahead in keys
+        ],
+        loc="outside lower center",
+        ncols=min(max(len(keys), 1), 6),
+        frameon=False,
+        fontsize=_LABEL_POINTS,
     )
-    keys = _keys(span for panel in panels for span in panel.timeline.spans)
-    for panel, axes in zip(panels, subplots[:, 0], strict=True):
-        _draw_bars(axes, panel, keys)
-        _draw_labels(axes, panel)
-        _draw_frame(axes, panel)
-    subplots[-1, 0].set_xlabel(axis)
-    _draw_legend(figure, keys)
     _save(figure, Path(path))
 
 
@@ -182,98 +156,68 @@ def _new_figure(height: float) -> Figure:
 
 
 def _save(figure: Figure, path: Path) -> None:
+    from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
+
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in figure.canvas.get_supported_filetypes():
         raise ConfigurationError(f"{path}: no format to draw in; write .png, .svg or .pdf")
-    with _settings(suffix):
+    # In SVG text stays text, which is smaller and can be searched. One font, since every text
+    # repeats the list; SVG viewers replace missing fonts.
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "timeline",
+        "font.sans-serif": ["DejaVu Sans"],
+    }
+    with rc_context(settings if suffix == "svg" else {}):
         # Without a date, equal timelines make equal files.
         figure.savefig(path, metadata={"Date": None} if suffix == "svg" else None)
-
-
-def _settings(suffix: str) -> AbstractContextManager[Any]:
-    """Settings for SVG: text stays text, which is smaller and can be searched."""
-    if suffix != "svg":
-        return nullcontext()
-    from matplotlib import rc_context  # noqa: PLC0415 - optional dependency
-
-    # One font, since every text repeats the list; SVG viewers replace missing fonts.
-    return rc_context(
-        {
-            "svg.fonttype": "none",
-            "svg.hashsalt": "timeline",
-            "font.sans-serif": ["DejaVu Sans"],
-        }
-    )
-
-
-def _title(timeline: Timeline) -> str:
-    return (
-        f"{timeline.step_time * 1e3:.1f} ms per step, {timeline.bubble_ratio:.0%} of the time "
-        "waiting"
-    )
 
 
 def _key(span: Span) -> tuple[Op, bool]:
     return Op(span.op), Action.parse(span.action).batch > 0
 
 
-def _keys(spans: Iterable[Span]) -> list[tuple[Op, bool]]:
-    seen = {_key(span) for span in spans if span.end > span.start}  # others have no bar
-    return sorted(seen, key=lambda key: (list(_COLOURS).index(key[0]), key[1]))
+def _colour(op: Op, *, is_ahead: bool) -> tuple[str, float]:
+    return _STYLES[op][1], _AHEAD_OPACITY if is_ahead else 1.0
 
 
-def _colour(op: Op, is_ahead: bool) -> tuple[str, float]:
-    return _COLOURS[op], _AHEAD_OPACITY if is_ahead else 1.0
+def _draw(
+    axes: Axes, timeline: Timeline, keys: Sequence[tuple[Op, bool]], window: tuple[float, float]
+) -> None:
+    """Draw one timeline between two moments."""
 
+    def milliseconds(seconds: float) -> float:
+        return (seconds - timeline.steady_start) * 1e3
 
-def _label(op: Op, is_ahead: bool) -> str:
-    return _NAMES[op] + (", next batch" if is_ahead else "")
-
-
-def _draw_bars(axes: Axes, panel: _Panel, keys: Iterable[tuple[Op, bool]]) -> None:
-    for key, rank in product(keys, range(panel.timeline.num_ranks)):
+    for key, rank in product(keys, range(timeline.num_ranks)):
         bars = [
-            (panel.milliseconds(span.start), (span.end - span.start) * 1e3)
-            for span in panel.timeline.of_rank(rank)
+            (milliseconds(span.start), (span.end - span.start) * 1e3)
+            for span in timeline.of_rank(rank)
             if _key(span) == key
         ]
         if bars:
             axes.broken_barh(
                 bars,
                 (rank - _BAR_HEIGHT / 2, _BAR_HEIGHT),
-                facecolor=_colour(*key),
+                facecolor=_colour(key[0], is_ahead=key[1]),
                 edgecolor="white",
                 linewidth=0.4,
             )
-
-
-def _draw_legend(figure: Figure, keys: Sequence[tuple[Op, bool]]) -> None:
-    from matplotlib.patches import Patch  # noqa: PLC0415 - optional dependency
-
-    figure.legend(
-        handles=[Patch(facecolor=_colour(*key), label=_label(*key)) for key in keys],
-        loc="outside lower center",
-        ncols=min(max(len(keys), 1), 6),
-        frameon=False,
-        fontsize=_LABEL_POINTS,
-    )
-
-
-def _draw_labels(axes: Axes, panel: _Panel) -> None:
-    points_per_second = _WIDTH_INCHES * 0.92 * 72 / (panel.last - panel.first)
-    for span in panel.timeline.spans:
+    first, last = window
+    points_per_second = _WIDTH_INCHES * 0.92 * 72 / (last - first)
+    for span in timeline.spans:
+        middle = milliseconds((span.start + span.end) / 2)
         text = _fitting(span, (span.end - span.start) * points_per_second)
         if text:
             axes.text(
-                panel.milliseconds((span.start + span.end) / 2),
-                span.rank,
-                text,
-                ha="center",
-                va="center",
-                color="black" if _key(span)[1] else "white",
-                fontsize=_LABEL_POINTS,
-                clip_on=True,
-            )
+                middle, span.rank, text, ha="center", va="center", fontsize=_LABEL_POINTS,
+                color="black" if _key(span)[1] else "white", clip_on=True,
+            )  # fmt: skip
+    axes.set_xlim(milliseconds(first), milliseconds(last))
+    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)  # rank 0 on top
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {r}" for r in range(timeline.num_ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
 def _fitting(span: Span, points: float) -> str:
@@ -282,14 +226,3 @@ def _fitting(span: Span, points: float) -> str:
     labels = [f"{span.batch} {span.read}", str(span.batch)] if span.read else [str(unit)]
     fitting = (label for label in labels if points > _CHARACTER_POINTS * len(label))
     return "" if unit is None else next(fitting, "")
-
-
-def _draw_frame(axes: Axes, panel: _Panel) -> None:
-    num_ranks = panel.timeline.num_ranks
-    axes.set_xlim(panel.milliseconds(panel.first), panel.milliseconds(panel.last))
-    axes.set_ylim(num_ranks - 0.5, -0.5)  # rank 0 on top
-    axes.set_yticks(range(num_ranks), [f"rank {r}" for r in range(num_ranks)])
-    axes.tick_params(axis="y", length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.set_title(panel.title, loc="left", fontsize=10)

@@ -19,10 +19,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
 from lightning_tspipe.runtime.transport.channels import Channel, Edge, lane_of
-from lightning_tspipe.runtime.transport.ordered import WIRE_TYPES, OrderedTransport, Wire
+from lightning_tspipe.runtime.transport.wired import WIRE_TYPES, OrderedTransport, Wire
 from tests.device import DEVICE
+from tests.local_transport import LocalNetwork, LocalTransport
 
 
 class BrokenRuleError(AssertionError):
@@ -141,14 +141,11 @@ class StrictWire(Wire):
             )
 
     @override
-    def isend(self, tensor: Tensor, target: int, channel: Channel) -> _StrictWork:
-        return self._begin("sent", tensor, Edge(self._rank, target, lane_of(channel)), channel)
-
-    @override
-    def irecv(self, tensor: Tensor, source: int, channel: Channel) -> _StrictWork:
-        # Zeros might pass for a value.
-        tensor.fill_(float("nan") if tensor.is_floating_point() else tensor.dtype != torch.bool)
-        return self._begin("asked", tensor, Edge(source, self._rank, lane_of(channel)), channel)
+    def begin(self, tensor: Tensor, source: int, target: int, channel: Channel) -> _StrictWork:
+        end = "sent" if source == self._rank else "asked"
+        if end == "asked":  # zeros might pass for a value
+            tensor.fill_(float("nan") if tensor.is_floating_point() else tensor.dtype != torch.bool)
+        return self._begin(end, tensor, Edge(source, target, lane_of(channel)), channel)
 
     @override
     def close(self) -> None:

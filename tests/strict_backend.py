@@ -7,6 +7,7 @@ what was asked for. A rank that has died is noticed by nobody before the time li
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -23,13 +24,13 @@ from torch.distributed import (  # type: ignore[attr-defined] # they are documen
 )
 from torch.futures import Future
 
-from lightning_tspipe.runtime.transport.nccl import NcclWire
-from lightning_tspipe.runtime.transport.ordered import WIRE_TYPES
-from lightning_tspipe.strategy.lightning.processes import Processes
+from lightning_tspipe.runtime.transport import channels
+from lightning_tspipe.runtime.transport.wired import WIRE_TYPES, NcclWire
+from lightning_tspipe.strategy.lightning.processes import ConnectedRun
 
 NAME = "strict"
 VARIABLE = "TSPIPE_TEST_STRICT"
-"""Set in the environment, jobs of tests use this backend."""
+"""Set in the environment, jobs of tests use this backend: how many groups of it a rank may have."""
 _HEAD = 16
 _TYPES = sorted(WIRE_TYPES, key=str)
 LIVE: set[str] = set()
@@ -175,8 +176,9 @@ def _make(store: Any, rank: int, size: int, timeout: timedelta) -> StrictGroup:
 def install() -> None:
     """Let the strategies of this process send tensors over the backend."""
     register()
-    Processes._ordered_backend = property(  # type: ignore[method-assign, assignment]
-        lambda self: NAME if self._run.num_ranks > 1 else ""
+    channels.MAX_COMMUNICATORS = int(os.environ[VARIABLE])
+    ConnectedRun._ordered_backend = property(  # type: ignore[method-assign, assignment]
+        lambda self: NAME if self.num_ranks > 1 else ""
     )
     close = NcclWire.close
 
@@ -187,16 +189,16 @@ def install() -> None:
         assert not names & LIVE, f"{sorted(names & LIVE)} of {sorted(names)} are left"
 
     NcclWire.close = close_all  # type: ignore[method-assign]
-    reconnect = Processes.reconnect
+    reconnect = ConnectedRun.reconnect
 
-    def reconnect_all(self: Processes, num_ranks: int) -> None:
+    def reconnect_all(self: ConnectedRun, num_ranks: int) -> None:
         """Into another mesh: the groups of the one before go."""
         before = _groups() - LIVE
         reconnect(self, num_ranks)
         left = before & _groups()
         assert len(left) == 1, f"of {sorted(before)}, {sorted(left)} are left, and not one world"
 
-    Processes.reconnect = reconnect_all  # type: ignore[method-assign]
+    ConnectedRun.reconnect = reconnect_all  # type: ignore[method-assign]
 
 
 def _groups() -> set[str]:

@@ -103,7 +103,7 @@ def _self_supervised(
 ) -> tuple[LightningModule, LightningDataModule, list[Callback]]:
     pictures, labels = images(options.images / "train", task.num_samples)
     queries = plain(*images(options.images / "test", NUM_QUERIES))
-    callbacks = [
+    callbacks: list[Callback] = [
         MomentumEMA(momentum=(0.99, 1.0)),
         KNNEvaluator(plain(pictures, labels), queries, "student.backbone", every_n_epochs=3),
     ]

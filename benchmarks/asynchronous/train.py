@@ -27,8 +27,9 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.chain import Chain
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
+from tests.local_transport import LocalNetwork, LocalTransport
 
 BASELINE, IN_PARTS = "gpipe1", "gpipe4"
 """GPipe with one micro-batch, and with four: what one device trains, so they are trained on one.

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from benchmarks.emulated.rows import ROWS
 from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.flops import estimate_atoms
+from lightning_tspipe.networks.profiler import estimate_atoms
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 

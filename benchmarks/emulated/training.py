@@ -23,7 +23,7 @@ from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.runtime.execution import programs
+from lightning_tspipe.runtime.execution import intake
 from lightning_tspipe.schedules.registry import build_step
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
@@ -84,7 +84,7 @@ def share_schedules(plan: Path) -> None:
             shared.write(str(schedule))
             return schedule
 
-    vars(programs)["build_step"] = build_once
+    vars(intake)["build_step"] = build_once
 
 
 def one_atom_per_stage(plan: Plan) -> Plan:

@@ -8,7 +8,7 @@ import torch
 from torchvision import models
 
 from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.flops import estimate_atoms
+from lightning_tspipe.networks.profiler import estimate_atoms
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 

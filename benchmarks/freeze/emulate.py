@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +33,7 @@ from lightning_tspipe.caching import WithIds
 from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.strategy.setup.freezing import Choices, Freezing, choose
+from lightning_tspipe.strategy.setup.freezing import Freezing, choose
 from lightning_tspipe.strategy.training import repacking
 
 METHODS = ("baseline", "balanced", "freeze", "unpipelined", "repack", "cache", "shortened")
@@ -143,9 +144,15 @@ def _ideal(profile: StepProfile, devices: int, epoch: int) -> float:
     return (forward[-1] - forward[before] + backward[-1] - backward[now]) / devices
 
 
-def _unpipelined(freezing: Freezing, num_frozen: int, choices: Choices) -> Plan | None:
+def _unpipelined(
+    freezing: Freezing,
+    num_frozen: int,
+    num_devices: int,
+    meshes: Sequence[int],
+    constraints: Mapping[str, Any],
+) -> Plan | None:
     """As in the paper: what is frozen runs on the first device, before the active layers."""
-    found = choose(freezing, num_frozen, choices)
+    found = choose(freezing, num_frozen, num_devices, meshes, constraints)
     if found is None or found.pipeline.teacher is None:
         return found
     teacher = found.pipeline.teacher

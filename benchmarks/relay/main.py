@@ -25,8 +25,13 @@ from typing import Any
 from benchmarks.crews.crew import Crew, worker_context
 from benchmarks.crews.job import Job
 from benchmarks.environment import environment_of
-from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile
-from lightning_tspipe.planning.relay_modes import plan_mode, seconds_per_batch
+from lightning_tspipe.planning.relay import (
+    BlockProfile,
+    RelayPlan,
+    RelayProfile,
+    plan_mode,
+    seconds_per_batch,
+)
 from lightning_tspipe.planning.table import aligned
 
 PROGRAM = "benchmarks.relay.training"

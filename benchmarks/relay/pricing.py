@@ -18,8 +18,7 @@ from benchmarks.relay.papers import (
     scaled,
 )
 from benchmarks.relay.simulated import chosen_over_best
-from lightning_tspipe.planning.relay import RelayPlan, RelayProfile
-from lightning_tspipe.planning.relay_modes import plan_mode
+from lightning_tspipe.planning.relay import RelayPlan, RelayProfile, plan_mode
 
 
 def priced(step_seconds: float) -> dict[str, Any]:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
 
-from lightning_tspipe.planning.relay import RelayPlan, RelayProfile, distribute, distributions
+from lightning_tspipe.planning.relay import RelayPlan, RelayProfile, distribute
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import steady_step_time
+
+
+def distributions(num_blocks: int, num_devices: int) -> Iterator[RelayPlan]:
+    """All ways to give contiguous blocks to contiguous devices.
+
+    >>> sum(1 for _ in distributions(3, 2))
+    3
+    """
+    for number in range(1, min(num_blocks, num_devices) + 1):
+        inner = combinations(range(1, num_blocks), number - 1), range(1, num_devices)
+        for cuts, ends in product(inner[0], combinations(inner[1], number - 1)):
+            widths = tuple(stop - start for start, stop in pairwise((0, *ends, num_devices)))
+            yield RelayPlan((0, *cuts, num_blocks), widths)
 
 
 def step_seconds(plan: RelayPlan, profile: RelayProfile) -> float:

@@ -10,10 +10,11 @@ import errno
 import fcntl
 import mmap
 import os
-import tempfile
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile, gettempdir
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,7 @@ class Arena:
     def __init__(self, file: int, size: int) -> None:
         self._file = file
         self.size = size
+        os.ftruncate(file, size)
         self._map = mmap.mmap(file, size)
         self.memory: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self._claimed = 0
@@ -59,14 +61,11 @@ class Arena:
             ConfigurationError: The machine has less free memory.
         """
         available = available_memory()
-        if available is not None and size > available:
-            raise ConfigurationError(
-                f"a memory budget of {megabytes(size)} for cached activations, but the machine has "
-                f"{megabytes(available)} left: lower it, or give a disk budget"
-            )
+        if available is not None:
+            _check_budget(size, available, "the machine")
         if not hasattr(os, "memfd_create"):  # not Linux
             return cls.on_disk(None, size)
-        return cls._made(os.memfd_create("lightning-tspipe-cache", os.MFD_CLOEXEC), size)
+        return cls(os.memfd_create("lightning-tspipe-cache", os.MFD_CLOEXEC), size)
 
     @classmethod
     def on_disk(cls, folder: str | os.PathLike[str] | None, size: int) -> Arena:
@@ -79,25 +78,12 @@ class Arena:
         Raises:
             ConfigurationError: The folder is missing, can't be written to, or has less space.
         """
-        free = available_disk(folder)
-        where = _where(folder)
+        _check_budget(size, available_disk(folder), repr(os.fspath(folder or gettempdir())))
         try:
-            with tempfile.TemporaryFile(dir=where) as opened:
-                file = os.dup(opened.fileno())
+            with TemporaryFile(dir=folder) as opened:
+                return cls(os.dup(opened.fileno()), size)
         except OSError as error:
-            raise _unusable(where, error) from error
-        if size > free:
-            os.close(file)
-            raise ConfigurationError(
-                f"a disk budget of {megabytes(size)} for cached activations, but {str(where)!r} "
-                f"has {megabytes(free)} left: lower it, or choose another folder"
-            )
-        return cls._made(file, size)
-
-    @classmethod
-    def _made(cls, file: int, size: int) -> Arena:
-        os.ftruncate(file, size)
-        return cls(file, size)
+            raise _unusable(folder, error) from error
 
     @classmethod
     def attached(cls, handle: ArenaHandle) -> Arena:
@@ -128,21 +114,17 @@ class Arena:
         """
         if end > self.size:
             return False
-        if end <= self._claimed:
-            return True
         for upto in (min(self.size, end + _STEP), end):
-            with suppress(OSError):
-                _fallocate(self._file, self._claimed, upto - self._claimed)
-                self._claimed = upto
-                return True
-        return False
+            if end > self._claimed:
+                with suppress(OSError):
+                    _fallocate(self._file, self._claimed, upto - self._claimed)
+                    self._claimed = upto
+        return end <= self._claimed
 
-    def expect(self, places: Sequence[int], size: int) -> None:
-        """Have the system prefetch entries into memory, in the background."""
-        page = mmap.PAGESIZE
-        for place in places:
-            first = place // page * page
-            self._map.madvise(mmap.MADV_WILLNEED, first, min(place + size, self.size) - first)
+    def expect(self, place: int, size: int) -> None:
+        """Have the system prefetch an entry into memory, in the background."""
+        first = place // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, first, min(place + size, self.size) - first)
 
     def forget(self) -> None:
         """Drop the page cache of what is on disk, for measurements."""
@@ -194,22 +176,24 @@ def available_disk(folder: str | os.PathLike[str] | None) -> int:
     Raises:
         ConfigurationError: There is no such folder.
     """
-    where = _where(folder)
     try:
-        status = os.statvfs(where)
+        return shutil.disk_usage(folder or gettempdir()).free
     except OSError as error:
-        raise _unusable(where, error) from error
-    return status.f_bavail * status.f_frsize
+        raise _unusable(folder, error) from error
 
 
-def _where(folder: str | os.PathLike[str] | None) -> Path:
-    return Path(folder) if folder is not None else Path(tempfile.gettempdir())
+def _check_budget(size: int, free: int, where: str) -> None:
+    if size > free:
+        raise ConfigurationError(
+            f"a budget of {megabytes(size)} for cached activations, but {where} has "
+            f"{megabytes(free)} left: lower it, or give another budget (memory, disk, folder)"
+        )
 
 
-def _unusable(where: Path, error: OSError) -> ConfigurationError:
+def _unusable(folder: str | os.PathLike[str] | None, error: OSError) -> ConfigurationError:
     return ConfigurationError(
-        f"no cache of activations in {str(where)!r}: {error.strerror}. Give a folder that exists "
-        "and is writable"
+        f"no cache of activations in {os.fspath(folder or gettempdir())!r}: {error.strerror}. Give "
+        "a folder that exists and is writable"
     )
 
 

@@ -1,10 +1,16 @@
-"""The activation cache: reads what frozen layers returned, computes and stores what is missing."""
+"""The activation cache: reads what frozen layers returned, computes and stores what is missing.
+
+And measured times of both: is caching worth it?
+"""
 
 from __future__ import annotations
 
-import weakref
+import math
+import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -13,14 +19,20 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.caching.absent import check_loaded
-from lightning_tspipe.caching.arena import megabytes
-from lightning_tspipe.caching.entries import device_of, layout_of, rounded, rows_of, split
-from lightning_tspipe.caching.index import Numbers
-from lightning_tspipe.caching.keys import Boundary, Words, as_ids, digests
-from lightning_tspipe.caching.store import Store, StoreHandle
+from lightning_tspipe.caching.arena import Arena, megabytes
+from lightning_tspipe.caching.entries import (
+    Numbers,
+    assembled,
+    check_loaded,
+    layout_of,
+    rounded,
+    rows_of,
+    split,
+    tensors_in,
+)
+from lightning_tspipe.caching.keys import Boundary, as_ids, digests
+from lightning_tspipe.caching.store import Store, StoreHandle, new_arenas
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.late import sent
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,7 @@ class Counts:
         return (self.hits + self.pushed) / total if total else 0.0
 
 
-class ActivationCache:
+class ActivationCache(Store):
     """Caches activations of samples by id, for all processes of a machine.
 
     One process makes it, the others attach themselves::
@@ -79,7 +91,6 @@ class ActivationCache:
         folder: A folder on the file system for the disk's part; None: the temporary folder.
 
     Attributes:
-        store: Storage of the entries.
         counts: Hits and misses since they were last set.
 
     Raises:
@@ -99,12 +110,11 @@ class ActivationCache:
                 "on disk: give at least one sample, and memory or disk a budget above 0"
             )
         # Of each sample, a row for its activations and one for its other parts
-        self._set(Store.create(2 * num_samples, memory, disk, folder))
+        self._open(*new_arenas(2 * num_samples, memory, disk, folder))
 
-    def _set(self, store: Store) -> None:
-        self.store = store
+    def _open(self, table: Arena, memory: Arena | None, disk: Arena | None) -> None:
+        super().__init__(table, memory, disk)
         self.counts = Counts()
-        self._finalizer = weakref.finalize(self, store.close)
 
     @classmethod
     def attach(cls, handle: StoreHandle) -> ActivationCache:
@@ -113,26 +123,14 @@ class ActivationCache:
         Raises:
             ConfigurationError: It can't be reached.
         """
+        table, memory, disk = (part and Arena.attached(part) for part in handle)
+        assert table is not None
         cache = cls.__new__(cls)
-        cache._set(Store.attached(handle))  # noqa: SLF001 - an object of this class
+        cache._open(table, memory, disk)  # noqa: SLF001 - an object of this class
         return cache
-
-    @property
-    def handle(self) -> StoreHandle:
-        """Argument of :meth:`attach`, valid while this process lives."""
-        return self.store.handle
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ActivationCache.attach, (self.handle,)
-
-    def use(self, *, memory: bool, disk: bool) -> None:
-        """Choose where this process stores further activations."""
-        self.store.use(memory=memory, disk=disk)
-
-    @property
-    def num_bytes(self) -> tuple[int, int]:
-        """Used bytes of memory and disk, by all processes."""
-        return self.store.num_bytes
 
     def outputs(
         self,
@@ -160,39 +158,41 @@ class ActivationCache:
             ConfigurationError: The same id twice; outputs whose first dimension is not the
                 samples, or whose shape differs between batches; inputs that were not loaded.
         """
-        found, device = as_ids(ids), device or device_of(inputs)
-        words = digests(found)
-        rows = self._rows(words)
+        ids = as_ids(ids)
+        device = device or next((tensor.device for tensor in tensors_in(inputs)), None)
+        rows = self._rows_of(ids)
         behind = self._behind(rows, segments)
         parts: list[tuple[Numbers, Any]] = []
         for number in np.unique(behind)[::-1]:
             members = np.flatnonzero(behind == number)
-            token = segments[number - 1].boundary.token if number else 0
-            kept = self.store.read(rows[members], token) if number else None
+            done, kept = int(number), None
+            if done:
+                kept = self.read_rows(rows[members], segments[done - 1].boundary.token)
             if kept is not None:
-                done, value = int(number), split(*kept, device)
+                value = split(*kept, device)
             else:
-                done = 0
-                value = inputs if len(members) == len(found) else rows_of(inputs, members)
+                done = behind[members] = 0
+                value = inputs if len(members) == len(ids) else rows_of(inputs, members)
                 if self.may_lack_inputs:
                     check_loaded(value)
-            parts.append((members, self._finish(words[members], value, segments, done)))
-        return _assembled(parts)
+            with torch.no_grad():
+                for segment in segments[done:]:
+                    value = rounded(segment.function(value), segment.boundary.dtype)
+            parts.append((members, value))
+        value = pytree.tree_map_only(Tensor, Tensor.detach, assembled(parts))
+        self.count(behind, segments)
+        self.keep(ids, value, segments, behind)
+        return value
 
-    def _rows(self, words: Words) -> Numbers:
-        """The samples' rows, after pending writes to them."""
-        rows = self.store.table.find(words)
-        self.store.settle(rows)
+    def _rows_of(self, ids: Tensor | Sequence[Hashable]) -> Numbers:
+        """The samples' rows in the store, after pending writes to them."""
+        rows = self.find(digests(as_ids(ids)))
+        self.settle(rows)
         return rows
-
-    @property
-    def may_lack_inputs(self) -> bool:
-        """Whether a dataset may have left out inputs; only then they must be checked."""
-        return self.store.table.may_lack_inputs
 
     def _behind(self, rows: Numbers, segments: Sequence[Segment]) -> Numbers:
         """The number of segments behind which the samples of some rows are cached; 0: none."""
-        here = self.store.table.tokens(rows)
+        here = self.tokens(rows)
         behind = np.zeros(len(rows), np.int64)
         for number, segment in enumerate(segments, start=1):
             behind[here == np.uint64(segment.boundary.token)] = number
@@ -206,7 +206,7 @@ class ActivationCache:
         Raises:
             ConfigurationError: The same id twice.
         """
-        return self._behind(self._rows(digests(as_ids(ids))), segments)
+        return self._behind(self._rows_of(ids), segments)
 
     def read(
         self,
@@ -219,10 +219,7 @@ class ActivationCache:
         Raises:
             ConfigurationError: One of them is not, since another process has replaced it.
         """
-        rows = self._rows(digests(as_ids(ids)))
-        found = None
-        if (self.store.table.tokens(rows) == np.uint64(boundary.token)).all():
-            found = self.store.read(rows, boundary.token)
+        found = self.read_rows(self._rows_of(ids), boundary.token)
         if found is None:
             raise ConfigurationError(
                 f"an activation that was cached at {boundary.name!r} is no longer there: a sample "
@@ -231,6 +228,13 @@ class ActivationCache:
             )
         return split(*found, device)
 
+    def count(self, behind: Numbers, segments: Sequence[Segment]) -> None:
+        """Count samples that were looked up; ``behind`` is the result of :meth:`behind`."""
+        num_hits, num_misses = int((behind == len(segments)).sum()), int((behind == 0).sum())
+        self.counts.hits += num_hits
+        self.counts.pushed += len(behind) - num_hits - num_misses
+        self.counts.misses += num_misses
+
     def keep(
         self,
         ids: Tensor | Sequence[Hashable],
@@ -238,7 +242,7 @@ class ActivationCache:
         segments: Sequence[Segment],
         behind: Numbers,
     ) -> None:
-        """Count samples, and store the outputs of the last segment that are not cached yet.
+        """Store the outputs of the last segment that are not cached yet.
 
         Args:
             ids: Ids of the samples.
@@ -247,86 +251,142 @@ class ActivationCache:
             behind: Result of :meth:`behind`, from before.
         """
         new = np.flatnonzero(behind < len(segments))
-        num_pushed = int((behind[new] > 0).sum())
-        self.counts.hits += len(behind) - len(new)
-        self.counts.pushed += num_pushed
-        self.counts.misses += len(new) - num_pushed
         if len(new):
             value = value if len(new) == len(behind) else rows_of(value, new)
             words = digests(as_ids(ids))[new]
-            self.counts.refused += len(new) - self._write(words, value, segments[-1].boundary)
-
-    def _finish(self, words: Any, value: Any, segments: Sequence[Segment], number: int) -> Any:
-        """Run the segments from the given number on, count, and store the outputs."""
-        num = len(words)
-        if number == len(segments):
-            self.counts.hits += num
-            return value
-        with torch.no_grad():
-            for segment in segments[number:]:
-                value = rounded(segment.function(value), segment.boundary.dtype)
-        value = pytree.tree_map_only(Tensor, Tensor.detach, value)
-        if number:
-            self.counts.pushed += num
-        else:
-            self.counts.misses += num
-        num_kept = self._write(words, value, segments[-1].boundary)
-        self.counts.refused += num - num_kept
-        return value
-
-    def _write(self, words: Any, value: Any, boundary: Boundary) -> int:
-        """Store the outputs of samples; returns for how many there was space."""
-        layout = layout_of(value, len(words), boundary.dtype)
-        noted = self.store.note(boundary.token, layout)
-        if noted != layout:
-            raise ConfigurationError(
-                f"the activations of one sample at {boundary.name!r} are {layout}, those of "
-                f"another {noted}, and the cache needs one shape. Pad all inputs to one length"
-            )
-        return self.store.write(words, value, layout, boundary.token)
-
-    def kept(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> list[bool]:
-        """Whether each of these samples is cached behind one of the segments."""
-        tokens = [np.uint64(segment.boundary.token) for segment in segments]
-        rows = self._rows(digests(as_ids(ids)))
-        return [bool(known) for known in np.isin(self.store.table.tokens(rows), tokens)]
+            self.counts.refused += len(new) - self.write(words, value, segments[-1].boundary)
 
     # For datasets: inputs that need not be loaded
 
     def let_skip(self, segments: Sequence[Segment]) -> None:
         """Let datasets skip the inputs of samples that are cached behind these segments."""
-        self.store.table.let_read([segment.boundary.token for segment in segments])
+        tokens = tuple(segment.boundary.token for segment in segments)
+        with self._table.locked():
+            notes = self._known()
+            may_lack_inputs = notes.may_lack_inputs or bool(tokens)
+            self._publish(replace(notes, readable=tokens, may_lack_inputs=may_lack_inputs))
 
     def can_skip(self, ids: Sequence[Hashable]) -> list[bool]:
         """Whether the inputs of each sample need not be loaded; prefetches entries from disk."""
-        rows = self.store.table.find(digests(ids))
-        known = self.store.table.is_readable(rows)
-        self.store.prefetch(rows[known])
+        rows = self.find(digests(ids))
+        known = self.is_readable(rows)
+        self.prefetch_rows(rows[known])
         return [bool(one) for one in known]
 
     def prefetch(self, ids: Sequence[Hashable]) -> None:
         """Prefetch the entries of samples from disk, in the background."""
-        rows = self.store.table.find(digests(ids))
-        self.store.prefetch(rows[self.store.table.tokens(rows) > 1])
-
-    def close(self) -> None:
-        """Close the cache; its contents are lost with the last process. Twice is fine."""
-        self._finalizer()
+        rows = self.find(digests(ids))
+        self.prefetch_rows(rows[rows >= 0])
 
     def __repr__(self) -> str:
         memory, disk = map(megabytes, self.num_bytes)
         return f"ActivationCache({memory} in memory, {disk} on disk, {self.counts})"
 
 
-def _assembled(parts: Sequence[tuple[Numbers, Any]]) -> Any:
-    """Assemble a batch from groups of its samples."""
-    if len(parts) == 1:
-        return parts[0][1]
-    order = torch.from_numpy(np.argsort(np.concatenate([members for members, _ in parts])))
+@dataclass(frozen=True)
+class Worth:
+    """Measured seconds per sample.
 
-    def merged(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], Tensor):
-            return leaves[0]
-        return torch.cat(leaves).index_select(0, sent(order, leaves[0].device))
+    Attributes:
+        compute: Running the frozen layers on inputs.
+        memory: Reading their outputs from memory.
+        disk: Reading them from disk, with a cold page cache; infinite if not measured.
+        load: Loading and decoding the inputs, which a hit saves; 0 if they are loaded anyway.
+        num_bytes: Bytes of an entry.
+    """
 
-    return pytree.tree_map(merged, *(value for _, value in parts))
+    compute: float
+    memory: float
+    disk: float = math.inf
+    load: float = 0.0
+    num_bytes: int = 0
+
+    @property
+    def by_memory(self) -> bool:
+        """Whether reading from memory is faster than computing."""
+        return self.memory < self.compute + self.load
+
+    @property
+    def by_disk(self) -> bool:
+        """Whether reading from disk is faster than computing."""
+        return self.disk < self.compute + self.load
+
+    def __str__(self) -> str:
+        read = f"{1e3 * self.memory:.3f} ms from memory"
+        if math.isfinite(self.disk):
+            read += f", {1e3 * self.disk:.3f} ms from disk"
+        load = f" (and {1e3 * self.load:.3f} ms to load the input)" if self.load else ""
+        return (
+            f"per sample {1e3 * self.compute:.3f} ms to compute{load}, {read}; "
+            f"{self.num_bytes / 1e6:.3f} MB"
+        )
+
+
+def measure(function: Callable[[Any], Any], inputs: Any, *, repeats: int = 3, **how: Any) -> Worth:
+    """Compute a batch's activations and read them, several times each; the shortest time counts.
+
+    Args:
+        function: The frozen layers.
+        inputs: Inputs of a batch; a structure of tensors.
+        repeats: Runs of each kind, after one that is not counted.
+        how: Other arguments of :func:`measure_reading`.
+    """
+    num_samples = len(tensors_in(inputs)[0])
+    with torch.no_grad():
+        compute, value = _shortest(lambda: function(inputs), repeats)
+    worth = measure_reading(value, num_samples, repeats=repeats, **how)
+    return replace(worth, compute=compute / num_samples)
+
+
+def measure_reading(  # noqa: PLR0913 - what, and how
+    value: Any,
+    num_samples: int,
+    *,
+    dtype: torch.dtype | None = None,
+    disk: bool = False,
+    folder: str | PathLike[str] | None = None,
+    repeats: int = 3,
+) -> Worth:
+    """Measure how long reading a batch takes; the time of computing it is 0 in the result.
+
+    Args:
+        value: Outputs of the frozen layers.
+        num_samples: Samples in the batch.
+        dtype: Type in which activations would be stored.
+        disk: Whether to measure the disk too.
+        folder: A folder on the file system for the disk's part.
+        repeats: Runs of each kind, after one that is not counted.
+    """
+    size = layout_of(value, num_samples, dtype).size
+    budget = 2 * num_samples * (size + 64)
+    segments = [Segment(Boundary("measured", dtype=dtype), lambda _: value)]
+
+    def seconds(**where: Any) -> float:
+        cache = ActivationCache(num_samples, **where)
+        try:
+            read = partial(cache.outputs, range(num_samples), value, segments)
+            return _shortest(read, repeats, cache.forget)[0] / num_samples
+        finally:
+            cache.close()
+
+    from_disk = math.inf
+    if disk:
+        with suppress(ConfigurationError):  # it has filled up since the start: never worth it
+            from_disk = seconds(disk=budget, folder=folder)
+    return Worth(0.0, seconds(memory=budget), from_disk, num_bytes=size)
+
+
+def _shortest(
+    work: Callable[[], Any], repeats: int, before: Callable[[], None] = lambda: None
+) -> tuple[float, Any]:
+    """The time of the fastest run, in seconds, and what it returned."""
+    seconds, value = math.inf, work()
+    for _ in range(repeats):
+        before()
+        started = time.perf_counter()
+        value = work()
+        for tensor in tensors_in(value):
+            if tensor.is_cuda:
+                torch.cuda.synchronize(tensor.device)
+        seconds = min(seconds, time.perf_counter() - started)
+    return seconds, value

@@ -1,4 +1,4 @@
-"""Activations of a batch as bytes per sample, and back."""
+"""Activations of a batch as bytes per sample, and placeholders for inputs that were not loaded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
 
-_ALIGNMENT = 16
+Numbers = NDArray[np.int64]
+_MARKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
+"""Types with a value that no input has: NaN, which losses show, or an index out of range."""
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """The tensors of a structure."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -26,13 +33,11 @@ class Leaf:
         shape: Shape without the batch dimension.
         dtype: Type of the layers' output.
         kept: Type in the cache.
-        start: First byte within the entry.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     kept: torch.dtype
-    start: int
 
     @property
     def size(self) -> int:
@@ -50,12 +55,20 @@ class Layout:
     Attributes:
         structure: Structure of the layers' outputs.
         leaves: Its tensors, in order; other values as they are.
-        size: Bytes of an entry.
     """
 
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    size: int
+
+    @property
+    def tensors(self) -> list[Leaf]:
+        """The tensors of an entry, whose bytes lie one after the other."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Leaf)]
+
+    @property
+    def size(self) -> int:
+        """Bytes of an entry."""
+        return sum(leaf.size for leaf in self.tensors)
 
     def __str__(self) -> str:
         return ", ".join(str(leaf) for leaf in self.leaves)
@@ -72,47 +85,41 @@ def layout_of(value: Any, num_samples: int, dtype: torch.dtype | None) -> Layout
     Raises:
         ConfigurationError: A tensor whose first dimension is not the samples.
     """
-    found, structure = pytree.tree_flatten(value)
-    leaves: list[Any] = []
-    start = 0
-    for tensor in found:
-        if not isinstance(tensor, Tensor):
-            leaves.append(tensor)
-            continue
-        if tensor.dim() == 0 or len(tensor) != num_samples:
+
+    def leaf(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0 or len(value) != num_samples:
             raise ConfigurationError(
-                f"frozen layers returned a tensor of shape {list(tensor.shape)} for {num_samples} "
+                f"frozen layers returned a tensor of shape {list(value.shape)} for {num_samples} "
                 "samples: the first dimension of what is cached must be the batch dimension"
             )
-        kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        leaf = Leaf(tuple(tensor.shape[1:]), tensor.dtype, kept, start)
-        leaves.append(leaf)
-        start = -(-(start + leaf.size) // _ALIGNMENT) * _ALIGNMENT
-    return Layout(structure, tuple(leaves), start)
+        kept = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return Leaf(tuple(value.shape[1:]), value.dtype, kept)
+
+    leaves, structure = pytree.tree_flatten(value)
+    return Layout(structure, tuple(map(leaf, leaves)))
 
 
 def join(value: Any, layout: Layout) -> Tensor:
     """The bytes of a batch's entries, shape (samples, bytes), on the device of its tensors."""
-    tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-    leaves = [leaf for leaf in layout.leaves if isinstance(leaf, Leaf)]
-    as_bytes = [
-        _bytes_of(tensor.to(leaf.kept)) for tensor, leaf in zip(tensors, leaves, strict=True)
-    ]
-    if len(leaves) == 1 and leaves[0].size == layout.size:
-        return as_bytes[0]
-    data = as_bytes[0].new_zeros(len(tensors[0]), layout.size)
-    for leaf, part in zip(leaves, as_bytes, strict=True):
-        data[:, leaf.start : leaf.start + leaf.size] = part
-    return data
+    parts = []
+    for tensor, leaf in zip(tensors_in(value), layout.tensors, strict=True):
+        rows = tensor.to(leaf.kept).contiguous()
+        parts.append(rows.view(len(rows), leaf.size // leaf.kept.itemsize).view(torch.uint8))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def split(data: Tensor, layout: Layout, device: torch.device | None = None) -> Any:
     """Inverse of :func:`join`: outputs from entries of shape (samples, bytes)."""
+    parts = iter(data.split([leaf.size for leaf in layout.tensors], dim=1))
 
     def tensor(leaf: Any) -> Any:
         if not isinstance(leaf, Leaf):
             return leaf
-        part = data[:, leaf.start : leaf.start + leaf.size].contiguous()
+        part = next(parts).contiguous()
+        if part.storage_offset() % leaf.kept.itemsize:  # of a single sample
+            part = part.clone()
         values = part.flatten().view(leaf.kept).view(len(data), *leaf.shape)
         return (values if device is None else sent(values, device)).to(leaf.dtype)
 
@@ -135,7 +142,7 @@ def rounded(value: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-def rows_of(value: Any, rows: NDArray[np.int64] | Sequence[int] | Tensor) -> Any:
+def rows_of(value: Any, rows: Numbers | Sequence[int] | Tensor) -> Any:
     """Some samples of a batch."""
     chosen = torch.as_tensor(rows)
     return pytree.tree_map_only(
@@ -143,12 +150,70 @@ def rows_of(value: Any, rows: NDArray[np.int64] | Sequence[int] | Tensor) -> Any
     )
 
 
-def device_of(value: Any) -> torch.device | None:
-    """Device of the first tensor of a structure; None without one."""
-    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    return next((tensor.device for tensor in tensors), None)
+def assembled(parts: Sequence[tuple[Numbers, Any]]) -> Any:
+    """Assemble a batch from groups of its samples, each with their numbers in the batch."""
+    if len(parts) == 1:
+        return parts[0][1]
+    order = torch.from_numpy(np.argsort(np.concatenate([members for members, _ in parts])))
+
+    def merged(*leaves: Any) -> Any:
+        if not isinstance(leaves[0], Tensor):
+            return leaves[0]
+        return torch.cat(leaves).index_select(0, sent(order, leaves[0].device))
+
+    return pytree.tree_map(merged, *(value for _, value in parts))
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    rows = tensor.contiguous()
-    return (rows.flatten(1) if rows.dim() > 1 else rows[:, None]).view(torch.uint8)
+# Inputs that were not loaded
+
+
+def absent(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A placeholder for an input that was not loaded; takes no memory of that size.
+
+    >>> absent((2, 2), torch.float32)
+    tensor([[nan, nan],
+            [nan, nan]])
+    """
+    return _mark(dtype).expand(tuple(shape))
+
+
+def check_loaded(inputs: Any) -> None:
+    """Refuse to compute with inputs that a dataset left out.
+
+    Raises:
+        ConfigurationError: One of them is absent.
+    """
+    if not all(map(is_loaded, tensors_in(inputs))):
+        raise ConfigurationError(
+            "the inputs of a sample were not loaded, since its activations are cached, but now "
+            "they are needed. In WithIds(inputs=...) name only inputs that nothing but the frozen "
+            "layers reads"
+        )
+
+
+def is_loaded(batch: Tensor) -> bool:
+    """Whether a batch of inputs holds no sample that was left out.
+
+    >>> is_loaded(torch.ones(2, 3)), is_loaded(absent((2, 3), torch.int64))
+    (True, False)
+    """
+    return not bool(absent_rows(batch).any())
+
+
+def absent_rows(batch: Tensor) -> Tensor:
+    """Whether each sample of a batch of inputs was left out, shape (samples,).
+
+    >>> absent_rows(torch.tensor([[1.0, 2.0], [float("nan"), 0.0]]))
+    tensor([False,  True])
+    """
+    if not batch.numel() or batch.dtype not in _MARKED:
+        return torch.zeros(len(batch), dtype=torch.bool, device=batch.device)
+    first = batch.flatten(1)[:, 0] if batch.dim() > 1 else batch
+    return first.isnan() if first.is_floating_point() else first == _mark(first.dtype)
+
+
+def _mark(dtype: torch.dtype) -> Tensor:
+    if dtype.is_floating_point:
+        return torch.full((), float("nan"), dtype=dtype)
+    value = torch.iinfo(dtype).min if dtype in _MARKED else 0
+    return torch.full((), value, dtype=dtype)

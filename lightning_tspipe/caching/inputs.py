@@ -1,24 +1,32 @@
-"""Datasets whose samples have ids, and whose inputs are loaded only where they are needed."""
+"""Datasets whose samples have ids and do not change, and whose inputs need not be loaded."""
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Hashable, Mapping, Sequence
+import random
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_tspipe.caching.absent import absent
 from lightning_tspipe.caching.cache import ActivationCache
-from lightning_tspipe.caching.repeatable import fixed_random_numbers
+from lightning_tspipe.caching.entries import absent
 from lightning_tspipe.errors import ConfigurationError
 
 Path = int | str
 """A part of a sample: its number, or its key."""
 ID = "id"
 """The key of the id in samples that are dictionaries."""
+_HOW = (
+    ": random augmentation. Its activations can't be cached. Train with fixed inputs (resize and "
+    "centre crop), with a few fixed views of each sample (WithIds(dataset, views=4)), augment "
+    "behind the frozen layers, or train without the cache (cache=None)"
+)
 
 
 class WithIds(Dataset[Any]):
@@ -65,7 +73,7 @@ class WithIds(Dataset[Any]):
         self.dataset = dataset
         self.views = views
         self.ids = ids
-        self.inputs = _paths(inputs)
+        self.inputs = (inputs,) if isinstance(inputs, int | str) else tuple(inputs or ())
         self._cache: ActivationCache | None = None
 
     def __len__(self) -> int:
@@ -83,60 +91,55 @@ class WithIds(Dataset[Any]):
         view, place = divmod(int(index), len(self.dataset))
         return self.ids[place] if self.views is None else f"{self.ids[place]!r}, view {view}"
 
-    def _read(self, index: int) -> Any:
-        """A sample of the dataset, or a view of it."""
-        if self.views is None:
-            return self.dataset[index]
-        with fixed_random_numbers(int(index)):
-            return self.dataset[int(index) % len(self.dataset)]
+    def read_from(self, cache: ActivationCache | None) -> None:
+        """Leave out inputs whose activations are cached, from the next epoch's workers on."""
+        self._cache = cache
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """The samples of a batch."""
-        found = [self.id_of(index) for index in indices]
-        cache = self._cache
-        if cache is None:
-            return [self._full(index, name) for index, name in zip(indices, found, strict=True)]
-        skip = cache.can_skip(found)
+        names = [self.id_of(index) for index in indices]
+        skip = [False] * len(names) if self._cache is None else self._cache.can_skip(names)
         return [
-            self._sample(cache, index, name, leave_out=out)
-            for index, name, out in zip(indices, found, skip, strict=True)
+            _with_id(self._read_or_skip(index, name, leave_out=out), name)
+            for index, name, out in zip(indices, names, skip, strict=True)
         ]
 
-    def _full(self, index: int, name: Hashable) -> Any:
-        return _with_id(self._read(index), name)
+    def _read(self, index: int) -> Any:
+        """A sample of the dataset, or a view of it."""
+        if self.views is None:
+            return self.dataset[index]
+        with _random_states_kept():
+            torch.default_generator.manual_seed(int(index))
+            random.seed(int(index))
+            np.random.seed(int(index) % 2**32)  # noqa: NPY002 - what datasets of others use
+            return self.dataset[int(index) % len(self.dataset)]
 
-    def _sample(
-        self, cache: ActivationCache, index: int, name: Hashable, *, leave_out: bool
-    ) -> Any:
-        if not self.inputs:
-            return self._full(index, name)
-        rest = cache.store.rest(name)
+    def _read_or_skip(self, index: int, name: Hashable, *, leave_out: bool) -> Any:
+        if self._cache is None or not self.inputs:
+            return self._read(index)
+        rest = self._cache.rest(name)
         if leave_out and rest is not None:
-            sample, specs = pickle.loads(rest)  # noqa: S301 - a process of this job wrote it
-            stands_in = {path: absent(*spec) for path, spec in specs.items()}
-            return _with_id(_with_parts(sample, stands_in), name)
+            sample, specs = rest
+            return _with_parts(sample, {path: absent(*spec) for path, spec in specs.items()})
         sample = self._read(index)
         if rest is None:
-            specs = {path: self._spec(sample, path) for path in self.inputs}
+            specs = {path: _spec(sample, path) for path in self.inputs}
             without = _with_parts(sample, dict.fromkeys(self.inputs))
-            cache.store.keep_rest(name, pickle.dumps((without, specs)))
-        return _with_id(sample, name)
+            self._cache.keep_rest(name, (without, specs))
+        return sample
 
-    def _spec(self, sample: Any, path: Path) -> tuple[tuple[int, ...], torch.dtype]:
-        parts = sample if isinstance(sample, dict | list | tuple) else (sample,)
-        tensor = part_of(parts, path)
-        if not isinstance(tensor, Tensor):
-            raise ConfigurationError(
-                f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
-            )
-        return tuple(tensor.shape), tensor.dtype
 
-    def read_from(self, cache: ActivationCache | None) -> None:
-        """Leave out inputs whose activations are cached, from the next epoch's workers on."""
-        self._cache = cache
+def _spec(sample: Any, path: Path) -> tuple[tuple[int, ...], torch.dtype]:
+    parts = sample if isinstance(sample, dict | list | tuple) else (sample,)
+    tensor = part_of(parts, path)
+    if not isinstance(tensor, Tensor):
+        raise ConfigurationError(
+            f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
+        )
+    return tuple(tensor.shape), tensor.dtype
 
 
 def _with_parts(sample: Any, parts: Mapping[Any, Any]) -> Any:
@@ -169,23 +172,15 @@ def _with_id(sample: Any, name: Hashable) -> Any:
     return (*sample, name) if isinstance(sample, tuple) else (sample, name)
 
 
-def _paths(inputs: Path | Sequence[Path] | None) -> tuple[Path, ...]:
-    if inputs is None:
-        return ()
-    return (inputs,) if isinstance(inputs, int | str) else tuple(inputs)
-
-
 def _check_unique(ids: Sequence[Hashable], length: int) -> None:
     if len(ids) != length:
         raise ConfigurationError(f"{len(ids)} ids for {length} samples: give one for each")
-    seen: set[Hashable] = set()
-    for name in ids:
-        if name in seen:
-            raise ConfigurationError(
-                f"duplicate sample id {name!r}: activations are cached by id, and two samples "
-                "would share them. Without ids=, samples are numbered"
-            )
-        seen.add(name)
+    name, number = Counter(ids).most_common(1)[0] if length else (None, 1)
+    if number > 1:
+        raise ConfigurationError(
+            f"duplicate sample id {name!r}: activations are cached by id, and two samples "
+            "would share them. Without ids=, samples are numbered"
+        )
 
 
 def ids_of(batch: Any, where: Path | None = None) -> Any:
@@ -208,3 +203,53 @@ def ids_of(batch: Any, where: Path | None = None) -> Any:
         f"the batch has no sample ids at {where!r}: train on WithIds(dataset), which puts them "
         "behind the other parts of a sample, or say where they are"
     )
+
+
+def check_repeatable(dataset: Any, num_samples: int = 4, num_readings: int = 2) -> None:
+    """Read some samples several times, and refuse a dataset whose samples change.
+
+    The random states are restored afterwards.
+
+    Args:
+        dataset: A dataset with a length, and samples by index.
+        num_samples: Number of samples to read, spread over the dataset.
+        num_readings: Number of readings of each sample.
+
+    Raises:
+        ConfigurationError: The samples differ, or reading them draws random numbers.
+    """
+    length = len(dataset)
+    with _random_states_kept() as before:
+        for index in sorted({n * length // num_samples for n in range(num_samples)}):
+            first, *others = [dataset[index] for _ in range(num_readings)]
+            if any(_contents(first) != _contents(other) for other in others):
+                raise ConfigurationError(f"sample {index} is different each time it is read{_HOW}")
+        if _contents(before) != _contents(_random_states()):
+            raise ConfigurationError(f"the dataset draws random numbers when it is read{_HOW}")
+
+
+@contextmanager
+def _random_states_kept() -> Iterator[list[Any]]:
+    before = _random_states()
+    try:
+        yield before
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])  # noqa: NPY002 - what datasets of others use
+
+
+def _random_states() -> list[Any]:
+    return [torch.get_rng_state(), random.getstate(), np.random.get_state()]  # noqa: NPY002 - as above
+
+
+def _contents(sample: Any) -> list[Any]:
+    """What can be compared of a sample; nothing of objects of unknown kinds."""
+    return [_content(leaf) for leaf in pytree.tree_leaves(sample)]
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        array = np.asarray(value)
+        return array.shape, array.tobytes()
+    return repr(value) if isinstance(value, int | float | str | bytes) else None  # NaN is NaN

@@ -41,7 +41,8 @@ class Boundary:
         False
         """
         text = "\0".join([self.name, self.fingerprint, str(self.dtype), self.run])
-        return _number(text.encode()) or 1
+        digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") or 1
 
 
 def fingerprint(*parts: nn.Module | Tensor) -> str:
@@ -116,7 +117,3 @@ def as_ids(ids: Tensor | Sequence[Hashable]) -> list[Hashable]:
             "(replacement=True) don't work with a cache"
         )
     return found
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

@@ -3,32 +3,131 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
 from typing_extensions import override
 
-from lightning_tspipe.caching import Worth
-from lightning_tspipe.caching.cache import Counts
+from lightning_tspipe.caching import measure
+from lightning_tspipe.caching.entries import is_loaded, tensors_in
 from lightning_tspipe.caching.inputs import Path
-from lightning_tspipe.callbacks.cached_features import CachedFeatures
-from lightning_tspipe.callbacks.cached_forward import CachedForward
-from lightning_tspipe.callbacks.cached_layers import CachedLayers
-from lightning_tspipe.callbacks.common import Restoring, pipelined_of, replaced, submodules
-from lightning_tspipe.callbacks.fit_cache import CacheSettings, FitCache
+from lightning_tspipe.callbacks.cached_pipelines import CachedFeatures
+from lightning_tspipe.callbacks.common import pipelined_of, replaced, submodules
+from lightning_tspipe.callbacks.fit_cache import FitCache, versions_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
+from lightning_tspipe.networks.prefix import DividedNetwork, Middle
 from lightning_tspipe.strategy.setup.options import parse_bytes
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
-log = logging.getLogger("lightning_tspipe")
+class CachedForward:
+    """Replaces a network's ``forward`` by one that reads what its frozen atoms returned.
+
+    Args:
+        shared: The cache of this fit.
+        network: The network; its ``forward`` is replaced until :meth:`close`.
+    """
+
+    def __init__(self, shared: FitCache, network: nn.Module) -> None:
+        self._shared = shared
+        self._divided: DividedNetwork | None = None
+        self._versions: list[tuple[int, int]] = []
+        self._measured_at = 0
+        self._batch: Any = None
+        self._num_calls: int | None = None  # in this training step; None outside of one
+        self._forward = network.forward
+        self._network = network
+        self._undo = replaced(network, "forward", self._call)
+
+    def close(self) -> None:
+        """Give the network its own ``forward`` back."""
+        self._undo()
+
+    def start_epoch(self) -> None:
+        """Between epochs weights may change in ways that leave no trace."""
+        self._versions = []
+
+    @contextmanager
+    def within(self, batch: Any) -> Iterator[None]:
+        """Tell which batch of samples the network runs on while a training step lasts."""
+        self._batch, self._num_calls = batch, 0
+        try:
+            yield
+        finally:
+            self._batch = self._num_calls = None
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """The network's ``forward``; while it runs, the network has its own, to be traced."""
+        # Perhaps a wrapper of this one, by heads for instance
+        above = vars(self._network)["forward"]
+        self._undo()
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            self._undo = replaced(self._network, "forward", self._call)
+            vars(self._network)["forward"] = above
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        shared = self._shared
+        is_trained = all(p.requires_grad for p in self._network.parameters())
+        if shared.cache is None or self._num_calls is None or is_trained:
+            return self._forward(*args, **kwargs)
+        if self._divided is None:
+            self._divided = DividedNetwork(self._network, shared.name, args, kwargs)
+        divided = self._divided
+        number = divided.num_frozen()
+        if number == 0:
+            return self._forward(*args, **kwargs)
+        self._num_calls += 1
+        if self._num_calls > 1:
+            raise ConfigurationError(
+                f"training_step calls {shared.name!r} several times, and AutoCache has one entry "
+                "per sample: several views usually mean random augmentation. Train without it"
+            )
+        middle = divided.start(args, kwargs)
+        versions = versions_of(divided.tensors(number))
+        if versions != self._versions or number != shared.cuts[-1]:
+            self._versions = versions
+            shared.divide(
+                number,
+                lambda start, stop: divided.tensors(stop)[len(divided.tensors(start)) :],
+                divided.piece,
+            )
+        # What was worth it for fewer layers is so for more.
+        if not shared.is_on and self._measured_at != number:
+            self._measured_at = number
+            shared.check_deterministic(lambda: self._whole(middle), divided.tensors(number))
+            worth = replace(measure(self._whole, middle, **shared.how), load=shared.seconds_saved)
+            shared.decide(shared.trainer.strategy.broadcast(worth))
+        if not shared.is_on:
+            return self._forward(*args, **kwargs)
+        return divided.end(divided.piece(number, len(divided.atoms))(self._read(middle)))
+
+    def _whole(self, middle: Middle) -> Middle:
+        for segment in self._shared.segments:
+            middle = segment.function(middle)
+        return middle
+
+    def _read(self, middle: Middle) -> Middle:
+        shared, cache = self._shared, self._shared.opened
+        ids = shared.ids_of(self._batch)
+        is_first = not shared.is_verified and cache.behind(ids, shared.segments).any()
+        cached: Middle = cache.outputs(ids, middle, shared.segments)
+        if is_first:
+            if all(map(is_loaded, tensors_in(middle))):
+                with torch.no_grad():
+                    shared.check_unchanged(cached, self._whole(middle))
+            shared.let_skip()
+        return cached
 
 
-class AutoCache(Restoring):
+class AutoCache(FitCache):
     """Caches the activations of a network's frozen first layers by sample; trains the rest on them.
 
     Frozen layers are those at the beginning of the network whose ``requires_grad`` is False,
@@ -58,7 +157,8 @@ class AutoCache(Restoring):
         always: Cache without measuring, as with ``Trainer(deterministic=True)``.
 
     Attributes:
-        shared: The cache of the fit, and its settings.
+        worth: The measured times of this fit, or of the last one; None before.
+        is_on: Whether activations are cached; None before that is decided.
 
     Raises:
         ConfigurationError: There is no such network; samples have no ids; inputs or layers are
@@ -76,12 +176,17 @@ class AutoCache(Restoring):
         ids: Path | None = None,
         always: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(
+            # "auto": a share of what is free
+            None if memory == "auto" else parse_bytes(memory),
+            None if disk == "auto" else parse_bytes(disk),
+            folder,
+            _as_dtype(dtype),
+            ids,
+            always,
+        )
         self.network = network
-        self.always = always
-        settings = CacheSettings(_as_bytes(memory), _as_bytes(disk), folder, _as_dtype(dtype), ids)
-        self.shared = FitCache(settings)
-        self._layers: CachedLayers | None = None
+        self._reader: CachedForward | CachedFeatures | None = None
 
     @property
     @override
@@ -104,110 +209,47 @@ class AutoCache(Restoring):
                 "AutoCache stores features in the memory of one machine, and heads of a pipeline "
                 f"over {trainer.num_nodes} machines could not read them. Remove the callback"
             )
-        self.network = self.network or ("teacher" if has_heads else "student")
+        self.network = self.name = self.network or ("teacher" if has_heads else "student")
         submodules(pl_module, self.network, "network")
-        self.shared.follow(trainer)
+        self.follow(trainer)
         if pipelined is not None:
-            trunk, always = pl_module.get_submodule(self.network), self.keeps_always(trainer)
-            self._layers = features = CachedFeatures(self.shared, trainer, trunk, always=always)
+            self._reader = features = CachedFeatures(self, pl_module.get_submodule(self.network))
             pipelined.use_features(features)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pipelined_of(trainer) is not None:
             return
-        super().restore()
-        assert self.network is not None
-        network, always = pl_module.get_submodule(self.network), self.keeps_always(trainer)
-        self._layers = front = CachedForward(
-            self.shared, trainer, network, self.network, always=always
-        )
+        self._reader = reader = CachedForward(self, pl_module.get_submodule(self.name))
         step = pl_module.training_step
 
         @functools.wraps(step)
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            with front.within(batch):
+            with reader.within(batch):
                 return step(batch, *args, **kwargs)
 
-        self.undo += [front.close, replaced(pl_module, "training_step", training_step)]
+        self.undo += [reader.close, replaced(pl_module, "training_step", training_step)]
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._layers is not None:
-            self._layers.start_epoch()
+        if self._reader is not None:
+            self._reader.start_epoch()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.shared.cache is not None and self.is_on:
+        if self.cache is not None and self.is_on:
             rate = self.take_hit_rate(trainer)
             is_ordinary = pipelined_of(trainer) is None  # else all ranks know it
             pl_module.log("cache_hit_rate", rate, sync_dist=is_ordinary, batch_size=1)
 
-    def take_hit_rate(self, trainer: Trainer) -> float:
-        """The share of this epoch's samples that were read from the cache; resets the counts.
-
-        Of the samples of this rank, or under a pipeline of all ranks.
-        """
-        cache = self.shared.cache
-        if cache is None:
-            return 0.0
-        if isinstance(self._layers, CachedFeatures):
-            return self._layers.take_rate()
-        if trainer.is_global_zero:
-            log.info("epoch %d: %s", trainer.current_epoch, repr(cache))
-        counts, cache.counts = cache.counts, Counts()
-        if counts.refused:
-            log.warning(
-                "epoch %d: %d samples found no space in the cache and are computed in every epoch. "
-                "Give AutoCache more memory, or a disk budget",
-                trainer.current_epoch, counts.refused,
-            )  # fmt: skip
-        pipelined = pipelined_of(trainer)
-        if pipelined is None:
-            return counts.hit_rate
-        read, computed = pipelined.sums([counts.hits + counts.pushed, counts.misses])
-        return read / max(1.0, read + computed)
-
-    @override
-    def restore(self) -> None:
-        super().restore()
-        self.shared.close()
-
     @override
     def state_dict(self) -> dict[str, Any]:
         """The numbers of frozen atoms, one for each step of freezing."""
-        return {"cuts": self.shared.cuts}
+        return {"cuts": self.cuts}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.shared.cuts = list(state_dict["cuts"])
-
-    def keeps_always(self, trainer: Trainer) -> bool:
-        """Whether to cache without measuring.
-
-        That is so if the user says it, if decisions must not depend on measured times, and if
-        activations are rounded: then the result depends on whether they are cached.
-        """
-        pipelined = pipelined_of(trainer)
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if pipelined is not None:
-            is_deterministic = not pipelined.decides_by_times
-        return self.always or self.shared.settings.dtype is not None or is_deterministic
-
-    @property
-    def worth(self) -> Worth | None:
-        """The measured times of this fit, or of the last one; None before."""
-        return None if self._layers is None else self._layers.worth
-
-    @property
-    def is_on(self) -> bool | None:
-        """Whether activations are cached; None before that is decided."""
-        return None if self._layers is None else self._layers.is_on
-
-
-def _as_bytes(amount: int | str) -> int | None:
-    """A budget in bytes; None for a share of what is free."""
-    return None if amount == "auto" else parse_bytes(amount)
+        self.cuts = list(state_dict["cuts"])
 
 
 def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

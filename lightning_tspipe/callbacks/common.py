@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from torch import nn
+import lightning.pytorch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.strategy.training.pipelined import Pipelined
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-
-    from lightning_tspipe.strategy.training.pipelined import Pipelined
+if TYPE_CHECKING or find_spec("pytorch_lightning") is None:
+    Callback = lightning.pytorch.Callback
 else:
-    from lightning.pytorch import Callback
+    from pytorch_lightning import Callback as OtherCallback
 
-    if find_spec("pytorch_lightning") is not None:
-        # ``lightning.pytorch`` and ``pytorch_lightning`` are separate namespaces: each Trainer asks
-        # whether a callback is an instance of *its* base class, so callbacks derive from both.
-        from pytorch_lightning import Callback as OtherCallback
+    class Callback(lightning.pytorch.Callback, OtherCallback):
+        """Base class of callbacks for both Lightning namespaces.
 
-        class Callback(Callback, OtherCallback):
-            """Callback base class for both Lightning namespaces."""
+        ``lightning.pytorch`` and ``pytorch_lightning`` are separate: each Trainer asks whether a
+        callback is an instance of *its* base class, so callbacks derive from both.
+        """
 
-
-__all__ = [
-    "Callback",
-    "Names",
-    "Restoring",
-    "as_names",
-    "derives_from",
-    "is_over",
-    "log_at_epoch_end",
-    "may_log",
-    "pipelined_of",
-    "refuse_sharding",
-    "replaced",
-    "submodules",
-]
 
 Names = str | Sequence[str]
+T = TypeVar("T")
 
 
 class Restoring(Callback):
@@ -119,6 +105,21 @@ def refuse_sharding(trainer: Trainer, callback: str) -> None:
         )
 
 
+def decided_on(trainer: Trainer, decide: Callable[[], T], rank: int = 0) -> T:
+    """What a function returns or raises on one rank, on all ranks; every rank calls it."""
+    box: Any = None
+    if trainer.global_rank == rank:
+        try:
+            box = decide()
+        except Exception as error:  # noqa: BLE001 - all ranks are to know it
+            box = error
+    found: T | Exception = trainer.strategy.broadcast(box, rank)
+    if isinstance(found, Exception):
+        raise found
+    decided: T = found
+    return decided
+
+
 def is_over(trainer: Trainer) -> bool:
     """Whether no epoch follows, as when a finished run is resumed."""
     steps, epochs = trainer.max_steps, trainer.max_epochs
@@ -180,3 +181,27 @@ def submodules(pl_module: LightningModule, names: Names, argument: str) -> dict[
                 f"(its direct submodules: {children})"
             ) from None
     return found
+
+
+class Place(NamedTuple):
+    """A tensor by its module and name, since it may be replaced: a repacked pipeline has others."""
+
+    module: nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The current tensor."""
+        tensor: Tensor = getattr(self.module, self.key)
+        return tensor
+
+
+def places_of(
+    module: nn.Module, *, is_buffer: bool = False, remove_duplicate: bool = True
+) -> Iterator[tuple[str, Place]]:
+    """The parameters of a module by name, or its buffers."""
+    named: Callable[..., Iterator[tuple[str, Tensor]]]
+    named = module.named_buffers if is_buffer else module.named_parameters
+    for name, _ in named(remove_duplicate=remove_duplicate):
+        path, _, key = name.rpartition(".")
+        yield name, Place(module.get_submodule(path), key)

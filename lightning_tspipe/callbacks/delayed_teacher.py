@@ -1,4 +1,4 @@
-"""A teacher that is one update late, as in the pipeline, on ordinary strategies.
+"""A teacher that is one update late: on ordinary strategies too, and predicted in the pipeline.
 
 TSPipe (Lim et al., ICML 2022, section 4.2) runs the teacher forward of batch n during step n-1,
 with the weights of the teacher at that time. This is the same mathematics on one device or under
@@ -11,24 +11,130 @@ DDP::
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
+    Callback,
     Names,
+    Place,
     Restoring,
     as_names,
+    log_at_epoch_end,
     pipelined_of,
+    places_of,
     refuse_sharding,
     submodules,
 )
-from lightning_tspipe.callbacks.weights_snapshot import WeightsSnapshot
 from lightning_tspipe.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+
+class _LateWeights:
+    """Earlier weights of some modules, which their forwards read while it is open.
+
+    The forwards of all submodules are hooked, since a step may call ``teacher.backbone`` and
+    ``teacher.head`` rather than ``teacher``; the outermost call swaps in the earlier weights.
+
+    Args:
+        modules: The modules by name.
+
+    Attributes:
+        earlier: Copies by name, which are never changed; None: there are none.
+
+    Raises:
+        ConfigurationError: Modules without a single parameter.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.earlier: dict[str, Tensor] | None = None
+        self._places: dict[str, Place] = {}
+        seen: set[int] = set()
+        # All parameters of a forward-only network count, whatever their role in the student.
+        for prefix, module in modules.items():
+            for name, place in (*places_of(module), *places_of(module, is_buffer=True)):
+                if id(place.tensor) not in seen:
+                    seen.add(id(place.tensor))
+                    self._places[f"{prefix}.{name}"] = place
+        if not self._places:
+            raise ConfigurationError(f"the teacher {', '.join(modules)} has no parameters")
+        self._live: list[tuple[Tensor, Tensor]] = []
+        self._entered: list[nn.Module] = []
+        self._is_open = self._reads_earlier = False
+        self._handles: list[Any] = []
+        for part in {part for module in modules.values() for part in module.modules()}:
+            self._handles.append(part.register_forward_pre_hook(self._enter))
+            self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Remove the hooks; the modules are as before."""
+        for handle in self._handles:
+            handle.remove()
+        self.close()
+
+    @torch.no_grad()
+    def copies(self) -> dict[str, Tensor]:
+        """Copies of the current weights by name."""
+        return {name: place.tensor.detach().clone() for name, place in self._places.items()}
+
+    def open(self, *, reads_earlier: bool) -> None:
+        """Let forwards read the earlier weights, if there are any and they are wanted."""
+        self._is_open = True
+        self._reads_earlier = reads_earlier
+
+    def close(self) -> None:
+        """Let forwards read the current weights."""
+        self._is_open = self._reads_earlier = False
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Make the weights of a checkpoint the earlier ones.
+
+        Raises:
+            ConfigurationError: They belong to another model.
+        """
+        if state.keys() != self._places.keys():
+            differing = ", ".join(sorted(state.keys() ^ self._places.keys())[:5])
+            raise ConfigurationError(
+                f"the checkpoint's late teacher belongs to another model ({differing}, ...); "
+                f"resume with the same modules"
+            )
+        self.earlier = {n: state[n].to(place.tensor.device) for n, place in self._places.items()}
+
+    def _enter(self, module: nn.Module, _args: object) -> None:
+        if not self._entered and self._reads_earlier and self.earlier is not None:
+            for name, place in self._places.items():
+                tensor = place.tensor
+                # Buffers that a forward updates must be current.
+                if isinstance(tensor, nn.Parameter) or not place.module.training:
+                    self._live.append((tensor, tensor.data))
+                    tensor.data = self.earlier[name]
+        self._entered.append(module)
+
+    def _leave(self, module: nn.Module, _args: object, output: Any) -> None:
+        # Called after an exception too, even of a hook that ran before ``_enter`` could.
+        if not self._entered or self._entered[-1] is not module:
+            return
+        self._entered.pop()
+        if self._entered:
+            return
+        while self._live:
+            tensor, data = self._live.pop()
+            tensor.data = data
+        if self._is_open:
+            apply_to_collection(output, Tensor, _check_forward_only)
+
+
+def _check_forward_only(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        raise ConfigurationError(
+            "the teacher's forward is recorded for a backward, so its weights cannot be late; "
+            "set teacher.requires_grad_(False) and call it under torch.no_grad()"
+        )
+    return tensor
 
 
 class DelayedTeacherUpdate(Restoring):
@@ -65,7 +171,9 @@ class DelayedTeacherUpdate(Restoring):
         self.delay = delay
         self.start_step = start_step
         self.teacher = as_names(teacher)
-        self._weights: WeightsSnapshot | None = None
+        self._modules: dict[str, nn.Module] = {}
+        self._weights: _LateWeights | None = None
+        self._coming: dict[str, Tensor] | None = None  # what is read from the next batch on
         self._restored: dict[str, Tensor] = {}
         self._num_backwards = 0
 
@@ -74,8 +182,8 @@ class DelayedTeacherUpdate(Restoring):
         if self.delay == 0 or pipelined_of(trainer) is not None:
             return
         refuse_sharding(trainer, "DelayedTeacherUpdate")
-        self._weights = WeightsSnapshot(submodules(pl_module, self.teacher, "teacher"))
-        self._weights.install()
+        self._modules = submodules(pl_module, self.teacher, "teacher")
+        self._weights = _LateWeights(self._modules)
         self.undo.append(self._weights.remove)
 
     @override
@@ -84,14 +192,19 @@ class DelayedTeacherUpdate(Restoring):
     ) -> None:
         if self._weights is None:
             return
-        self._weights.check_unchanged(submodules(pl_module, self.teacher, "teacher"))
+        for name, module in submodules(pl_module, self.teacher, "teacher").items():
+            if module is not self._modules[name]:  # its forwards are not hooked
+                raise ConfigurationError(
+                    f"{name} was replaced during training; update its weights in place instead "
+                    f"(load_state_dict, or MomentumEMA)"
+                )
         self._num_backwards = 0
         if batch_idx == 0:
-            self._weights.drop()
+            self._weights.earlier = None
         elif self._restored:
             self._weights.load(self._restored)
         self._restored = {}
-        self._weights.open(use_snapshot=trainer.global_step >= self.start_step)
+        self._weights.open(reads_earlier=trainer.global_step >= self.start_step)
 
     @override
     def on_before_backward(
@@ -111,12 +224,10 @@ class DelayedTeacherUpdate(Restoring):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._weights is None:
-            return
-        if pl_module.automatic_optimization:
-            self._weights.take()
-        else:
-            self._weights.set_aside()
+        if self._weights is not None:
+            if pl_module.automatic_optimization:
+                self._weights.earlier = None  # free its memory first: nothing reads it any more
+            self._coming = self._weights.copies()
 
     @override
     def on_train_batch_end(
@@ -125,25 +236,23 @@ class DelayedTeacherUpdate(Restoring):
         if self._weights is None:
             return
         self._weights.close()
-        settled = self._weights.settle()
-        if self._num_backwards == 0 and not settled:  # no backward to wait for
-            self._weights.take()
-        if trainer.is_last_batch:  # the next epoch starts with the newest teacher
-            self._weights.drop()
+        if self._num_backwards == 0:  # none to wait for
+            self._coming = self._weights.copies()
+        # The next epoch starts with the newest teacher.
+        self._weights.earlier = None if trainer.is_last_batch else self._coming
+        self._coming = None
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         if self._weights is not None:  # for a checkpoint that is saved after the fit
-            self._restored = self._weights.state()
-        self._weights = None
+            self._restored = self._coming or self._weights.earlier or {}
+        self._weights, self._coming, self._modules = None, None, {}
 
     @override
     def state_dict(self) -> dict[str, Any]:
         """The late teacher by name, needed to resume mid-epoch; empty between epochs."""
-        snapshot = self._restored
-        if self._weights is not None and not snapshot:
-            snapshot = self._weights.state()
+        snapshot = self._restored or self._coming or (self._weights and self._weights.earlier)
         return {"snapshot": snapshot} if snapshot else {}
 
     def take_restored(self) -> dict[str, Tensor]:
@@ -154,3 +263,57 @@ class DelayedTeacherUpdate(Restoring):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = dict(state_dict.get("snapshot", {}))
+
+
+class WeightPrediction(Callback):
+    """Lets forwards that run ahead read an averaged teacher predicted one update ahead.
+
+    Under ``schedule="tspipe"`` a teacher is one update late. It changes slowly, so its last change
+    predicts the next one. At the end of each epoch two means over its steps are logged, over all
+    parameters: the distance of the late teacher from the current one (``teacher_distance``), and
+    the distance of the predicted teacher (``teacher_distance_predicted``).
+
+    It needs memory for two copies of the teacher, which checkpoints contain too.
+
+    Raises:
+        ConfigurationError: No teacher is late here, or it does not change in every step.
+    """
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is None or not pipelined.delay:
+            raise ConfigurationError(
+                "WeightPrediction: no teacher is late here. It belongs to strategy='tspipe'; "
+                "remove it"
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ConfigurationError(
+                "WeightPrediction with accumulate_grad_batches="
+                f"{trainer.accumulate_grad_batches}: the teacher changes in some steps only, and "
+                "its last change does not predict the next. Remove one of them"
+            )
+        pipelined.predicts_teacher = True
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is None or (prediction := pipelined.teacher_prediction) is None:
+            return
+        own = {d.step: d.squares.tolist() for d in prediction.distances}
+        prediction.distances.clear()
+        ranks = pipelined.gather(own) or []
+        steps = set.intersection(*(set(rank) for rank in ranks)) if ranks else set()
+        if steps:
+            means = [
+                sum(sum(rank[step][kind] for rank in ranks) ** 0.5 for step in steps) / len(steps)
+                for kind in (0, 1)
+            ]
+            names = ("teacher_distance", "teacher_distance_predicted")
+            log_at_epoch_end(trainer, pl_module, dict(zip(names, means, strict=True)))
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None:  # the next fit may be without this callback
+            pipelined.predicts_teacher = False

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import pipelined_of, submodules
-from lightning_tspipe.callbacks.data_parallel import DataParallelGroup
+from lightning_tspipe.callbacks.common import (
+    Restoring,
+    derives_from,
+    log_at_epoch_end,
+    pipelined_of,
+)
 from lightning_tspipe.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+T = TypeVar("T")
 
 # Without [Any]: from a LightningCLI's config, objects are made for plain types only.
 Source = DataLoader | Dataset | Iterable  # type: ignore[type-arg]
@@ -29,16 +36,6 @@ Features = str | Extractor
 
 For a part of a network, the network runs until that part has returned.
 """
-
-
-def check_features(pl_module: LightningModule, features: Features) -> None:
-    """Refuse the name of a submodule that does not exist.
-
-    Raises:
-        ConfigurationError: There is no such submodule.
-    """
-    if isinstance(features, str):
-        submodules(pl_module, features, "features")
 
 
 def feature_step(pl_module: nn.Module, features: Features) -> Callable[[Any], tuple[Any, Any]]:
@@ -67,7 +64,11 @@ class _FoundError(BaseException):
 
 def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
     """The output of a submodule when the network that it belongs to runs on images."""
-    network, inner = _network_of(pl_module, name), pl_module.get_submodule(name)
+    network, inner = pl_module, pl_module.get_submodule(name)
+    for part in name.split("."):
+        network = network.get_submodule(part)
+        if type(network).forward is not nn.Module.forward:
+            break  # the outermost one on the path that can be called
     if network is inner:
         feature: Tensor = network(images)
         return feature
@@ -87,20 +88,15 @@ def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
     )
 
 
-def _network_of(pl_module: nn.Module, name: str) -> nn.Module:
-    """The outermost submodule on the path to ``name`` that can be called."""
-    module = pl_module
-    for part in name.split("."):
-        module = module.get_submodule(part)
-        if type(module).forward is not nn.Module.forward:
-            break
-    return module
+def as_vectors(features: Tensor, labels: Any) -> tuple[Tensor, Tensor]:
+    """Features, detached and flattened, in float32 or float64, and labels on the same device.
 
-
-def as_vectors(features: Tensor) -> Tensor:
-    """Features, detached and flattened, in float32 or float64; shape (num_samples, dim)."""
+    Returns:
+        Shapes (num_samples, dim) and (num_labels,).
+    """
     flat = features.detach().flatten(1)
-    return flat if flat.dtype == torch.float64 else flat.float()
+    vectors = flat if flat.dtype == torch.float64 else flat.float()
+    return vectors, torch.as_tensor(labels).to(vectors.device).flatten()
 
 
 def hits_of(scores: Tensor, labels: Tensor) -> Tensor:
@@ -125,104 +121,190 @@ def accuracies(name: str, hits: Tensor) -> dict[str, float]:
     return {f"{name}_top1": top1 / max(total, 1), f"{name}_top5": top5 / max(total, 1)}
 
 
-class LabelledFeatures:
-    """Computes the features of labelled images, through the pipeline if there is one.
+class DataParallelGroup:
+    """The members that do the same work on different samples, as seen by one of them.
+
+    A strategy that shards a module over its processes (FSDP) needs all of them for each batch:
+    there the group has one member, and every process does everything.
 
     Args:
-        trainer: The trainer; its strategy may be a pipeline.
-        pl_module: The module, in the mode in which the features are wanted.
-        features: The features.
-        group: The members that divide the batches among them.
-        limit: Largest number of batches, of the whole group together.
-        batch_size: For datasets; loaders have their own.
+        trainer: The trainer, whose strategy decides.
+
+    Attributes:
+        rank: Rank of this member.
+        size: Number of members.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - who, what and how much
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        features: Features,
-        group: DataParallelGroup,
-        limit: int | None = None,
-        batch_size: int = 256,
-    ) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._module = pl_module
-        self._features = features
-        self._group = group
-        self._limit = limit
-        self._batch_size = batch_size
+        self._pipelined = pipelined_of(trainer)
+        self.rank, self.size = 0, 1
+        if self._pipelined is not None:
+            self.rank, self.size = self._pipelined.replica, self._pipelined.data_parallel_size
+        elif derives_from(trainer, "DDPStrategy"):
+            self.rank, self.size = trainer.global_rank, trainer.world_size
 
-    def of(self, source: Source) -> tuple[Iterator[tuple[Tensor, Tensor] | None], int | None]:
-        """Features and labels, batch by batch; None on ranks to which a pipeline sends none.
+    def gather(self, value: T) -> list[T]:
+        """The values of all members, on each of them: tensors, or structures that hold some."""
+        if self.size == 1:
+            return [value]
+        on_host = move_data_to_device(value, torch.device("cpu"))
+        if self._pipelined is not None:
+            found = self._pipelined.of_replicas(on_host)
+        else:
+            strategy = self._trainer.strategy
+            found = [strategy.broadcast(on_host, rank) for rank in range(self.size)]
+        gathered: list[T] = move_data_to_device(found, self._trainer.strategy.root_device)
+        return gathered
+
+    @contextmanager
+    def buffers_of_first(self, module: nn.Module) -> Iterator[None]:
+        """Give all members the buffers of the first one, for as long as the context lasts.
+
+        BatchNorm statistics differ between members. With this, features come from one network: the
+        one that is saved.
+        """
+        if self.size == 1:
+            yield
+            return
+        buffers = [buffer for buffer in module.buffers() if not buffer.is_meta]
+        before = [buffer.clone() for buffer in buffers]
+        try:
+            _fill(buffers, self.gather(before)[0])
+            yield
+        finally:
+            _fill(buffers, before)
+
+
+@torch.no_grad()
+def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        buffer.copy_(value)
+
+
+class FeatureEvaluator(Restoring):
+    """Classifies labelled images by their features, at the end of training epochs.
+
+    Args:
+        queries: Labelled images that are classified; None: none.
+        features: The features.
+        every_n_epochs: Evaluate after each n-th epoch, and after the last one.
+        batch_size: For datasets; loaders have their own.
+        limit: Largest number of batches of a source, of all members together.
+        name: Part of the metrics' names.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - what both evaluations have
+        self,
+        queries: Source | None,
+        features: Features,
+        every_n_epochs: int,
+        batch_size: int,
+        name: str,
+        limit: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.queries = queries
+        self.features = features
+        self.every_n_epochs = every_n_epochs
+        self.batch_size = batch_size
+        self.name = name
+        self.limit = limit
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        epoch = trainer.current_epoch + 1
+        is_due = epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
+        if is_due and self.queries is not None:
+            log_at_epoch_end(trainer, pl_module, self.evaluate(trainer, pl_module))
+
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Classify the queries now; every rank calls it."""
+        raise NotImplementedError
+
+    def computed(
+        self, trainer: Trainer, pl_module: LightningModule, source: Source, description: str
+    ) -> Iterator[tuple[Tensor, Tensor] | None]:
+        """This member's features and labels, through the pipeline if there is one.
+
+        Args:
+            trainer: The trainer; its strategy may be a pipeline.
+            pl_module: The module, in the mode in which the features are wanted.
+            source: The images.
+            description: What a progress bar says.
 
         Returns:
-            The iterator over ``((num_samples, dim), (num_samples,))``, and how many items it has,
-            if that is known.
+            An iterator over ``((num_samples, dim), (num_samples,))``, batch by batch; None on ranks
+            to which a pipeline sends none.
         """
-        loader, length = _share(source, self._batch_size, self._limit, self._group)
-        return self._vectors(loader), length
+        loader, length = self._share(trainer, source)
+        results = _results(trainer, pl_module, self.features, loader)
+        for result in track(trainer, description, results, length):
+            yield None if result is None else as_vectors(*result)
 
-    def _vectors(self, loader: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor] | None]:
-        for result in self._results(loader):
-            if result is None:
-                yield None
-            else:
-                vectors = as_vectors(result[0])
-                yield vectors, torch.as_tensor(result[1]).to(vectors.device).flatten()
-
-    def _results(self, loader: Iterable[Any]) -> Iterator[Any]:
-        step = feature_step(self._module, self._features)
-        pipelined, precision = pipelined_of(self._trainer), self._trainer.precision_plugin
-        if pipelined is not None:
-            yield from pipelined.evaluate(
-                lambda batch: step(precision.convert_input(batch)), loader
-            )
-            return
-        for batch in loader:
-            moved = move_data_to_device(batch, self._module.device)
-            with precision.forward_context():
-                result = step(precision.convert_input(moved))
-            yield result
+    def _share(self, trainer: Trainer, source: Source) -> tuple[Iterable[Any], int | None]:
+        """This member's batches, and their number if it is known."""
+        group = DataParallelGroup(trainer)
+        first, stop, step = group.rank, self.limit, group.size
+        # A Dataset has no protocol that tells it from a loader, except that it is not iterable.
+        if isinstance(source, Dataset):
+            samples = range(len(source))  # type: ignore[arg-type]
+            batches = list(BatchSampler(samples, self.batch_size, drop_last=False))
+            mine = batches[first:stop:step]
+            return DataLoader(source, batch_sampler=mine), len(mine)
+        length = stop
+        with suppress(TypeError):
+            length = len(range(len(source))[:stop])  # type: ignore[arg-type]
+        number = None if length is None else len(range(first, length, step))
+        return _sliced(source, first, stop, step), number
 
 
-class _Share:
-    """Every n-th batch of a loader.
+def _results(
+    trainer: Trainer, pl_module: LightningModule, features: Features, loader: Iterable[Any]
+) -> Iterator[Any]:
+    step, precision = feature_step(pl_module, features), trainer.precision_plugin
+    pipelined = pipelined_of(trainer)
+    if pipelined is not None:
+        yield from pipelined.evaluate(lambda batch: step(precision.convert_input(batch)), loader)
+        return
+    for batch in loader:
+        moved = move_data_to_device(batch, pl_module.device)
+        with precision.forward_context():
+            result = step(precision.convert_input(moved))
+        yield result
 
-    Args:
-        loader: The loader.
-        group: The members that share the loader.
-        limit: Where the loader ends for the whole group.
+
+def _sliced(items: Iterable[T], *part: int | None) -> Iterator[T]:
+    """As ``islice``, but the items are not asked for an iterator before they are read."""
+    yield from islice(items, *part)
+
+
+def track(trainer: Trainer, description: str, items: Iterable[T], total: int | None) -> Iterator[T]:
+    """Yield the items, and show how many below the Trainer's progress bar, in the same style.
+
+    Nothing is shown where the Trainer shows nothing.
     """
-
-    def __init__(self, loader: Iterable[Any], group: DataParallelGroup, limit: int | None) -> None:
-        self._loader = loader
-        self._group = group
-        self._limit = limit
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(self._loader, self._group.rank, self._limit, self._group.size)
-
-
-def _share(
-    source: Source, batch_size: int, limit: int | None, group: DataParallelGroup
-) -> tuple[Iterable[Any], int | None]:
-    """This member's batches, and their number if it is known."""
-    # A Dataset has no protocol that tells it from a loader, except that it is not iterable.
-    if isinstance(source, Dataset):
-        size = len(source)  # type: ignore[arg-type]
-        starts = range(0, size, batch_size)[: limit if limit is not None else size]
-        mine = starts[group.rank :: group.size]
-        batches = [list(range(start, min(start + batch_size, size))) for start in mine]
-        return DataLoader(source, batch_sampler=batches), len(batches)
-    try:
-        length: int | None = len(source)  # type: ignore[arg-type]
-    except TypeError:
-        length = limit
-    if length is not None:
-        length = length if limit is None else min(length, limit)
-        length = len(range(group.rank, length, group.size))
-    return _Share(source, group, limit), length
+    bar: Any = trainer.progress_bar_callback
+    display = getattr(bar, "progress", None)
+    if bar is None or bar.is_disabled:
+        yield from items
+    elif display is None:
+        yield from Tqdm(
+            items, description, total, leave=False, position=1, dynamic_ncols=True, file=sys.stdout
+        )
+    else:  # RichProgressBar
+        # Lightning finds its tasks by position, so a task is hidden and used again, never removed.
+        known = (task.id for task in display.tasks if task.description == description)
+        task = next(known, None)
+        if task is None:
+            task = display.add_task(description)
+        display.reset(task, total=total, visible=True)
+        try:
+            for item in items:
+                yield item
+                display.advance(task)
+        finally:
+            display.update(task, visible=False)
 
 
 @contextmanager

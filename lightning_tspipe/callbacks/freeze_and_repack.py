@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.auto_cache import AutoCache
-from lightning_tspipe.callbacks.cached_prefix import CachedPrefix
+from lightning_tspipe.callbacks.cached_pipelines import CachedPrefix
 from lightning_tspipe.callbacks.common import (
     Names,
     Restoring,
     as_names,
+    decided_on,
     derives_from,
     is_over,
     may_log,
@@ -31,18 +33,17 @@ from lightning_tspipe.callbacks.common import (
     refuse_sharding,
     submodules,
 )
-from lightning_tspipe.callbacks.freeze_policies import (
+from lightning_tspipe.callbacks.freezing import (
     Decision,
     GradientNormFreeze,
+    Layer,
     Observed,
     Policy,
     decide,
+    freeze,
+    layers_of,
 )
-from lightning_tspipe.callbacks.layers import Layer, freeze, layers_of
 from lightning_tspipe.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -63,8 +64,8 @@ class FreezeAndRepack(Restoring):
     transition, ``transition_seconds``; and ``cache_hit_rate`` where activations are cached.
 
     Args:
-        policy: A function of :class:`~.freeze_policies.Observed` that returns the number of frozen
-            layers, or a :class:`~.freeze_policies.Decision`.
+        policy: A function of :class:`~.freezing.Observed` that returns the number of frozen
+            layers, or a :class:`~.freezing.Decision`.
         repack: Whether pipelines become shorter. A mapping from a number of frozen layers to the
             number of stages that the active layers are cut into from then on.
         student: Dotted name of the network, or of several in the order of the forward. None: what
@@ -114,7 +115,7 @@ class FreezeAndRepack(Restoring):
             )
         self.cache = AutoCache() if isinstance(cache, str) else cache
         if self.cache is not None and cache == "auto":
-            self.cache.shared.is_required = False
+            self.cache.is_required = False
         self.student = None if student is None else as_names(student)
         self.num_active = num_active
         self.num_frozen = 0
@@ -129,7 +130,6 @@ class FreezeAndRepack(Restoring):
         self._num_ranks = 0
         self._epoch = 0
         self._has_ended = False
-        self._front: CachedPrefix | None = None
 
     @property
     def num_freezable(self) -> int:
@@ -143,11 +143,10 @@ class FreezeAndRepack(Restoring):
         refuse_sharding(trainer, "FreezeAndRepack")
         if self.cache is None:
             return
-        shared = self.cache.shared
         if pipelined_of(trainer) is not None:
-            shared.follow(trainer)
+            self.cache.follow(trainer)
             return
-        if not shared.is_required:
+        if not self.cache.is_required:
             names = self.student or ("student",)
             others = [other for other in trainer.callbacks if isinstance(other, AutoCache)]  # type: ignore[attr-defined]
             if len(names) > 1 or any(other is not self.cache for other in others):
@@ -173,9 +172,8 @@ class FreezeAndRepack(Restoring):
         if pipelined is not None:
             pipelined.freezes(repack=bool(self.repack))
             if self.cache is not None:
-                shared, always = self.cache.shared, self.cache.keeps_always(trainer)
-                self._front = CachedPrefix(shared, trainer, ", ".join(names), always=always)
-                pipelined.use_front(self._front)
+                self.cache.name = ", ".join(names)
+                pipelined.use_front(CachedPrefix(self.cache))
         self._place = {name: i for i, layer in enumerate(self._layers) for name in layer.parameters}
         if self.num_frozen > self.num_freezable:
             raise ConfigurationError(
@@ -245,7 +243,7 @@ class FreezeAndRepack(Restoring):
         last = self.history[-1] if self.history else {"epoch": -1}
         if last["epoch"] == self._epoch and last["seconds"]:
             metrics["transition_seconds"] = last["seconds"]
-        if self._front is not None and self._front.is_on and self.cache is not None:
+        if pipelined_of(trainer) is not None and self.cache is not None and self.cache.is_on:
             metrics["cache_hit_rate"] = self.cache.take_hit_rate(trainer)
             self.history[-1]["hit_rate"] = metrics["cache_hit_rate"]
         if may_log(trainer):
@@ -255,31 +253,20 @@ class FreezeAndRepack(Restoring):
     def restore(self) -> None:
         super().restore()
         if self.cache is not None:
-            self.cache.shared.close()
+            self.cache.restore()
 
     def _decide(self, trainer: Trainer) -> Decision:
         """The policy's decision, made on rank 0 and known to all ranks."""
         squares = self._all_squares(trainer)
-        box: Decision | Exception | None = None
-        if trainer.is_global_zero:
+
+        def decision() -> Decision:
             steps = max(1, self._num_steps)
             norms = tuple((square / steps) ** 0.5 for square in squares) if any(squares) else ()
-            observed = Observed(
-                self._epoch,
-                tuple(layer.name for layer in self._layers),
-                self.num_frozen,
-                self.num_freezable,
-                norms,
-            )
-            try:
-                box = decide(self.policy, observed)
-            except Exception as error:  # noqa: BLE001 - all ranks are to know it
-                box = error
-        found = trainer.strategy.broadcast(box)
-        if isinstance(found, Exception):
-            raise found
-        assert isinstance(found, Decision)
-        return found
+            names = tuple(layer.name for layer in self._layers)
+            observed = Observed(self._epoch, names, self.num_frozen, self.num_freezable, norms)
+            return decide(self.policy, observed)
+
+        return decided_on(trainer, decision)
 
     def _all_squares(self, trainer: Trainer) -> list[float]:
         """Squared gradient norms, summed over the epoch; complete on a pipeline's loss rank."""
@@ -296,7 +283,11 @@ class FreezeAndRepack(Restoring):
         before, self.num_frozen = self.num_frozen, decision.num_frozen
         frozen = self._layers[: self.num_frozen]
         freeze(pl_module, frozen)
-        _forget_buckets(trainer, pl_module)
+        if derives_from(trainer, "DDPStrategy"):
+            # A new DDP, which waits only for the gradients of what is trained now
+            strategy: Any = trainer.strategy
+            strategy.model = pl_module
+            strategy.configure_ddp()
         if decision.num_frozen > before:
             entry = {"epoch": self._epoch, "num_frozen": self.num_frozen}
             self.history.append(entry | {"reason": decision.reason, "seconds": 0.0})
@@ -327,7 +318,7 @@ class FreezeAndRepack(Restoring):
             num_ranks = self._num_ranks
         names = [name for layer in self._layers[: self.num_frozen] for name in layer.parameters]
         if self.cache is not None:
-            self.cache.shared.expect_loader()
+            self.cache.expect_loader()
         entry = self.history[-1]
 
         def told(seconds: float) -> None:
@@ -362,7 +353,7 @@ class FreezeAndRepack(Restoring):
             "num_steps": self._num_steps,
             "num_ranks": self._num_ranks,
             "history": self.history,
-            "cuts": [0] if self.cache is None else self.cache.shared.cuts,
+            "cuts": [0] if self.cache is None else self.cache.cuts,
         }
 
     @override
@@ -375,12 +366,4 @@ class FreezeAndRepack(Restoring):
         self._restored = list(state_dict.get("squares", ()))
         self._has_ended = state_dict.get("has_ended", False)
         if self.cache is not None:
-            self.cache.shared.cuts = list(state_dict.get("cuts", (0,)))
-
-
-def _forget_buckets(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Make a new DDP, which waits only for the gradients of what is trained now."""
-    strategy: Any = trainer.strategy
-    if derives_from(trainer, "DDPStrategy"):
-        strategy.model = pl_module
-        strategy.configure_ddp()
+            self.cache.cuts = list(state_dict.get("cuts", (0,)))

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import Callback, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
 log = logging.getLogger("lightning_tspipe")
 
 Mode = Literal["min", "max"]
-
-
-@dataclass
-class _Best:
-    """The best value of one head, and the number of checks since then."""
-
-    value: float = math.nan
-    waited: int = 0
 
 
 class _EachHead(Callback):
@@ -45,7 +33,8 @@ class _EachHead(Callback):
         self.monitor = monitor
         self.mode = mode
         self.min_delta = min_delta
-        self.best: dict[str, _Best] = {}
+        self.best: dict[str, float] = {}  # of each head
+        self._waited: dict[str, int] = {}  # checks since then
         self._ended: set[str] = set()
         self._is_resumed = False
 
@@ -64,12 +53,15 @@ class _EachHead(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        ended = self._ended
-        return {n: [best.value, best.waited, n in ended] for n, best in self.best.items()}
+        return {
+            name: [value, self._waited[name], name in self._ended]
+            for name, value in self.best.items()
+        }
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = {name: _Best(*values[:2]) for name, values in state_dict.items()}
+        self.best = {name: values[0] for name, values in state_dict.items()}
+        self._waited = {name: values[1] for name, values in state_dict.items()}
         self._ended = {name for name, values in state_dict.items() if any(values[2:])}
         self._is_resumed = True
 
@@ -100,21 +92,17 @@ class _EachHead(Callback):
                 f"{type(self).__name__}(monitor={self.monitor!r}): no head logged it; logged were "
                 f"{logged}. Log it in a step: self.log({self.monitor!r}, ...)"
             )
+        sign = 1 if self.mode == "max" else -1
         for name, value in values.items():
-            best = self.best.setdefault(name, _Best())
-            if self._is_better(value, best.value):
-                best.value, best.waited = value, 0
-            else:
-                best.waited += 1
-            self._looked(trainer, student, name, best)
+            best = self.best.setdefault(name, math.nan)
+            is_first = math.isnan(best) and not math.isnan(value)
+            self._waited[name] = self._waited.get(name, 0) + 1
+            if is_first or sign * (value - best) > self.min_delta:
+                self.best[name], self._waited[name] = value, 0
+            self._looked(trainer, student, name)
         self._ended |= student.stopped.keys()
 
-    def _is_better(self, value: float, best: float) -> bool:
-        sign = 1 if self.mode == "max" else -1
-        is_first = math.isnan(best) and not math.isnan(value)
-        return is_first or sign * (value - best) > self.min_delta
-
-    def _looked(self, trainer: Trainer, student: StudentFanout, name: str, best: _Best) -> None:
+    def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:
         raise NotImplementedError
 
 
@@ -163,9 +151,9 @@ class HeadEarlyStopping(_EachHead):
         super().on_train_start(trainer, pl_module)
 
     @override
-    def _looked(self, trainer: Trainer, student: StudentFanout, name: str, best: _Best) -> None:
-        if best.waited >= self.patience:
-            reason = f"{name}/{self.monitor} is no better than {best.value:.4g}"
+    def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:
+        if self._waited[name] >= self.patience:
+            reason = f"{name}/{self.monitor} is no better than {self.best[name]:.4g}"
             student.stop(name, reason)
             if trainer.is_global_zero:
                 log.info("head %s stops in epoch %d: %s", name, trainer.current_epoch, reason)
@@ -197,24 +185,20 @@ class HeadCheckpoint(_EachHead):
         self.dirpath = None if dirpath is None else Path(dirpath)
 
     @override
-    def _looked(self, trainer: Trainer, student: StudentFanout, name: str, best: _Best) -> None:
+    def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:
         pipelined = pipelined_of(trainer)
         first = trainer.is_global_zero if pipelined is None else pipelined.replica == 0
-        if best.waited or not first or name not in student.here:
+        if self._waited[name] or not first or name not in student.here:
             return
         folder = self.dirpath or Path(trainer.default_root_dir) / "heads"
-        folder.mkdir(parents=True, exist_ok=True)
         state = student.heads[name].state_dict()
         content = {
             "state_dict": {
                 f"student.heads.{name}.{key}": v.detach().cpu() for key, v in state.items()
             },
             "head": name,
-            self.monitor: best.value,
+            self.monitor: self.best[name],
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
         }
-        path = folder / f"{name}.ckpt"
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        torch.save(content, unfinished)
-        unfinished.replace(path)
+        TorchCheckpointIO().save_checkpoint(content, folder / f"{name}.ckpt")

@@ -3,42 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable
+from itertools import compress
+from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
     Names,
+    Place,
     Restoring,
     as_names,
     may_log,
     pipelined_of,
+    places_of,
     submodules,
 )
 from lightning_tspipe.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
 Momentum = float | tuple[float, float] | Callable[[int, int], float]
 BuffersPolicy = Literal["keep", "copy", "average"]
-
-
-class Place(NamedTuple):
-    """A tensor by its module and name: a pipeline that repacks makes new buffers."""
-
-    module: nn.Module
-    key: str
-
-    @property
-    def tensor(self) -> Tensor:
-        """The current tensor."""
-        tensor: Tensor = getattr(self.module, self.key)
-        return tensor
 
 
 Pair = tuple[str, Place, Place]
@@ -133,12 +121,14 @@ class MomentumEMA(Restoring):
             pipelined.averages(dict(zip(self.teacher, self.student, strict=True)))
         # Before the strategy wraps the module: DDP must not wait for gradients of the teacher.
         # A teacher that the module builds later (configure_model) is frozen in on_fit_start.
-        if stage == "fit" and all(_has_submodule(pl_module, name) for name in self.teacher):
-            self._freeze(pl_module)
+        known = dict(pl_module.named_modules(remove_duplicate=False))
+        if stage == "fit" and all(name in known for name in self.teacher):
+            self.on_fit_start(trainer, pl_module)
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._freeze(pl_module)
+        for module in submodules(pl_module, self.teacher, "teacher").values():
+            module.requires_grad_(requires_grad=False)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -146,10 +136,10 @@ class MomentumEMA(Restoring):
         teachers = submodules(pl_module, self.teacher, "teacher")
         self._parameters, self._buffers = [], []
         for names in zip(self.student, self.teacher, strict=True):
-            student, teacher = (names[0], students[names[0]]), (names[1], teachers[names[1]])
-            self._parameters += _pairs(student, teacher, "parameter")
+            pair = (names[0], students[names[0]]), (names[1], teachers[names[1]])
+            self._parameters += _pairs(*pair, is_buffer=False)
             if self.buffers != "keep":
-                self._buffers += _pairs(student, teacher, "buffer")
+                self._buffers += _pairs(*pair, is_buffer=True)
         self._num_steps = self._planned_steps(trainer)
         self._global_step = trainer.global_step
         self._has_stepped = False
@@ -182,17 +172,15 @@ class MomentumEMA(Restoring):
             ConfigurationError: This rank owns only one tensor of a pair.
         """
         _average(_owned(self._parameters), momentum)
-        pairs = _owned(self._buffers)
-        averaged = [pair for pair in pairs if self.buffers == "average" and _is_float(pair[1])]
-        _average(averaged, momentum)
-        taken = {name for name, _, _ in averaged}
-        for name, teacher, student in pairs:
-            if name not in taken:
+        buffers = _owned(self._buffers)
+        is_averaged = [
+            self.buffers == "average" and (teacher.is_floating_point() or teacher.is_complex())
+            for teacher, _ in buffers
+        ]
+        _average(list(compress(buffers, is_averaged)), momentum)
+        for (teacher, student), is_done in zip(buffers, is_averaged, strict=True):
+            if not is_done:
                 teacher.copy_(student)
-
-    def _freeze(self, pl_module: LightningModule) -> None:
-        for module in submodules(pl_module, self.teacher, "teacher").values():
-            module.requires_grad_(requires_grad=False)
 
     def _planned_steps(self, trainer: Trainer) -> int:
         if isinstance(self.momentum, float | int):
@@ -225,65 +213,35 @@ def _check_momentum(momentum: Momentum) -> None:
         )
 
 
-def _has_submodule(module: nn.Module, name: str) -> bool:
-    try:
-        module.get_submodule(name)
-    except AttributeError:
-        return False
-    return True
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def _pairs(
-    student: tuple[str, nn.Module],
-    teacher: tuple[str, nn.Module],
-    kind: Literal["parameter", "buffer"],
+    student: tuple[str, nn.Module], teacher: tuple[str, nn.Module], *, is_buffer: bool
 ) -> list[Pair]:
     """Pair the teacher's tensors with the student's by their names within the two modules."""
     student_name, student_module = student
     teacher_name, teacher_module = teacher
-    sources = dict(_places(student_module, kind, remove_duplicate=False))
+    sources = dict(places_of(student_module, is_buffer=is_buffer, remove_duplicate=False))
     pairs: list[Pair] = []
-    for name, place in _places(teacher_module, kind, remove_duplicate=True):
+    for name, place in places_of(teacher_module, is_buffer=is_buffer):
         found = sources.get(name)
-        where = f"{teacher_name}.{name}"
+        where, source = f"{teacher_name}.{name}", f"{student_name}.{name}"
         if found is None:
-            raise ConfigurationError(
-                f"the teacher's {kind} {where} has no {student_name}.{name} to follow; build the "
-                f"teacher as a copy of the student's submodules (copy.deepcopy), or name the "
-                f"matching submodules: student=[...], teacher=[...]"
-            )
-        tensor, source = place.tensor, found.tensor
-        if source is tensor:
-            raise ConfigurationError(
-                f"teacher and student share {where}; copy the student (copy.deepcopy) instead"
-            )
-        if source.shape != tensor.shape:
-            raise ConfigurationError(
-                f"{where} has shape {tuple(tensor.shape)}, {student_name}.{name} "
-                f"{tuple(source.shape)}; the teacher must be a copy of the student"
-            )
-        pairs.append((where, place, found))
+            why = f"has no {source} to follow"
+        elif found.tensor is place.tensor:
+            why = "is shared with the student"
+        elif found.tensor.shape != place.tensor.shape:
+            why = f"has shape {tuple(place.tensor.shape)}, {source} {tuple(found.tensor.shape)}"
+        else:
+            pairs.append((where, place, found))
+            continue
+        raise ConfigurationError(
+            f"the teacher's {where} {why}; build the teacher as a copy of the student's "
+            "submodules (copy.deepcopy), or name the matching submodules: student=[...], "
+            "teacher=[...]"
+        )
     return pairs
 
 
-def _places(
-    module: nn.Module, kind: Literal["parameter", "buffer"], *, remove_duplicate: bool
-) -> Iterator[tuple[str, Place]]:
-    named: Iterable[tuple[str, Tensor]]
-    if kind == "parameter":
-        named = module.named_parameters(remove_duplicate=remove_duplicate)
-    else:
-        named = module.named_buffers(remove_duplicate=remove_duplicate)
-    for name, _ in named:
-        path, _, key = name.rpartition(".")
-        yield name, Place(module.get_submodule(path), key)
-
-
-def _owned(pairs: Iterable[Pair]) -> list[tuple[str, Tensor, Tensor]]:
+def _owned(pairs: Iterable[Pair]) -> list[tuple[Tensor, Tensor]]:
     """The pairs that this rank holds; other ranks' tensors are on the meta device."""
     owned = []
     for name, mine, other in pairs:
@@ -295,14 +253,12 @@ def _owned(pairs: Iterable[Pair]) -> list[tuple[str, Tensor, Tensor]]:
                 "(partition='auto' does)"
             )
         if not teacher.is_meta:
-            owned.append((name, teacher, student))
+            owned.append((teacher, student))
     return owned
 
 
-def _average(pairs: list[tuple[str, Tensor, Tensor]], momentum: float) -> None:
-    if not pairs:
-        return
-    teachers = [teacher for _, teacher, _ in pairs]
+def _average(pairs: list[tuple[Tensor, Tensor]], momentum: float) -> None:
     # lerp reads and writes each teacher tensor once; a product and a sum would pass over it twice.
-    sources = [student.to(teacher) for _, teacher, student in pairs]
-    torch._foreach_lerp_(teachers, sources, 1.0 - momentum)
+    if pairs:
+        sources = [student.to(teacher) for teacher, student in pairs]
+        torch._foreach_lerp_([teacher for teacher, _ in pairs], sources, 1.0 - momentum)

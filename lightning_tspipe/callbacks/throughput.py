@@ -1,32 +1,34 @@
-"""Training throughput, measured without slowing training down."""
+"""Training throughput, and a timeline of all ranks over a few steps of a real run."""
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from lightning.fabric.utilities.throughput import Throughput
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from lightning.fabric.utilities import rank_zero_info
+from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_tspipe.caching.entries import tensors_in
 from lightning_tspipe.callbacks.common import Callback, may_log, pipelined_of
-from lightning_tspipe.callbacks.machine import known_peak_flops, peak_memory
-from lightning_tspipe.callbacks.timeline import PipelineTimeline
 from lightning_tspipe.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-    from lightning_tspipe.strategy.training.pipelined import Pipelined
-
+from lightning_tspipe.plots import plot_timelines
+from lightning_tspipe.simulation.figures import figures
+from lightning_tspipe.simulation.timeline import Timeline
+from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 _RECORDED_STEPS = 4
+_MIB = 2**20
 
 
 @dataclass
@@ -39,20 +41,42 @@ class _Totals:
 
 
 @dataclass
-class _Window:
-    """The last batches.
+class _Fit:
+    """The state of one fit.
 
     Attributes:
-        rates: Lightning's calculator.
-        waits: For each batch, seconds from the end of the batch before to its start.
-        staleness: For each batch, the number of updates that the teacher was late.
+        totals: Totals of the run.
+        rates: Lightning's calculator; None on ranks that don't measure.
+        waits: For each of the last batches, seconds from the end of the batch before to its start.
+        staleness: For each of the last batches, the number of updates that the teacher was late.
         from_ranks: Metrics that the ranks of a pipeline reported last.
+        records: Whether steps are recorded for the bubble ratio.
+        recorded_at: Number of the batch at which that began last; None before.
+        num_replicas: Replicas of the pipeline, or processes.
+        num_batches: Batches of this fit, on every rank.
+        reading: Seconds that this rank had read data when it reported last.
+        mark: When the last batch ended.
+        wait: Seconds from then to the start of this batch.
+        steps: The global steps at the starts of the last two batches.
+        flops: Operations of one sample as a share of all peaks; 0 if unknown, None before.
+        last: The metrics of the last full window.
     """
 
-    rates: Throughput
-    waits: deque[float]
-    staleness: deque[int]
+    totals: _Totals = field(default_factory=_Totals)
+    rates: Throughput | None = None
+    waits: deque[float] = field(default_factory=deque)
+    staleness: deque[int] = field(default_factory=deque)
     from_ranks: dict[str, float] = field(default_factory=dict)
+    records: bool = False
+    recorded_at: int | None = None
+    num_replicas: int = 1
+    num_batches: int = 0
+    reading: float = 0.0
+    mark: float = 0.0
+    wait: float = 0.0
+    steps: tuple[int, int] = (0, 0)
+    flops: float | None = None
+    last: dict[str, float] = field(default_factory=dict)
 
 
 class PipelineThroughputMonitor(Callback):
@@ -118,36 +142,26 @@ class PipelineThroughputMonitor(Callback):
         self.flops_per_sample = flops_per_sample
         self.peak_flops = peak_flops
         self.clock = clock
-        self._window: _Window | None = None
-        self._num_replicas = 1
-        self._totals, self._restored = _Totals(), _Totals()
-        self._num_batches = 0  # of this fit, on every rank
-        self._recorded_at = -1
-        self._records = False
-        self._reading = 0.0
-        self._mark = 0.0
-        self._wait = 0.0
-        self._steps = (0, 0)
-        self._flops: float | None = None
-        self._last: dict[str, float] = {}
+        self._fit, self._restored = _Fit(), _Totals()
 
     def summary(self) -> dict[str, float]:
         """The metrics of the last full window, with the totals; empty on ranks that don't measure.
 
         Contains what is logged, and ``num_batches`` and ``num_samples``.
         """
-        if self._window is None:
+        fit, totals = self._fit, self._fit.totals
+        if fit.rates is None:
             return {}
-        totals = {
-            "num_batches": float(self._totals.num_batches),
-            "num_samples": float(self._totals.num_samples * self._num_replicas),
-            "elapsed": self._totals.elapsed,
+        return {
+            **fit.last,
+            "num_batches": float(totals.num_batches),
+            "num_samples": float(totals.num_samples * fit.num_replicas),
+            "elapsed": totals.elapsed,
         }
-        return {**self._last, **totals}
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self._totals))
+        return dict(vars(self._fit.totals))
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -155,144 +169,259 @@ class PipelineThroughputMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pipelined = pipelined_of(trainer)
-        self._totals, self._restored = self._restored, _Totals()
-        self._num_batches, self._recorded_at = 0, -1
-        self._steps = (trainer.global_step, trainer.global_step)
-        self._flops, self._last, self._window = None, {}, None
-        self._reading = 0.0 if pipelined is None else pipelined.seconds_reading
-        self._records = self.bubble_every_n_batches is not None and not any(
+        pipelined, step = pipelined_of(trainer), trainer.global_step
+        self._fit = fit = _Fit(self._restored, steps=(step, step), mark=self.clock())
+        self._restored = _Totals()
+        fit.waits = deque(maxlen=self.window)
+        fit.staleness = deque(maxlen=self.window)
+        fit.records = self.bubble_every_n_batches is not None and not any(
             isinstance(callback, PipelineTimeline)
             for callback in trainer.callbacks  # type: ignore[attr-defined]
         )
+        fit.num_replicas = trainer.world_size
+        if pipelined is not None:
+            fit.reading = pipelined.seconds_reading
+            fit.num_replicas = pipelined.data_parallel_size
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        if not may_log(trainer):
-            return
-        self._num_replicas = (
-            trainer.world_size if pipelined is None else pipelined.data_parallel_size
-        )
-        self._window = _Window(
-            Throughput(world_size=self._num_replicas, window_size=self.window + 1),
-            deque(maxlen=self.window),
-            deque(maxlen=self.window),
-        )
-        self._mark = self.clock()  # a run resumed within an epoch has no epoch start
+        if may_log(trainer):
+            fit.rates = Throughput(world_size=fit.num_replicas, window_size=self.window + 1)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mark = self.clock()
+        self._fit.mark = self.clock()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._mark = self.clock()
+        self._fit.mark = self.clock()
 
     @override
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._wait = self.clock() - self._mark
-        self._steps = (self._steps[1], trainer.global_step)
-        pipelined = pipelined_of(trainer)
-        if pipelined is not None and self._records and self._num_batches >= self.window:
-            assert self.bubble_every_n_batches is not None
-            last = self._recorded_at
-            if last < 0 or self._num_batches - last >= self.bubble_every_n_batches:
-                self._recorded_at = self._num_batches
-                pipelined.record(_RECORDED_STEPS)
+        fit = self._fit
+        fit.wait = self.clock() - fit.mark
+        fit.steps = (fit.steps[1], trainer.global_step)
+        pipelined, every = pipelined_of(trainer), self.bubble_every_n_batches
+        if pipelined is None or every is None or not fit.records or fit.num_batches < self.window:
+            return
+        if fit.recorded_at is None or fit.num_batches - fit.recorded_at >= every:
+            fit.recorded_at = fit.num_batches
+            pipelined.record(_RECORDED_STEPS)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now, pipelined = self.clock(), pipelined_of(trainer)
-        self._num_batches += 1
+        now, pipelined, fit = self.clock(), pipelined_of(trainer), self._fit
+        fit.num_batches += 1
         if pipelined is not None:
             self._exchange(pipelined, pl_module)
-        if self._window is None:
+        if fit.rates is None:
             return
-        totals = self._totals
-        totals.elapsed += now - self._mark
-        self._mark = now
+        totals = fit.totals
+        totals.elapsed += now - fit.mark
+        fit.mark = now
         totals.num_batches += 1
         totals.num_samples += self._batch_size(pipelined, batch)
-        self._window.waits.append(self._wait)
+        fit.waits.append(fit.wait)
         if pipelined is not None and pipelined.teacher_ran_ahead is not None:
-            updated = self._steps[1] > self._steps[0]
-            self._window.staleness.append(int(pipelined.teacher_ran_ahead and updated))
-        self._window.rates.update(
+            updated = fit.steps[1] > fit.steps[0]
+            fit.staleness.append(int(pipelined.teacher_ran_ahead and updated))
+        fit.rates.update(
             time=totals.elapsed, batches=totals.num_batches, samples=totals.num_samples
         )
-        metrics = self._metrics(trainer, pl_module, self._window)
-        self._last = metrics or self._last
-        metrics["elapsed"] = totals.elapsed
-        pl_module.log_dict(metrics, on_step=True, on_epoch=False, batch_size=1)
+        metrics = self._metrics(trainer, pl_module, fit.rates.compute())
+        fit.last = metrics or fit.last
+        pl_module.log_dict(
+            {**metrics, "elapsed": totals.elapsed}, on_step=True, on_epoch=False, batch_size=1
+        )
 
     def _exchange(self, pipelined: Pipelined, pl_module: LightningModule) -> None:
         """Send the loss rank what it cannot know by itself; every rank calls it."""
-        if self._records and pipelined.has_recording:
+        fit = self._fit
+        if fit.records and pipelined.has_recording:
             pipelined.timeline()
-        if self._num_batches % self.window:
+        if fit.num_batches % self.window:
             return
-        reading, self._reading = self._reading, pipelined.seconds_reading
-        own = peak_memory(pl_module.device), (self._reading - reading) / self.window
+        before, fit.reading = fit.reading, pipelined.seconds_reading
+        own = _peak_memory(pl_module.device), (fit.reading - before) / self.window
         ranks = pipelined.gather(own)
-        if ranks is None or self._window is None:
-            return
-        memory = {f"peak_memory/rank{rank}": peak for rank, (peak, _) in enumerate(ranks)}
-        self._window.from_ranks = {
-            "data_wait_time": ranks[pipelined.data_rank][1],
-            "peak_memory": max(memory.values()),
-            **memory,
-        }
+        if ranks is not None:
+            memory = {f"peak_memory/rank{rank}": peak for rank, (peak, _) in enumerate(ranks)}
+            fit.from_ranks = {
+                "data_wait_time": ranks[pipelined.data_rank][1],
+                "peak_memory": max(memory.values()),
+                **memory,
+            }
 
     def _metrics(
-        self, trainer: Trainer, pl_module: LightningModule, window: _Window
+        self, trainer: Trainer, pl_module: LightningModule, rates: dict[str, float]
     ) -> dict[str, float]:
-        rates = window.rates.compute()
         if "device/samples_per_sec" not in rates:  # the window is not full yet
             return {}
-        samples_per_second = rates["device/samples_per_sec"] * self._num_replicas
+        fit, pipelined = self._fit, pipelined_of(trainer)
+        samples_per_second = rates["device/samples_per_sec"] * fit.num_replicas
         metrics = {
             "samples_per_second": samples_per_second,
             "step_time": 1.0 / rates["device/batches_per_sec"],
         }
-        pipelined = pipelined_of(trainer)
         if pipelined is None:
-            metrics["data_wait_time"] = fmean(window.waits)
-            metrics["peak_memory"] = peak_memory(pl_module.device)
+            metrics["data_wait_time"] = fmean(fit.waits)
+            metrics["peak_memory"] = _peak_memory(pl_module.device)
         else:
-            metrics |= window.from_ranks
+            metrics |= fit.from_ranks
             if pipelined.bubble_ratio is not None:
                 metrics["bubble_ratio"] = pipelined.bubble_ratio
-            if window.staleness:
-                metrics["teacher_staleness"] = fmean(window.staleness)
-        if self._flops is None:
-            self._flops = self._share_per_sample(trainer, pl_module, pipelined)
-        if self._flops:
-            metrics["mfu"] = samples_per_second * self._flops
+            if fit.staleness:
+                metrics["teacher_staleness"] = fmean(fit.staleness)
+        if fit.flops is None:
+            fit.flops = self._share_per_sample(trainer, pl_module, pipelined)
+        if fit.flops:
+            metrics["mfu"] = samples_per_second * fit.flops
         return metrics
 
     def _share_per_sample(
         self, trainer: Trainer, pl_module: LightningModule, pipelined: Pipelined | None
     ) -> float:
         """Operations of one sample as a share of all devices' peak FLOP/s; 0 if unknown."""
-        peak = self.peak_flops or known_peak_flops(pl_module.device, str(trainer.precision))
+        peak = self.peak_flops or _known_peak_flops(pl_module.device, str(trainer.precision))
         flops = self.flops_per_sample
         if peak is not None and flops is None and pipelined is not None:
             flops = pipelined.flops_per_sample()
         if peak is None or flops is None:
             return 0.0
         per_replica = 1 if pipelined is None else pipelined.num_ranks
-        return flops / (peak * per_replica * self._num_replicas)
+        return flops / (peak * per_replica * self._fit.num_replicas)
 
     def _batch_size(self, pipelined: Pipelined | None, batch: Any) -> int:
         if self.batch_size_fn is not None:
             return self.batch_size_fn(batch)
-        return _first_length(batch) if pipelined is None else pipelined.batch_size
+        if pipelined is not None:
+            return pipelined.batch_size
+        # Lightning's own function warns about tensors of different lengths, which are common.
+        return next((len(tensor) for tensor in tensors_in(batch) if tensor.ndim), 1)
 
 
-def _first_length(batch: Any) -> int:
-    # Lightning's own function warns about tensors of different lengths, which are common.
-    leaves = pytree.tree_leaves(batch)
-    return next((len(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim), 1)
+def _peak_memory(device: torch.device) -> float:
+    """Peak memory in MiB: of tensors on a GPU, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _MIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / _MIB if sys.platform == "darwin" else peak / 1024
+
+
+def _known_peak_flops(device: torch.device, precision: str) -> float | None:
+    """Nominal floating-point operations per second of a device; None if unknown.
+
+    Args:
+        device: The device.
+        precision: The Trainer's.
+    """
+    if device.type == "cpu":
+        return None
+    types = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an unknown device needs no action
+        return get_available_flops(device, types.get(precision[:2], torch.float32))
+
+
+class PipelineTimeline(Callback):
+    """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs metrics.
+
+    At the end of the window the ranks exchange what they recorded, once, and the loggers get
+
+    - ``timeline/bubble_ratio``: share of the ranks' time without work,
+    - ``timeline/step_ms``: milliseconds per step,
+    - ``timeline/rank0_idle_ms``: for each rank, milliseconds per step without work,
+    - ``timeline/stage0_forward_ms``, ``timeline/stage0_backward_ms``,
+      ``timeline/stage0_teacher_ms``: for each stage, mean milliseconds of one unit.
+
+    The window's first and last step only frame the others, which the metrics are computed from.
+
+    ``tspipe timeline timeline.json`` says what the idle time went to. The picture is drawn when
+    training ends: drawing takes a second, for which all ranks would wait. Ordinary strategies have
+    no pipeline to draw: the callback says so and does nothing.
+
+    Args:
+        start_step: First recorded global step; the steps before it warm up.
+        num_steps: Number of recorded steps.
+        path: Folder for the two files; None takes the logger's folder, else the Trainer's
+            ``default_root_dir``.
+
+    Raises:
+        ConfigurationError: A negative step or an empty window.
+    """
+
+    def __init__(
+        self, start_step: int = 5, num_steps: int = 3, path: str | Path | None = None
+    ) -> None:
+        if start_step < 0 or num_steps < 1:
+            raise ConfigurationError(
+                f"start_step={start_step} must be at least 0, num_steps={num_steps} at least 1"
+            )
+        self.start_step = start_step
+        self.num_steps = num_steps
+        self.path = path
+        self._awaits = False  # a window that began and was not collected
+        self._timeline: Timeline | None = None
+        self._folder: Path | None = None  # known once the window was collected
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._awaits, self._timeline, self._folder = False, None, None
+        if pipelined_of(trainer) is None:
+            rank_zero_info(
+                f"PipelineTimeline: {type(trainer.strategy).__name__} has no pipeline to draw"
+            )
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        pipelined, is_new = pipelined_of(trainer), not self._awaits and self._folder is None
+        if pipelined is not None and is_new and trainer.global_step >= self.start_step:
+            pipelined.record(self.num_steps)
+            self._awaits = True
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None and self._awaits and pipelined.has_recording:
+            self._collect(trainer, pipelined)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None and self._awaits:
+            self._collect(trainer, pipelined)  # training ended within the window
+        if pipelined is None or not trainer.is_global_zero:
+            return
+        if self._timeline is None or self._folder is None:
+            rank_zero_info(
+                f"PipelineTimeline: training ended before step {self.start_step}; nothing to draw"
+            )
+            return
+        try:
+            plot_timelines({"": self._timeline}, self._folder / "timeline.png")
+        except ConfigurationError as error:  # the training was fine, and the data is saved
+            rank_zero_info(f"PipelineTimeline: no picture: {error}")
+
+    def _collect(self, trainer: Trainer, pipelined: Pipelined) -> None:
+        """Exchange the window, on every rank; log and save it on rank 0."""
+        # Both are collective, so all ranks must ask.
+        timeline = pipelined.timeline()
+        log_dir = trainer.log_dir
+        self._awaits = False
+        self._folder = Path(self.path or log_dir or trainer.default_root_dir)
+        if not trainer.is_global_zero or timeline is None:
+            return
+        self._timeline = timeline
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
+        metrics = {f"timeline/{name}": value for name, value in figures(timeline).items()}
+        # Not by ``pl_module.log``, which drops what falls between two of ``log_every_n_steps``.
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)

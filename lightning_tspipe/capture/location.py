@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+
+from lightning_tspipe.errors import CaptureError, TSPipeError
 
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning")
@@ -20,7 +23,7 @@ def _is_user_code(filename: str) -> bool:
     return not filename.startswith(sys.base_prefix)
 
 
-def _format(frames: traceback.StackSummary) -> str:
+def _innermost(frames: traceback.StackSummary) -> str:
     for frame in reversed(frames):
         if _is_user_code(frame.filename):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"
@@ -29,10 +32,20 @@ def _format(frames: traceback.StackSummary) -> str:
 
 def current_line() -> str:
     """The innermost line of user code on the stack: ``file:line (text)``."""
-    return _format(traceback.extract_stack())
+    return _innermost(traceback.extract_stack())
 
 
-def line_of(error: BaseException) -> str:
-    """The innermost line of user code in a traceback."""
-    tb: TracebackType | None = error.__traceback__
-    return _format(traceback.extract_tb(tb))
+@contextmanager
+def explained(what: str, remedy: str) -> Iterator[None]:
+    """While inside, errors of the user's code are told with their line, what failed and a remedy.
+
+    Raises:
+        CaptureError: Instead of them.
+    """
+    try:
+        yield
+    except TSPipeError:
+        raise
+    except Exception as error:
+        line = _innermost(traceback.extract_tb(error.__traceback__))
+        raise CaptureError(f"{what} at {line}: {error}. {remedy}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.arguments import ONE_TENSOR, Arguments
 
 NetworkName = Literal["student", "teacher"]
 
@@ -66,10 +67,13 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of the values."""
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def random(self, generator: torch.Generator, device: torch.device | str) -> Tensor:
+        """A tensor of normal random values; of zeros if it isn't one of floating-point numbers."""
+        if self.dtype.is_floating_point:
+            return torch.randn(self.shape, generator=generator).to(device, self.dtype)
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +83,15 @@ class Block:
     Attributes:
         name: Dotted name within the LightningModule.
         grad: Whether gradients were enabled at the call.
-        arguments: How it is called; None: with one tensor.
+        arguments: How it is called.
     """
 
     name: str
     grad: bool
-    arguments: Arguments | None = None
+    arguments: Arguments = ONE_TENSOR
 
     def __str__(self) -> str:
-        return self.name if self.arguments is None else f"{self.name}{self.arguments}"
+        return self.name if self.arguments.is_plain else f"{self.name}{self.arguments}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +113,7 @@ class Glue:
 Link = Block | Glue
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class ValueRef:
     """A tensor that a block returned: link ``position`` of a chain, leaf ``slot`` of its output."""
 
@@ -143,18 +147,16 @@ class Interception:
         call: Index into ``StepPlan.calls``.
         position: Link of the chain.
         output: Pytree structure of what it returns.
-        leaves: Specs of the tensors that it returned at the trace; None for other leaves.
-        constants: The leaves that are not tensors, by index.
-        arguments: How it is called; None: with one tensor.
+        leaves: Specs of the tensors that it returned at the trace; other leaves as they are.
+        arguments: How it is called.
     """
 
     block: str
     call: int
     position: int
     output: pytree.TreeSpec
-    leaves: tuple[TensorSpec | None, ...]
-    constants: dict[int, Any] = field(hash=False)
-    arguments: Arguments | None = None
+    leaves: tuple[Any, ...]
+    arguments: Arguments = ONE_TENSOR
 
 
 @dataclass(frozen=True)

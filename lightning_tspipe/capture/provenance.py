@@ -7,26 +7,75 @@ chain of *glue* leads from one block to the next, and which sources the step its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_tspipe.capture.functions import (
-    HARMLESS,
-    MOVES,
-    name_of,
-    writes_gradient,
-    writes_in_place,
-)
 from lightning_tspipe.capture.location import current_line
+from lightning_tspipe.capture.plan import NetworkName
 
-_GRADIENT = "torch.Tensor.grad.__get__"
+# Looking at the type of a tensor does not read its values.
+_HARMLESS = frozenset(
+    f"torch.Tensor.{name}"
+    for name in (
+        "size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "__len__",
+        "is_contiguous", "is_floating_point", "is_complex", "storage_offset", "get_device",
+        "shape.__get__", "dtype.__get__", "device.__get__", "ndim.__get__", "layout.__get__",
+        "requires_grad.__get__", "requires_grad.__set__", "requires_grad_", "is_leaf.__get__",
+        "is_cuda.__get__", "is_meta.__get__", "is_sparse.__get__", "is_quantized.__get__",
+        "grad_fn.__get__", "grad.__get__", "_version.__get__", "is_nested.__get__",
+        "is_cpu.__get__", "is_mps.__get__", "is_xpu.__get__", "itemsize.__get__",
+        "nbytes.__get__", "names.__get__", "retains_grad.__get__", "register_hook",
+        "is_inference", "is_signed", "is_conj", "is_neg", "__hash__", "data_ptr",
+    )
+)  # fmt: skip
+MOVES = frozenset({Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.pin_memory})
+_SETS_GRADIENT = "torch.Tensor.grad.__set__"
+_SETTERS = (".data.__set__", ".grad.__set__")
+_GETS_GRADIENT = "torch.Tensor.grad.__get__"
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """Such as ``torch.Tensor.add_``."""
+    return str(resolve_name(func) or getattr(func, "__name__", repr(func)))
+
+
+def writes_in_place(name: str) -> bool:
+    """Whether a function changes its first argument."""
+    last = name.rpartition(".")[2]
+    if last.endswith("__"):
+        return last == "__setitem__" or last.startswith("__i") or name.endswith(_SETTERS)
+    return last.endswith("_") and last != "requires_grad_"
+
+
+@dataclass(frozen=True)
+class BatchLeaf:
+    """Where a value comes from: a leaf of the batch."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class NetworkParameter:
+    """Where a value comes from: a parameter of a pipelined network."""
+
+    name: str
+    network: NetworkName
+
+
+@dataclass(frozen=True)
+class BlockOutput:
+    """Where a value comes from: a block's output."""
+
+    call: int
+    position: int
+    slot: int
 
 
 @dataclass(eq=False)
@@ -35,29 +84,32 @@ class Value:
 
     Attributes:
         tensor: Kept alive, so that its id stays its own.
-        source: What it is, if it was not computed: any description; None if computed.
+        source: What it is, if it was not computed.
         parents: What it was computed from.
         function: If one tensor alone was the input: how to compute it again from that.
         label: Name of the operation.
         read: Whether something else than a block or another operation read it.
         consumers: Values computed from it.
         feeds_block: Whether it was the input of a block.
-        is_parameter: Whether it is a source that is a parameter.
         mixes: Whether it was computed from several tensors, or moved to a device.
         num_blocks: Blocks that were called before it was computed.
     """
 
     tensor: Tensor
-    source: Any = None
+    source: Any = None  # a BatchLeaf, NetworkParameter or BlockOutput
     parents: tuple[Value, ...] = ()
     function: Callable[[Tensor], Tensor] | None = None
     label: str = ""
     read: bool = False
     consumers: list[Value] = field(default_factory=list)
     feeds_block: bool = False
-    is_parameter: bool = False
     mixes: bool = False
     num_blocks: int = 0
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a source that is a parameter."""
+        return isinstance(self.source, NetworkParameter)
 
     @property
     def is_needed(self) -> bool:
@@ -67,32 +119,22 @@ class Value:
     @property
     def is_used(self) -> bool:
         """Whether the step itself depends on it, by some path that doesn't end in a block."""
-        stack, seen = [self], {id(self)}
-        while stack:
-            value = stack.pop()
-            if value.read or not (value.consumers or value.feeds_block):
-                return True
-            for consumer in value.consumers:
-                if id(consumer) not in seen:
-                    seen.add(id(consumer))
-                    stack.append(consumer)
-        return False
+        found = self._reached(lambda value: value.consumers)
+        return any(value.read or not (value.consumers or value.feeds_block) for value in found)
 
     def sources(self) -> list[Value]:
         """The source values that it was computed from."""
-        if self.source is not None:
-            return [self]
-        found, stack, seen = [], list(self.parents), {id(self)}
+        found = self._reached(lambda value: value.parents if value.source is None else ())
+        return [value for value in found if value.source is not None]
+
+    def _reached(self, following: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
+        stack, seen = [self], {self}
         while stack:
             value = stack.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if value.source is not None:
-                found.append(value)
-            else:
-                stack.extend(value.parents)
-        return found
+            yield value
+            new = [other for other in following(value) if other not in seen]
+            seen.update(new)
+            stack += new
 
     def glue_from_source(self) -> tuple[Value, list[Value]] | None:
         """The single source and the unary operations from it to here; None if there are several."""
@@ -114,11 +156,7 @@ class DrawCounter(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.count += torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
@@ -132,6 +170,7 @@ class ProvenanceMode(TorchFunctionMode):
         writes: (value written in place, number of blocks called before, user's line).
         gradient_writes: The same for parameters whose gradient was set (to None).
         gradient_reads: The user's lines that looked at the gradient of a parameter.
+        is_paused: Whether nothing is recorded for a while.
         draws: To be entered as well, so that random numbers are noticed.
         draws_on_device: Whether random numbers were drawn on a device that the step named: it may
             have asked a tensor of the batch for it.
@@ -140,7 +179,7 @@ class ProvenanceMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[int, Value] = {}
-        self._paused = False
+        self.is_paused = False
         self._num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str]] = []
@@ -148,10 +187,6 @@ class ProvenanceMode(TorchFunctionMode):
         self.gradient_reads: list[str] = []
         self.draws_on_device = False
         self.draws = DrawCounter()
-
-    def pause(self, *, on: bool) -> None:
-        """Stop or go on recording."""
-        self._paused = on
 
     def mark_block(self) -> None:
         """A pipelined block was called."""
@@ -162,10 +197,9 @@ class ProvenanceMode(TorchFunctionMode):
         found = (v for v in self._values.values() if v.mixes and v.num_blocks < self._num_blocks)
         return list(found)
 
-    def track(self, tensor: Tensor, source: Any, *, is_parameter: bool = False) -> Value:
+    def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
-        value = Value(tensor, source=source, is_parameter=is_parameter)
-        self._values[id(tensor)] = value
+        value = self._values[id(tensor)] = Value(tensor, source)
         return value
 
     def lookup(self, tensor: Tensor) -> Value | None:
@@ -179,79 +213,64 @@ class ProvenanceMode(TorchFunctionMode):
                 value.read = True
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self.is_paused:
             return func(*args, **kwargs)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         parents = tuple(value for t in tensors if (value := self.lookup(t)) is not None)
         name = name_of(func)
-        if name == _GRADIENT and any(parent.is_parameter for parent in parents):
+        if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
-        if name in HARMLESS:
-            return func(*args, **kwargs)
-        if not parents:
-            return self._untracked(func, args, kwargs)
         num_draws = self.draws.count
         result = func(*args, **kwargs)
-        self._record(name, func, args, kwargs, parents, len(tensors), result)
+        if name in _HARMLESS:
+            return result
+        if parents:
+            function = None
+            if len(tensors) == 1 and isinstance(result, Tensor):
+                function = _rebind(func, args, kwargs)
+            mixes = len(tensors) > 1 or func in MOVES
+            self._record(
+                Value(tensors[0], None, parents, function, name, mixes=mixes), args, result
+            )
         if self.draws.count > num_draws:
             # A meta tensor would draw nothing, and all that is drawn later would differ.
             for parent in parents:
                 parent.read = True
+            self.draws_on_device |= not parents and kwargs.get("device") is not None
         return result
 
-    def _untracked(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if kwargs.get("device") is None:
-            return func(*args, **kwargs)
-        num_draws = self.draws.count
-        result = func(*args, **kwargs)
-        self.draws_on_device |= self.draws.count > num_draws
-        return result
-
-    def _record(  # noqa: PLR0913, PLR0917 - all of one operation
-        self,
-        name: str,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        parents: tuple[Value, ...],
-        num_tensors: int,
-        result: Any,
-    ) -> None:
-        writes = writes_in_place(name)
-        to_parameter = writes and self._record_write(name, args)
+    def _record(self, made: Value, args: tuple[Any, ...], result: Any) -> None:
+        """Note what an operation returned; ``made`` is like each of these values."""
+        writes = writes_in_place(made.label)
+        to_parameter = writes and self._record_write(made.label, args)
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        for parent in () if outputs else parents:
+        for parent in () if outputs else made.parents:
             if to_parameter:
                 parent.feeds_block = True
                 continue
             parent.read = True
             if not writes:
                 self.reads.append((parent, self._num_blocks, current_line()))
-        unary = num_tensors == 1 and isinstance(result, Tensor)
-        function = _rebind(func, args, kwargs) if unary else None
         for output in outputs:
-            value = Value(output, parents=parents, function=function, label=name)
             # An EMA written into a parameter stays there: it is not a use of its result.
-            value.feeds_block = to_parameter
-            value.mixes = num_tensors > 1 or func in MOVES
-            value.num_blocks = self._num_blocks
+            value = replace(
+                made,
+                tensor=output,
+                consumers=[],
+                feeds_block=to_parameter,
+                num_blocks=self._num_blocks,
+            )
             self._values[id(output)] = value
-            for parent in parents:
+            for parent in made.parents:
                 parent.consumers.append(value)
 
     def _record_write(self, name: str, args: tuple[Any, ...]) -> bool:
         """Note the targets of a write; whether they are parameters."""
         line = current_line()
-        writes = self.gradient_writes if writes_gradient(name) else self.writes
+        writes = self.gradient_writes if name == _SETS_GRADIENT else self.writes
         to_parameter = False
         targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         for target in targets:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 
@@ -29,8 +30,9 @@ def refuse_rebinding(module: nn.Module, names: tuple[str, ...]) -> None:
         CaptureError: It does; says where.
     """
     for method, tree in _methods(module):
-        for target in _assigned(tree):
-            whole = next((name for name in names if _holds(target, name)), None)
+        stored = (n for n in ast.walk(tree) if isinstance(getattr(n, "ctx", None), ast.Store))
+        for target in filter(None, map(_path, stored)):
+            whole = next((name for name in names if f"{name}.".startswith(f"{target}.")), None)
             if whole is not None:
                 raise CaptureError(
                     f"{type(module).__name__}.{method} puts another module in the place of "
@@ -64,23 +66,7 @@ def _source(function: object) -> ast.AST | None:
         return None
 
 
-def _assigned(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            path = _path(node)
-            if path:
-                yield path
-
-
 def _path(node: ast.AST) -> str:
     """``a.b`` of ``self.a.b``; empty for anything else."""
-    names: list[str] = []
-    while isinstance(node, ast.Attribute):
-        names.append(node.attr)
-        node = node.value
-    is_own = isinstance(node, ast.Name) and node.id == "self"
-    return ".".join(reversed(names)) if is_own else ""
-
-
-def _holds(path: str, name: str) -> bool:
-    return f"{name}.".startswith(f"{path}.")
+    found = re.fullmatch(r"self\.([\w.]+)", ast.unparse(node))
+    return found[1] if found else ""

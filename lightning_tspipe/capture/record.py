@@ -16,32 +16,13 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
-from lightning_tspipe.capture.provenance import ProvenanceMode, Value
+from lightning_tspipe.capture.provenance import (
+    BatchLeaf,
+    BlockOutput,
+    ProvenanceMode,
+    Value,
+)
 from lightning_tspipe.errors import CaptureError
-
-
-@dataclass(frozen=True)
-class BatchLeaf:
-    """Where a value comes from: a leaf of the batch."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class NetworkParameter:
-    """Where a value comes from: a parameter of a pipelined network."""
-
-    name: str
-    network: NetworkName
-
-
-@dataclass(frozen=True)
-class BlockOutput:
-    """Where a value comes from: a block's output."""
-
-    call: int
-    position: int
-    slot: int
 
 
 @dataclass
@@ -133,10 +114,7 @@ class StepRecord:
             if value.is_used:
                 refs = used[self.calls[source.call].network]
                 refs.add(ValueRef(source.position, source.slot))
-        return {
-            network: tuple(sorted(refs, key=lambda ref: (ref.position, ref.slot)))
-            for network, refs in used.items()
-        }
+        return {network: tuple(sorted(refs)) for network, refs in used.items()}
 
     def _chains(self) -> dict[NetworkName, tuple[Link, ...]]:
         chains: dict[NetworkName, tuple[Link, ...]] = {}
@@ -193,14 +171,16 @@ class StepRecord:
     def _check_writes(self) -> tuple[bool, bool]:
         """Whether pipelined parameters change before the last call, and whether after it."""
         last = len(self.interceptions)
-        writes = [
-            (source.network, when >= last, line)
-            for value, when, line in self.mode.writes
-            for source in (v.source for v in value.sources() if v.is_parameter)
-        ]
-        clears = [when >= last for value, when, _ in self.mode.gradient_writes
-                  if any(v.is_parameter for v in value.sources())]  # fmt: skip
-        early = any(not is_late for _, is_late, _ in writes) or False in clears
+        writes, clears = (
+            [
+                (source.source.network, when >= last, line)
+                for value, when, line in found
+                for source in value.sources()
+                if source.is_parameter
+            ]
+            for found in (self.mode.writes, self.mode.gradient_writes)
+        )
+        early = any(not is_late for _, is_late, _ in writes + clears)
         for network, is_late, line in writes:
             if is_late and (early or network == "student" or not self.is_automatic):
                 raise CaptureError(
@@ -209,7 +189,7 @@ class StepRecord:
                     "line before the last call, into on_train_batch_end, or use "
                     "lightning_tspipe.MomentumEMA"
                 )
-        return early, any(is_late for _, is_late, _ in writes) or True in clears
+        return early, any(is_late for _, is_late, _ in writes + clears)
 
     def _why_not_late(self, network: NetworkName, *, early: bool) -> str:
         if network == "student":

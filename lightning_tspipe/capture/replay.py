@@ -16,17 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
-from lightning_tspipe.capture.location import line_of
-from lightning_tspipe.capture.meta import MetaWins
-from lightning_tspipe.capture.plan import Interception, StepPlan, ValueRef
+from lightning_tspipe.capture.location import explained
+from lightning_tspipe.capture.plan import Interception, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.capture.provenance import MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Outputs = Callable[[int, ValueRef], Tensor]
+
+_REMEDY = "The calls of a step must not depend on the batch or on how far the training is"
 
 
 class _PrologueDoneError(BaseException):
@@ -57,18 +60,16 @@ class StepRunner:
         self._plan = plan
         self._is_loss_rank = is_loss_rank
         self._beginning = beginning
-        self._blocks = {name: module.get_submodule(name) for _, name in networks.items()}
-        inside = [m for block in self._blocks.values() for m in block.modules()]
-        inside_ids = {id(m) for m in inside}
-        self._inside = inside
+        names = [name for _, name in networks.items()]
+        self._inside = [m for name in names for m in module.get_submodule(name).modules()]
         # Of a network that is called in part, the parts are blocks, and it is not.
-        called = {i.block: module.get_submodule(i.block) for i in plan.interceptions}
-        entered = {name for name in self._blocks if any(c.startswith(f"{name}.") for c in called)}
-        self._blocks = {n: m for n, m in self._blocks.items() if n not in entered} | called
-        heads = {id(m) for name in networks.local for m in module.get_submodule(name).modules()}
-        self._rest = [m for m in module.modules() if id(m) not in inside_ids | heads]
-        self._hide_pipelined = swap.TensorSwap(inside, swap.meta_like)
-        self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
+        called = {interception.block for interception in plan.interceptions}
+        whole = {name for name in names if not any(c.startswith(f"{name}.") for c in called)}
+        self._blocks = {name: module.get_submodule(name) for name in whole | called}
+        names += networks.local
+        apart = {m for name in names for m in module.get_submodule(name).modules()}
+        self._rest = [m for m in module.modules() if m not in apart]
+        self.forget_tensors()
         self._replaying: tuple[_Replay, ExitStack, MetaWins | None] | None = None
 
     def forget_tensors(self) -> None:
@@ -103,11 +104,12 @@ class StepRunner:
         """The prologue on a batch of meta tensors, for what it does to this rank's parameters."""
         if not self._plan.has_effects:
             return
-        with ExitStack() as stack:
-            stack.enter_context(self._hide_rest())
-            if self._is_loss_rank:
-                stack.enter_context(swap.attributes_restored(self._rest, tensors=False))
-            stack.enter_context(self._meta_mode())
+        restored = swap.attributes_restored(self._rest, tensors=False)
+        with (
+            self._hide_rest(),
+            restored if self._is_loss_rank else nullcontext(),
+            self._meta_mode(),
+        ):
             self._run_prologue(_Prologue(self._plan, real=False), step, batch, seed)
 
     def late_effects(self, step: Step, batch: Any, seed: int, *, rehearsal: bool = False) -> None:
@@ -125,53 +127,41 @@ class StepRunner:
         if not self._plan.has_late_effects:
             return
         whole = _Prologue(self._plan, real=False, ends_early=False)
-        with ExitStack() as stack:
-            stack.enter_context(self._hide_rest())
-            if rehearsal:
-                stack.enter_context(self._hide_pipelined())
-            stack.enter_context(swap.attributes_restored(self._rest, tensors=False))
-            stack.enter_context(swap.random_stream(seed))
-            stack.enter_context(swap.forwards_replaced(self._stubs(whole)))
-            stack.enter_context(silenced(self._module))
-            stack.enter_context(MetaWins())
-            try:
-                step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
-            except CaptureError:
-                raise
-            except Exception as error:
-                raise CaptureError(
-                    "the step changes a teacher's parameter after its last call, so that all of it "
-                    "runs without values on each rank to do the same there, which failed at "
-                    f"{line_of(error)}: {error}. Move the change before the calls or into "
-                    "on_train_batch_end"
-                ) from error
+        failed = explained(
+            "the step changes a teacher's parameter after its last call, so that all of it runs "
+            "without values on each rank to do the same there, which failed",
+            "Move the change before the calls or into on_train_batch_end",
+        )
+        with (
+            self._hide_rest(),
+            self._hide_pipelined() if rehearsal else nullcontext(),
+            swap.attributes_restored(self._rest, tensors=False),
+            self._answered(whole, seed),
+            MetaWins(),
+            failed,
+        ):
+            step(pytree.tree_map_only(Tensor, swap.meta_like, batch))
 
     def _run_prologue(self, prologue: _Prologue, step: Step, batch: Any, seed: int) -> None:
-        with (
-            swap.random_stream(seed),
-            swap.forwards_replaced(self._stubs(prologue)),
-            silenced(self._module),
-            torch.enable_grad(),
-        ):
+        failed = explained(
+            "the part of the step before its last call failed on a rank without data,",
+            "There the batch has shapes but no values: keep only the EMA before the calls, or use "
+            "lightning_tspipe.MomentumEMA",
+        )
+        with self._answered(prologue, seed), torch.enable_grad():
             try:
-                step(batch)
+                with nullcontext() if prologue.real else failed:
+                    step(batch)
             except _PrologueDoneError:
                 return
-            except CaptureError:
-                raise
-            except Exception as error:
-                if prologue.real:
-                    raise
-                raise CaptureError(
-                    f"the part of the step before its last call failed on a rank without data, at "
-                    f"{line_of(error)}: {error}. There the batch has shapes but no values: keep "
-                    "only the EMA before the calls, or use lightning_tspipe.MomentumEMA"
-                ) from error
-        raise CaptureError(
-            f"the step made {prologue.count} calls of pipelined blocks, but "
-            f"{len(self._plan.interceptions)} when it was traced. The calls of a step must not "
-            "depend on the batch or on how far the training is"
-        )
+        prologue.check_count()
+
+    @contextmanager
+    def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
+        """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
+        stubs = swap.forwards_replaced(self._stubs(prologue))
+        with swap.random_stream(seed), stubs, swap.silenced(self._module):
+            yield
 
     def replay(self, step: Step, batch: Any, seed: int, outputs: Outputs) -> Any:
         """The whole step, with the networks' outputs.
@@ -198,11 +188,7 @@ class StepRunner:
                     result = step(batch)
             finally:
                 self._replaying = None
-        if player.count != len(self._plan.interceptions):
-            raise CaptureError(
-                f"the step made {player.count} calls of pipelined blocks, but "
-                f"{len(self._plan.interceptions)} when it was traced"
-            )
+        player.check_count()
         return result
 
     def _enter_replay(self, player: _Replay, inside: ExitStack, seed: int | None) -> None:
@@ -251,107 +237,135 @@ class _Answers(ABC):
     def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.count >= len(self._plan.interceptions):
             raise CaptureError(
-                f"the step calls {name!r} once more than when it was traced. The calls of a step "
-                "must not depend on the batch or on how far the training is"
+                f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
             )
         interception = self._plan.interceptions[self.count]
         if interception.block != name:
             raise CaptureError(
                 f"the step calls {name!r} where it called {interception.block!r} when it was "
-                "traced. The calls of a step must not depend on the batch"
+                f"traced. {_REMEDY}"
             )
         arguments = Arguments.of(args, kwargs)
-        if not _is_same(arguments, interception):
+        known = interception.arguments
+        if str(arguments) != str(known) or not known.takes(arguments):  # lengths may differ
             raise CaptureError(
                 f"the step calls {name!r} with other arguments, {arguments}, than when it was "
                 "traced. What is no tensor must be the same in each call"
             )
         self.count += 1
-        return self._reply(interception, tensors_of(args, kwargs))
+        value = self._reply(interception, tensors_of(args, kwargs))
+        leaves = [
+            value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
+            for slot, leaf in enumerate(interception.leaves)
+        ]
+        return pytree.tree_unflatten(leaves, interception.output)
+
+    def check_count(self) -> None:
+        """Refuse a step that has made fewer calls than when it was traced."""
+        if self.count != len(self._plan.interceptions):
+            raise CaptureError(
+                f"the step made {self.count} calls of pipelined blocks, but "
+                f"{len(self._plan.interceptions)} when it was traced. {_REMEDY}"
+            )
 
     @abstractmethod
-    def _reply(self, interception: Interception, tensors: list[Tensor]) -> Any:
-        """What the block would return."""
+    def _reply(
+        self, interception: Interception, tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        """The tensors that the block would return, by slot and what was there at the trace."""
 
 
 class _Prologue(_Answers):
+    """Answers without meaning, for what the step computes between its calls."""
+
     def __init__(self, plan: StepPlan, *, real: bool, ends_early: bool = True) -> None:
         super().__init__(plan)
         self.real = real
         self._ends_early = ends_early
         self.inputs: list[Tensor] = []
-        self._sizes: dict[int, tuple[int, int]] = {}
+        self._sizes: dict[int, int] = {}
 
-    def _reply(self, interception: Interception, tensors: list[Tensor]) -> Any:
+    def _reply(
+        self, interception: Interception, tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        traced = self._plan.calls[interception.call].input.shape[:1]
         if interception.position == 0:
-            known = interception.arguments
-            value = tensors[0] if known is None else known.pack(tensors)
-            self.inputs.append(value.detach())
-            traced = self._plan.calls[interception.call].input.shape
-            size = tensors[0].shape[0] if traced else 0
-            self._sizes[interception.call] = (traced[0] if traced else 0), size
+            self.inputs.append(interception.arguments.pack(tensors).detach())
+            self._sizes[interception.call] = tensors[0].shape[0] if traced else 0
         if self._ends_early and self.count == len(self._plan.interceptions):
             raise _PrologueDoneError
         device = tensors[0].device if self.real else torch.device("meta")
-        return _stand_ins(interception, device, self._sizes[interception.call])
+        size = self._sizes[interception.call]
+
+        def stand_in(_: int, spec: TensorSpec) -> Tensor:
+            shape = (size, *spec.shape[1:]) if traced and spec.shape[:1] == traced else spec.shape
+            return torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
+
+        return stand_in
 
 
 class _Replay(_Answers):
+    """Answers what the networks really returned."""
+
     def __init__(self, plan: StepPlan, outputs: Outputs) -> None:
         super().__init__(plan)
         self._outputs = outputs
-        self._used = {network: set(refs) for network, refs in plan.used.items()}
 
-    def _reply(self, interception: Interception, tensors: list[Tensor]) -> Any:  # noqa: ARG002
-        network = self._plan.calls[interception.call].network
-        leaves = []
-        for slot, spec in enumerate(interception.leaves):
+    def _reply(
+        self,
+        interception: Interception,
+        tensors: list[Tensor],  # noqa: ARG002
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        used = self._plan.used[self._plan.calls[interception.call].network]
+
+        def output(slot: int, spec: TensorSpec) -> Tensor:
             ref = ValueRef(interception.position, slot)
-            if spec is None:
-                leaves.append(interception.constants[slot])
-            elif ref in self._used[network]:
-                leaves.append(self._outputs(interception.call, ref))
-            else:
-                leaves.append(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
-        return pytree.tree_unflatten(leaves, interception.output)
+            return self._outputs(interception.call, ref) if ref in used else spec.empty("meta")
+
+        return output
 
 
-def _is_same(arguments: Arguments, interception: Interception) -> bool:
-    """Whether a call is made as when it was traced; lengths of sequences may differ."""
-    known = interception.arguments
-    if known is None:
-        return arguments.is_plain
-    return str(arguments) == str(known) and known.takes(arguments)
+class MetaWins(TorchFunctionMode):
+    """What is computed from a meta tensor is one, whatever else it is computed from.
 
+    Steps normalise their views with constants, add noise to them, move them to a device. On a rank
+    without data, where views are meta tensors, such operations would fail. What is written in place
+    is left alone: parameters of this rank must really change, those of others are meta tensors.
 
-def _stand_ins(interception: Interception, device: torch.device, sizes: tuple[int, int]) -> Any:
-    """Answers without meaning, for what the step computes between its calls.
+    Attributes:
+        is_on: Whether it does anything; off for a while where real parameters are worked on.
 
-    Args:
-        interception: What is answered.
-        device: Where.
-        sizes: Samples of the call when it was traced, and now.
+    Example:
+        >>> with MetaWins():
+        ...     (torch.ones(2, device="meta").to("cpu") + torch.ones(2)).device
+        device(type='meta')
     """
-    traced, size = sizes
-    leaves: list[Any] = []
-    for slot, spec in enumerate(interception.leaves):
-        if spec is None:
-            leaves.append(interception.constants[slot])
-        else:
-            shape = (size, *spec.shape[1:]) if spec.shape[:1] == (traced,) else spec.shape
-            zeros = torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
-            leaves.append(zeros)
-    return pytree.tree_unflatten(leaves, interception.output)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            if func in MOVES:
+                return _moved(func, args, kwargs)
+            target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False
+            if target_is_meta or not writes_in_place(name_of(func)):
+                leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return func(*args, **kwargs)
 
 
-@contextmanager
-def silenced(module: nn.Module) -> Iterator[None]:
-    """The prologue logs nothing: the replay does."""
-    names = [name for name in ("log", "log_dict", "print") if hasattr(module, name)]
-    for name in names:
-        module.__dict__[name] = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        for name in names:
-            module.__dict__.pop(name, None)
+def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """A move takes a new type on, but no device."""
+    tensor: Tensor = args[0]
+    if func is not Tensor.to:
+        return tensor
+    wanted = [*args[1:], *kwargs.values()]
+    like = [leaf.dtype for leaf in wanted if isinstance(leaf, Tensor)]
+    dtypes = [leaf for leaf in wanted if isinstance(leaf, torch.dtype)]
+    return tensor.to("meta", dtype=(dtypes or like or [tensor.dtype])[0])

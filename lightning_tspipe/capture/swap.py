@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_CONTAINERS = (list, dict, set)
-_MISSING = object()
+from lightning_tspipe.networks import modules as of_modules
+
+attributes_replaced = of_modules.attributes_replaced
+forwards_replaced = of_modules.forwards_replaced
 
 RandomState = tuple[Any, Tensor, Tensor | None]
 
@@ -24,28 +26,22 @@ class TensorSwap:
 
     Args:
         modules: Modules whose direct parameters and buffers are exchanged.
-        make: Makes the stand-in of a tensor; a tensor that occurs twice keeps one stand-in.
-        buffers: Whether buffers are exchanged too.
+        make: Makes the stand-in of a tensor, which becomes a parameter for a parameter; a tensor
+            that occurs twice keeps one stand-in.
     """
 
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        make: Callable[[Tensor], Tensor],
-        *,
-        buffers: bool = True,
-    ) -> None:
-        self._entries: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    def __init__(self, modules: Iterable[nn.Module], make: Callable[[Tensor], Tensor]) -> None:
+        self._entries: list[tuple[dict[str, Any], str, Tensor]] = []
         stand_ins: dict[int, Tensor] = {}
         for module in modules:
-            tables: list[dict[str, Tensor | None]] = [module._parameters]  # type: ignore[list-item] # noqa: SLF001
-            if buffers:
-                tables.append(module._buffers)  # noqa: SLF001
-            for table in tables:
+            for table in (module._parameters, module._buffers):  # noqa: SLF001
                 for name, tensor in table.items():
                     if tensor is not None:
                         if id(tensor) not in stand_ins:
-                            stand_ins[id(tensor)] = make(tensor)
+                            made = make(tensor)
+                            if isinstance(tensor, nn.Parameter) and made is not tensor:
+                                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                            stand_ins[id(tensor)] = made
                         self._entries.append((table, name, stand_ins[id(tensor)]))
 
     @contextmanager
@@ -62,18 +58,15 @@ class TensorSwap:
 
 
 def meta_like(tensor: Tensor) -> Tensor:
-    """A tensor of the same kind without memory."""
-    meta = torch.empty_like(tensor, device="meta", requires_grad=False)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(meta, requires_grad=tensor.requires_grad)
-    return meta
+    """A tensor of the same shape without memory."""
+    return torch.empty_like(tensor, device="meta", requires_grad=False)
 
 
 _BLOCK = 65_536
 
 
 def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same kind with values such that what runs through keeps its size."""
+    """A tensor of the same shape with values such that what runs through keeps its size."""
     made = torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
     if tensor.dim() > 1 and tensor.dtype.is_floating_point:
         # A block of random numbers again and again: drawing billions takes longer than measuring.
@@ -82,54 +75,16 @@ def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
         for start in range(0, len(flat), len(block)):
             part = flat[start : start + len(block)]
             part.copy_(block[: len(part)])
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same kind and values on a device."""
-    made = tensor.detach().to(device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made
-
-
-@contextmanager
-def forwards_replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """While inside, calling one of the modules runs the given function instead of its forward."""
-    previous = {module: module.__dict__.get("forward") for module in forwards}
-    for module, function in forwards.items():
-        module.__dict__["forward"] = function
-    try:
-        yield
-    finally:
-        for module, original in previous.items():
-            if original is None:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = original
-
-
-@contextmanager
-def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While inside, objects have other attributes.
-
-    Args:
-        replacements: (object, name, value); none twice.
-    """
-    replacements = list(replacements)
-    previous = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name, _), original in zip(replacements, previous, strict=True):
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+def silenced(
+    module: nn.Module,
+    function: Callable[..., None] = lambda *_args, **_kwargs: None,
+    names: Iterable[str] = ("log", "log_dict", "print"),
+) -> AbstractContextManager[None]:
+    """While inside, methods by which a module tells something to the world do something else."""
+    return attributes_replaced((module, name, function) for name in names if hasattr(module, name))
 
 
 @contextmanager
@@ -140,55 +95,25 @@ def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Itera
         modules: The modules.
         tensors: Whether the values of parameters and buffers are saved and restored too.
     """
-    saved = [
-        (
-            module,
-            [(name, value, _copy(value, tensors=tensors)) for name, value in vars(module).items()],
-        )
+    modules = list(modules)
+    held = (
+        tensor
         for module in modules
-    ]
+        for table in (module._parameters, module._buffers, vars(module))  # noqa: SLF001
+        for tensor in table.values()
+    )
     values = [
         (tensor, tensor.detach().clone())
-        for module, _ in saved
-        if tensors
-        for tensor in (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001
-        if tensor is not None and not tensor.is_meta
+        for tensor in held
+        if tensors and isinstance(tensor, Tensor) and not tensor.is_meta
     ]
-    try:
-        yield
-    finally:
-        for module, attributes in saved:
-            module.__dict__.clear()
-            for name, value, copied in attributes:
-                _restore(value, copied)
-                module.__dict__[name] = value
-        with torch.no_grad():
-            for tensor, value in values:
-                tensor.copy_(value)
-
-
-def _copy(value: Any, *, tensors: bool) -> Any:
-    """What is needed to undo in-place changes of a container or a tensor; else None."""
-    if isinstance(value, _CONTAINERS):
-        return value.copy()
-    if tensors and isinstance(value, Tensor) and not value.is_meta:
-        return value.detach().clone()
-    return None
-
-
-def _restore(value: Any, copied: Any) -> None:
-    """Fill ``value`` again; it stays the same object, which others may hold (``TensorSwap``)."""
-    if copied is None:
-        return
-    if isinstance(value, Tensor):
-        with torch.no_grad():
-            value.copy_(copied)
-        return
-    value.clear()
-    if isinstance(value, list):
-        value.extend(copied)
-    else:
-        value.update(copied)
+    with of_modules.attributes_kept(modules):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in values:
+                    tensor.copy_(value)
 
 
 @contextmanager

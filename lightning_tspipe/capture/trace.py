@@ -8,8 +8,8 @@ The step runs as it stands, with three replacements: the declared submodules ans
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
-from lightning_tspipe.capture.location import current_line, line_of
+from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import (
     Block,
     Glue,
@@ -27,15 +27,9 @@ from lightning_tspipe.capture.plan import (
     StepPlan,
     TensorSpec,
 )
-from lightning_tspipe.capture.provenance import Value
-from lightning_tspipe.capture.record import (
-    BatchLeaf,
-    BlockOutput,
-    Call,
-    NetworkParameter,
-    StepRecord,
-)
-from lightning_tspipe.errors import CaptureError, TSPipeError
+from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, NetworkParameter, Value
+from lightning_tspipe.capture.record import Call, StepRecord
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Step = Callable[[Any], Any]
@@ -89,8 +83,8 @@ class Tracer:
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
-        inside_ids = {id(m) for m in self._inside}
-        self._rest = [m for m in module.modules() if id(m) not in inside_ids]
+        inside = set(self._inside)
+        self._rest = [m for m in module.modules() if m not in inside]
         self._running_block = False
 
     def trace(self, step: Step, batch: Any, seed: int) -> StepPlan:
@@ -108,105 +102,81 @@ class Tracer:
         self._record = StepRecord(tuple(self._blocks), is_automatic)
         mode = self._record.mode
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._writes_seen: list[int] = []
         self._generator = torch.Generator().manual_seed(seed)
         self._old_hooks = {key for inner in self._inside for key in inner._forward_hooks}  # noqa: SLF001
-        leaves = pytree.tree_leaves(batch)
-        originals = self._parameters()
-        with self._replacements(), swap.random_stream(seed):
+        self._track_parameters()  # those that optimizers hold
+        failed = explained(
+            "the step failed while it was traced,",
+            f"Pipelined networks ({', '.join(self._blocks)}) may only be called; their "
+            "parameters are not at hand inside the step",
+        )
+        with (
+            swap.attributes_restored(self._rest, tensors=True),
+            swap.attributes_restored(self._inside, tensors=False),
+            swap.TensorSwap(self._inside, self._fake_like)(),
+            swap.forwards_replaced(self._stubs()),
+            swap.silenced(self._module, self._silence, _SILENCED),
+            swap.random_stream(seed),
+        ):
             fields = [
                 mode.track(leaf, BatchLeaf(i)) if isinstance(leaf, Tensor) else None
-                for i, leaf in enumerate(leaves)
+                for i, leaf in enumerate(pytree.tree_leaves(batch))
             ]
-            parameters = self._track_parameters(originals)
-            try:
-                with mode, mode.draws:
-                    result = step(batch)
-            except TSPipeError:
-                raise
-            except Exception as error:
-                raise CaptureError(
-                    f"the step failed while it was traced, at {line_of(error)}: {error}. Pipelined "
-                    f"networks ({', '.join(self._blocks)}) may only be called; their parameters "
-                    "are not at hand inside the step"
-                ) from error
+            parameters = self._track_parameters()
+            with failed, mode, mode.draws:
+                result = step(batch)
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
         return self._record.plan(fields, parameters)
 
-    @contextmanager
-    def _replacements(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(swap.attributes_restored(self._rest, tensors=True))
-            stack.enter_context(swap.attributes_restored(self._inside, tensors=False))
-            stack.enter_context(swap.TensorSwap(self._inside, self._make_fake)())
-            stack.enter_context(swap.forwards_replaced(self._stubs()))
-            for name in _SILENCED:
-                if hasattr(self._module, name):
-                    object.__setattr__(self._module, name, self._silence)
-            yield
-
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
 
-    def _make_fake(self, tensor: Tensor) -> Tensor:
+    def _fake_like(self, tensor: Tensor) -> Tensor:
         with self._fake:
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
-        return fake
+            return fake.requires_grad_(tensor.requires_grad)
 
     def _stubs(self) -> dict[nn.Module, Callable[..., Any]]:
         stubs: dict[nn.Module, Callable[..., Any]] = {}
         for name, block in self._blocks.items():
             for path, child in block.named_modules():
                 full = f"{name}.{path}" if path else name
-                if full in self._blocks:
-                    stubs[child] = self._block_stub(full, child, child.forward)
-                elif child not in stubs and self._parts:
-                    self._network_of[full] = self._network_of[name]
-                    stubs[child] = self._block_stub(full, child, child.forward)
+                if full in self._blocks or (child not in stubs and self._parts):
+                    self._network_of.setdefault(full, self._network_of[name])
+                    stubs[child] = partial(self._called, full, child, child.forward)
                 elif child not in stubs:
-                    stubs[child] = self._inner_stub(full, name, child.forward)
+                    stubs[child] = partial(self._refuse, full, name, child.forward)
         return stubs
 
-    def _inner_stub(
-        self, name: str, block: str, original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def stub(*args: Any, **kwargs: Any) -> Any:
-            if self._running_block:
-                return original(*args, **kwargs)
-            network = self._network_of[block]
+    def _refuse(
+        self, name: str, block: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stands for the forward of a part of a block."""
+        if self._running_block:
+            return forward(*args, **kwargs)
+        raise CaptureError(
+            f"the step calls {name!r}, a part of the pipelined network {block!r}, past its "
+            f"forward, at {current_line()}. Call self.{block}(...) as a whole, or declare the "
+            f"parts in their order: TSPipeStrategy({self._network_of[block]}=[{name!r}, ...])"
+        )
+
+    def _called(
+        self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stands for the forward of a block."""
+        if self._running_block or self._is_entered(block):
+            return forward(*args, **kwargs)
+        tensors = tensors_of(args, kwargs)
+        if not tensors:
             raise CaptureError(
-                f"the step calls {name!r}, a part of the pipelined network {block!r}, past its "
-                f"forward, at {current_line()}. Call self.{block}(...) as a whole, or declare the "
-                f"parts in their order: TSPipeStrategy({network}=[{name!r}, ...])"
+                f"{name!r} is called without a tensor, at {current_line()}. Pipelined networks "
+                "take tensors, with the batch as their first dimension"
             )
-
-        return stub
-
-    def _block_stub(
-        self, name: str, block: nn.Module, original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        def stub(*args: Any, **kwargs: Any) -> Any:
-            if self._running_block or self._is_entered(block):
-                return original(*args, **kwargs)
-            tensors = tensors_of(args, kwargs)
-            if not tensors:
-                raise CaptureError(
-                    f"{name!r} is called without a tensor, at {current_line()}. Pipelined networks "
-                    "take tensors, with the batch as their first dimension"
-                )
-            arguments: Arguments | None = Arguments.of(args, kwargs)
-            if arguments is not None and arguments.is_plain:
-                arguments = None
-            link = Block(name, torch.is_grad_enabled(), arguments)
-            call, position = self._place(link, tensors)
-            output = self._run_on_fakes(block, args, kwargs)
-            return self._answer(link, call, position, output)
-
-        return stub
+        link = Block(name, torch.is_grad_enabled(), Arguments.of(args, kwargs))
+        call, position = self._place(link, tensors)
+        return self._answer(link, call, position, self._run_on_fakes(block, args, kwargs))
 
     def _is_entered(self, block: nn.Module) -> bool:
         inner = (module for module in block.modules() if module is not block)
@@ -250,7 +220,7 @@ class Tracer:
 
     def _packed(self, block: Block, tensors: list[Tensor]) -> Tensor:
         """The one tensor that travels; its provenance is that of all of them."""
-        if block.arguments is None or len(tensors) == 1:
+        if len(tensors) == 1:
             return tensors[0]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
@@ -281,7 +251,7 @@ class Tracer:
         hooks = block._forward_hooks  # noqa: SLF001
         new = {key: hooks.pop(key) for key in hooks.keys() - self._old_hooks}
         self._running_block = True
-        self._record.mode.pause(on=True)
+        self._record.mode.is_paused = True
         try:
             with self._fake:
                 args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
@@ -289,56 +259,31 @@ class Tracer:
         finally:
             hooks.update(new)
             self._running_block = False
-            self._record.mode.pause(on=False)
-
-    def _fake_like(self, value: Tensor) -> Tensor:
-        fake = torch.empty(value.shape, dtype=value.dtype, device=self._device)
-        return fake.requires_grad_(value.requires_grad)
+            self._record.mode.is_paused = False
 
     def _answer(self, block: Block, call: int, position: int, output: Any) -> Any:
-        fakes, spec = pytree.tree_flatten(output)
-        self._record.mode.pause(on=True)
-        answers = [self._stand_in(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes]
-        self._record.mode.pause(on=False)
+        fakes, structure = pytree.tree_flatten(output)
+        specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes)
         self._record.interceptions.append(
-            Interception(
-                block.name,
-                call,
-                position,
-                spec,
-                tuple(TensorSpec.of(a) if isinstance(a, Tensor) else None for a in answers),
-                {i: a for i, a in enumerate(answers) if not isinstance(a, Tensor)},
-                block.arguments,
-            )
+            Interception(block.name, call, position, structure, specs, block.arguments)
         )
-        for slot, answer in enumerate(answers):
-            if isinstance(answer, Tensor):
+        answers = []
+        for slot, spec in enumerate(specs):
+            answer = spec
+            if isinstance(spec, TensorSpec):
+                answer = spec.random(self._generator, self._device)
+                answer.requires_grad_(spec.requires_grad)
                 source = BlockOutput(call, position, slot)
                 self._record.outputs.append((source, self._record.mode.track(answer, source)))
+            answers.append(answer)
         self._record.mode.mark_block()
-        return pytree.tree_unflatten(answers, spec)
+        return pytree.tree_unflatten(answers, structure)
 
-    def _stand_in(self, fake: Tensor) -> Tensor:
-        if fake.dtype.is_floating_point:
-            values = torch.randn(fake.shape, generator=self._generator, dtype=torch.float32)
-            answer = values.to(self._device, fake.dtype)
-        else:
-            answer = torch.zeros(fake.shape, dtype=fake.dtype, device=self._device)
-        return answer.requires_grad_(fake.requires_grad)
-
-    def _parameters(self) -> list[tuple[NetworkParameter, nn.Parameter]]:
+    def _track_parameters(self) -> list[Value]:
         return [
-            (NetworkParameter(f"{name}.{path}", self._network_of[name]), parameter)
+            self._record.mode.track(
+                parameter, NetworkParameter(f"{name}.{path}", self._network_of[name])
+            )
             for name, block in self._blocks.items()
             for path, parameter in block.named_parameters()
-        ]
-
-    def _track_parameters(
-        self, originals: list[tuple[NetworkParameter, nn.Parameter]]
-    ) -> list[Value]:
-        for source, parameter in originals:  # which optimizers hold
-            self._record.mode.track(parameter, source, is_parameter=True)
-        return [
-            self._record.mode.track(parameter, source, is_parameter=True)
-            for source, parameter in self._parameters()
         ]

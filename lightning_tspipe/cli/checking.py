@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import (
@@ -36,20 +36,27 @@ class DifferenceError(TSPipeError):
     """The pipeline trains differently from one device."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tspipe check``."""
-    parser.add_argument(
-        "target", help="FILE.py[:FUNCTION] that returns a LightningModule and its training data"
-    )
-    parser.add_argument("--devices", type=int, default=2, help="devices of the pipeline")
-    parser.add_argument("--steps", type=int, default=4, help="steps to compare")
-    parser.add_argument("--schedule", default="tspipe", choices=SCHEDULES)
-    parser.add_argument(
-        "--microbatches", type=int, default=1,
-        help="per call; more than 1 changes what BatchNorm computes",
-    )  # fmt: skip
-    parser.add_argument("--student", nargs="+", help="trained submodules, if not `student`")
-    parser.add_argument("--teacher", nargs="+", help="forward-only submodules, if not `teacher`")
+@dataclass(frozen=True)
+class Options:
+    """Options of ``tspipe check``.
+
+    Attributes:
+        target: FILE.py[:FUNCTION] that returns a LightningModule and its training data
+        devices: devices of the pipeline
+        steps: steps to compare
+        schedule: the schedule
+        microbatches: per call; more than 1 changes what BatchNorm computes
+        student: trained submodules, if not `student`
+        teacher: forward-only submodules, if not `teacher`
+    """
+
+    target: str
+    devices: int = 2
+    steps: int = 4
+    schedule: str = field(default="tspipe", metadata={"choices": SCHEDULES})
+    microbatches: int = 1
+    student: list[str] | None = None
+    teacher: list[str] | None = None
 
 
 @dataclass
@@ -67,7 +74,7 @@ class Record:
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     """Train both ways and compare.
 
     Raises:
@@ -82,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     strategy = TSPipeStrategy(
         student=options.student,
         teacher=options.teacher,
-        schedule=options.schedule,
+        schedule=cast("Any", options.schedule),
         num_microbatches=options.microbatches,
     )
     late = bool(find_networks(module, strategy.options).teacher) and runs_ahead(options.schedule)
@@ -110,65 +117,55 @@ def compare(expected: Record, actual: Record) -> str:
         DifferenceError: They differ by more than rounding; the message contains the same lines.
     """
     lines = ["step  one device         pipelined          difference  of gradients"]
-    first = _First()
+    found: list[tuple[str, float]] = []
     for step, (one, other) in enumerate(zip(expected.losses, actual.losses, strict=True)):
-        difference = _relative(one, other)
-        first.note(f"the losses of step {step}", difference)
-        name, largest = "", 0.0
+        losses = torch.tensor([one, other], dtype=torch.float64)
+        difference = _relative(losses[0], losses[1])
+        found.append((f"the losses of step {step}", difference))
+        largest = 0.0
         if step < len(expected.gradients):  # fewer, if gradients are accumulated
             gradients = (run.gradients[step] for run in (expected, actual))
             name, largest = _largest_difference(*gradients)
-            first.note(f"the gradients of {name} at update {step}", largest)
+            found.append((f"the gradients of {name} at update {step}", largest))
         lines.append(
             f"{step:4}  {one:<17.12g}  {other:<17.12g}  {difference:<10.1e}  {largest:.1e}"
         )
     name, largest = _largest_difference(expected.weights, actual.weights)
-    first.note(f"the weights of {name}", largest)
+    found.append((f"the weights of {name}", largest))
     lines.append(f"weights after {len(expected.losses)} steps: {largest:.1e} at most, in {name}")
-    differs = first.difference
-    if differs:
-        hint = (
-            f"NOT the same: {differs}. Random numbers (dropout, a random choice in the step) may "
-            "be drawn in another order, and BatchNorm sees micro-batches: check without them first"
-        )
-        raise DifferenceError("\n".join([*lines, hint]))
+    for what, amount in found:
+        if amount > _TOLERANCE:
+            hint = (
+                f"NOT the same: {what} differ by {amount:.1e}. Random numbers (dropout, a random "
+                "choice in the step) may be drawn in another order, and BatchNorm sees "
+                "micro-batches: check without them first"
+            )
+            raise DifferenceError("\n".join([*lines, hint]))
     return "\n".join([*lines, "the same"])
 
 
-@dataclass
-class _First:
-    """The first difference that is more than rounding."""
-
-    difference: str = ""
-
-    def note(self, what: str, amount: float) -> None:
-        if not amount <= _TOLERANCE and not self.difference:  # NaN differs too
-            self.difference = f"{what} differ by {amount:.1e}"
-
-
-def _relative(one: float, other: float) -> float:
-    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+def _relative(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest value; NaN is as far as can be."""
+    if not one.numel():
+        return 0.0
+    gap = float((one - other).abs().max()) / max(float(one.abs().max()), 1e-12)
+    return math.inf if math.isnan(gap) else gap
 
 
 def _largest_difference(
     expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
 ) -> tuple[str, float]:
-    """The tensor that differs most, relative to its largest value."""
+    """The tensor that differs most."""
     if expected.keys() != actual.keys():
         missing = sorted(expected.keys() ^ actual.keys())
         raise DifferenceError(f"only one of the two runs has {', '.join(missing)}")
-    worst = ("", 0.0)
-    for name, one in expected.items():
-        scale = float(one.abs().max()) if one.numel() else 0.0
-        gap = float((one - actual[name]).abs().max()) if one.numel() else 0.0
-        if gap / max(scale, 1e-12) >= worst[1]:
-            worst = (name, gap / max(scale, 1e-12))
-    return worst
+    differences = {name: _relative(one, actual[name]) for name, one in expected.items()}
+    return max(differences.items(), key=lambda item: item[1], default=("", 0.0))
 
 
+@dataclass(eq=False)
 class _Recorder(Callback):
-    def __init__(self) -> None:
-        self.record = Record()
+    record: Record = field(default_factory=Record)
 
     @override
     def on_train_batch_end(

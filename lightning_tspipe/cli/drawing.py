@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from lightning_tspipe.cli.modules import read
 from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
@@ -23,46 +24,61 @@ _MARGIN = 12
 _MEASURED, _SIMULATED = "measured", "simulated"
 
 
-def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tspipe simulate``."""
-    parser.add_argument("plan", type=Path, help="a plan that `tspipe plan --save` wrote")
-    parser.add_argument("--steps", type=int, default=5, help="steps to simulate")
-    _add_outputs(parser)
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """Options of both commands.
+
+    Attributes:
+        trace: write a trace for Perfetto or Chrome
+        image: write a drawing: .svg, .png or .pdf
+        width: columns of the drawing in the terminal
+    """
+
+    trace: Path | None = field(default=None, metadata={"metavar": "trace.json"})
+    image: Path | None = field(default=None, metadata={"metavar": "timeline.svg"})
+    width: int | None = None
 
 
-def add_timeline_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tspipe timeline``."""
-    parser.add_argument("recording", type=Path, help="the timeline.json of a PipelineTimeline")
-    parser.add_argument(
-        "--plan", type=Path, metavar="plan.json", help="draw the plan's timeline below it"
-    )
-    _add_outputs(parser)
+@dataclass(frozen=True)
+class SimulationOptions(Drawing):
+    """Options of ``tspipe simulate``.
+
+    Attributes:
+        plan: a plan that `tspipe plan --save` wrote
+        steps: steps to simulate
+    """
+
+    plan: Path
+    steps: int = 5
 
 
-def _add_outputs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--trace", type=Path, metavar="trace.json", help="write a trace for Perfetto or Chrome"
-    )
-    parser.add_argument(
-        "--image", type=Path, metavar="timeline.svg", help="write a drawing: .svg, .png or .pdf"
-    )
-    parser.add_argument("--width", type=int, help="columns of the drawing in the terminal")
+@dataclass(frozen=True)
+class TimelineOptions(Drawing):
+    """Options of ``tspipe timeline``.
+
+    Attributes:
+        recording: the timeline.json of a PipelineTimeline
+        plan: draw the plan's timeline below it
+    """
+
+    recording: Path
+    plan: Path | None = field(default=None, metadata={"metavar": "plan.json"})
 
 
-def run_simulation(options: argparse.Namespace) -> None:
+def run_simulation(options: SimulationOptions) -> None:
     """Simulate a plan."""
-    plan = Plan.from_json(_read(options.plan))
+    plan = Plan.from_json(read(options.plan))
     print(f"{plan}\n")  # noqa: T201 - the command's output
     _show({_SIMULATED: plan.simulate(options.steps)}, plan.pipeline, options)
 
 
-def run_timeline(options: argparse.Namespace) -> None:
+def run_timeline(options: TimelineOptions) -> None:
     """Draw a recorded run, and the plan's timeline below it."""
-    measured = _timeline(_read(options.recording))
+    measured = _timeline(read(options.recording))
     if options.plan is None:
         _show({_MEASURED: measured}, measured.pipeline, options)
         return
-    plan = Plan.from_json(_read(options.plan))
+    plan = Plan.from_json(read(options.plan))
     # A recording begins when the pipeline is full; so must the simulation below it.
     num_steps = max(3, len(measured.steps))
     simulated = plan.simulate(STEADY_STEPS + num_steps).between(
@@ -74,15 +90,15 @@ def run_timeline(options: argparse.Namespace) -> None:
     print(f"\nsimulated / measured step time: {ratio:.2f}")  # noqa: T201
 
 
-def _show(
-    timelines: dict[str, Timeline], pipeline: Pipeline | None, options: argparse.Namespace
-) -> None:
+def _show(timelines: dict[str, Timeline], pipeline: Pipeline | None, options: Drawing) -> None:
     """Print the timelines one below the other, on one scale, and write the files."""
     columns = options.width or max(40, shutil.get_terminal_size().columns - _MARGIN)
     causes: dict[str, Attribution] = {}
     blocks = []
     for (name, timeline), part in zip(timelines.items(), aligned(timelines.values()), strict=True):
-        lines = [timeline.draw(columns, part), _summary(name, timeline)]
+        seconds, waiting = format_seconds(timeline.step_time), timeline.bubble_ratio
+        summary = f"{name}: {seconds} per step, {waiting:.0%} of the time waiting"
+        lines = [timeline.draw(columns, part), summary]
         try:
             causes[name] = attribute(timeline, timeline.pipeline or pipeline)
             lines.append(str(causes[name]))
@@ -95,19 +111,6 @@ def _show(
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
     if options.image is not None:
         plot_timelines(timelines, options.image)
-
-
-def _summary(name: str, timeline: Timeline) -> str:
-    return (
-        f"{name}: {format_seconds(timeline.step_time)} per step, "
-        f"{timeline.bubble_ratio:.0%} of the time waiting"
-    )
-
-
-def _read(path: Path) -> str:
-    if not path.is_file():
-        raise ConfigurationError(f"there is no file {path}")
-    return path.read_text(encoding="utf-8")
 
 
 def _timeline(text: str) -> Timeline:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,28 +18,41 @@ from lightning_tspipe.evaluation import knn_evaluation, linear_evaluation
 _NAME = "module_and_images"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tspipe evaluate``."""
-    parser.add_argument(
-        "target",
-        metavar="FILE.py[:FUNCTION]",
-        help="returns a module, labelled images to train on, and labelled images to classify "
-        f"(loaders or datasets); without a name, {_NAME}()",
-    )
-    parser.add_argument("--checkpoint", type=Path, help="weights: a file, or a folder of shards")
-    parser.add_argument("--trust", action="store_true", help="read a checkpoint that may run code")
-    parser.add_argument("--features", default="student", help="the submodule that gives features")
-    parser.add_argument("--epochs", type=int, default=90, help="of the linear classifier; 0: none")
-    parser.add_argument("--lr", type=float, default=0.1, help="learning rate per 256 samples")
-    parser.add_argument("--k", type=int, default=20, help="neighbours of k-NN; 0: no k-NN")
-    parser.add_argument("--temperature", type=float, default=0.07, help="of k-NN")
-    parser.add_argument("--device", help="where to compute; by default a GPU if there is one")
-    parser.add_argument("--json", type=Path, help="write the accuracies to a file")
+@dataclass(frozen=True)
+class Options:
+    """Options of ``tspipe evaluate``.
+
+    Attributes:
+        target: FILE.py[:FUNCTION] that returns a module, labelled images to train on, and labelled
+            images to classify (loaders or datasets); without a name, module_and_images()
+        checkpoint: weights: a file, or a folder of shards
+        trust: read a checkpoint that may run code
+        features: the submodule that gives features
+        epochs: of the linear classifier; 0: none
+        lr: learning rate per 256 samples
+        k: neighbours of k-NN; 0: no k-NN
+        temperature: of k-NN
+        device: where to compute; by default a GPU if there is one
+        json: write the accuracies to a file
+    """
+
+    target: str
+    checkpoint: Path | None = None
+    trust: bool = False
+    features: str = "student"
+    epochs: int = 90
+    lr: float = 0.1
+    k: int = 20
+    temperature: float = 0.07
+    device: str | None = None
+    json: Path | None = None
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     """Evaluate, print and save the accuracies."""
-    module, train, validation = _load(options.target)
+    module, train, validation = call(
+        options.target, _NAME, nn.Module, ("a module", "images to train on", "images to classify")
+    )
     if options.checkpoint is not None:
         _restore(module, options.checkpoint, trust=options.trust)
     submodules(module, options.features, "--features")
@@ -60,16 +72,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"{name:<12} {value:7.2%}")  # noqa: T201 - the command's output
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
-
-
-def _load(target: str) -> tuple[Any, Any, Any]:
-    found = call(target, _NAME, "a module, images to train on and images to classify")
-    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)):
-        raise ConfigurationError(
-            f"{target} returned {type(found).__name__}: it must return a module, images to train "
-            "on and images to classify"
-        )
-    return found
 
 
 def _restore(module: nn.Module, path: Path, *, trust: bool) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import pickle
+import pkgutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.strategy.checkpoints.files import explain_damage, verify_file
-from lightning_tspipe.strategy.checkpoints.shards import FolderSource, is_sharded, newest
+from lightning_tspipe.strategy.checkpoints.folders import FolderSource, is_sharded, newest
 
 Shape = tuple[int, ...]
 
@@ -23,52 +23,40 @@ _SUFFIXES = (".pt", ".safetensors")
 _COMPILED = "_orig_mod."  # added to names by torch.compile
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tspipe export``."""
-    parser.add_argument(
-        "checkpoint",
-        type=Path,
-        nargs="+",
-        help="a checkpoint: a file, or a folder of shards; with several, a part is read from the "
-        "first that has it",
-    )
-    parser.add_argument(
-        "--part",
-        metavar="NAME",
-        action="append",
-        help="the submodule to export, such as student.backbone; with several, the last part of "
-        "each name is kept, such as backbone.conv1.weight",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="where to write; without .pt or .safetensors both are written (by default beside the "
-        "checkpoint, named after the part)",
-    )
-    parser.add_argument(
-        "--like",
-        metavar="FUNCTION",
-        help="rename the weights after the model that this function returns, whose weights are in "
-        "the same order, such as torchvision.models.resnet18",
-    )
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="read a checkpoint that contains more than tensors and plain values; reading it may "
-        "run code of its author",
-    )
-    parser.add_argument(
-        "--no-verify",
-        dest="verify",
-        action="store_false",
-        help="do not verify the checksums of a checkpoint: read a damaged one as it is",
-    )
+@dataclass(frozen=True)
+class Options:
+    """Options of ``tspipe export``.
+
+    Attributes:
+        checkpoint: a checkpoint: a file, or a folder of shards; with several, a part is read from
+            the first that has it
+        part: the submodule to export, such as student.backbone; with several, the last part of
+            each name is kept, such as backbone.conv1.weight
+        output: where to write; without .pt or .safetensors both are written (by default beside
+            the checkpoint, named after the part)
+        like: rename the weights after the model that this function returns, whose weights are in
+            the same order, such as torchvision.models.resnet18
+        trust: read a checkpoint that contains more than tensors and plain values; reading it may
+            run code of its author
+        verify: verify the checksums of a checkpoint; without, a damaged one is read as it is
+    """
+
+    checkpoint: list[Path]
+    part: list[str] | None = field(default=None, metadata={"metavar": "NAME", "action": "append"})
+    output: Path | None = None
+    like: str | None = field(default=None, metadata={"metavar": "FUNCTION"})
+    trust: bool = False
+    verify: bool = True
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     """Export a part of a checkpoint."""
     parts = options.part or [""]
-    weights = _read(options.checkpoint, parts, trust=options.trust, verify=options.verify)
+    weights: dict[str, Tensor] = {}
+    for part in parts:
+        found = _first(options.checkpoint, part, trust=options.trust, verify=options.verify)
+        prefix = f"{part.rpartition('.')[2]}." if len(parts) > 1 else ""
+        weights |= {prefix + name: tensor for name, tensor in found.items()}
     missing: list[str] = []
     if options.like is not None:
         ordered = not any(is_sharded(newest(path)) for path in options.checkpoint)
@@ -86,23 +74,12 @@ def run(options: argparse.Namespace) -> None:
         print(f"not in the checkpoint: {', '.join(missing)}")  # noqa: T201
 
 
-def _read(
-    paths: Sequence[Path], parts: Sequence[str], *, trust: bool, verify: bool
-) -> dict[str, Tensor]:
-    """Read all parts, each from the first checkpoint that has it."""
-    weights: dict[str, Tensor] = {}
-    for part in parts:
-        found = _first(paths, part, trust=trust, verify=verify)
-        prefix = f"{part.rpartition('.')[2]}." if len(parts) > 1 else ""
-        weights |= {prefix + name: tensor for name, tensor in found.items()}
-    return weights
-
-
-def _first(paths: Sequence[Path], part: str, *, trust: bool, verify: bool) -> dict[str, Tensor]:
+def _first(paths: Sequence[Path], part: str, **how: bool) -> dict[str, Tensor]:
+    """Read a part from the first checkpoint that has it."""
     for path in paths[:-1]:
         with suppress(ConfigurationError):
-            return read_part(path, part, trust=trust, verify=verify)
-    return read_part(paths[-1], part, trust=trust, verify=verify)
+            return read_part(path, part, **how)
+    return read_part(paths[-1], part, **how)
 
 
 def read_part(
@@ -207,9 +184,8 @@ def renamed(
 
 
 def _shapes_of(target: str) -> dict[str, Shape]:
-    path, _, name = target.replace(":", ".").rpartition(".")
     try:
-        function: Callable[[], nn.Module] = getattr(importlib.import_module(path), name)
+        function: Callable[[], nn.Module] = pkgutil.resolve_name(target)
     except (ImportError, ValueError, AttributeError) as error:
         raise ConfigurationError(f"--like {target}: {error}") from error
     with torch.device("meta"):

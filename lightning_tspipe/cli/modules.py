@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -20,7 +20,7 @@ from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import profile_step
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
-DEFAULT_NAME = "module_and_data"
+T = TypeVar("T")
 
 QUIET: dict[str, Any] = {
     "logger": False,
@@ -44,45 +44,54 @@ def load(target: str) -> tuple[LightningModule, Data]:
     Raises:
         ConfigurationError: There is no such file or function, or it returns something else.
     """
-    found = call(
-        target, DEFAULT_NAME, "the LightningModule and its training data (a DataLoader or a "
-        "LightningDataModule)",
+    module, data = call(
+        target, "module_and_data", LightningModule,
+        ("a LightningModule", "its training data (a DataLoader or a LightningDataModule)"),
     )  # fmt: skip
-    is_pair = isinstance(found, tuple) and len(found) == 2
-    if not is_pair or not isinstance(found[0], LightningModule):
-        raise ConfigurationError(
-            f"{target} returned {type(found).__name__}: it must return a LightningModule "
-            "and its training data"
-        )
-    module, data = found
     return module, data
 
 
-def call(target: str, default: str, wanted: str) -> Any:  # noqa: ANN401 - as the user writes it
+def call(target: str, default: str, kind: type, wanted: Sequence[str]) -> Sequence[Any]:
     """Call a function of a user's file.
 
     Args:
         target: ``FILE.py`` or ``FILE.py:FUNCTION``.
         default: Name of the function if none is given.
-        wanted: What it should return, for the message.
+        kind: The type of the first thing that it returns.
+        wanted: What all of them are, for messages.
 
     Raises:
-        ConfigurationError: No such file or function.
+        ConfigurationError: No such file or function, or it returns something else.
     """
     path, _, name = target.partition(":")
     name = name or default
     function = getattr(_import(Path(path)), name, None)
+    what = f"{', '.join(wanted[:-1])} and {wanted[-1]}"
     if not callable(function):
         raise ConfigurationError(
-            f"{path} has no function {name}(); write one that returns {wanted}, or name another: "
+            f"{path} has no function {name}(); write one that returns {what}, or name another: "
             f"{path}:NAME"
         )
-    return function()
+    found = function()
+    is_all = isinstance(found, tuple) and len(found) == len(wanted)
+    if not is_all or not isinstance(found[0], kind):
+        raise ConfigurationError(f"{target} returned {type(found).__name__}: it must return {what}")
+    return cast("Sequence[Any]", found)
+
+
+def read(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"there is no file {path}")
+    return path.read_text(encoding="utf-8")
 
 
 def _import(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigurationError(f"there is no file {path}")
+    read(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{path} is not a Python file")
@@ -118,37 +127,44 @@ def measure(  # noqa: PLR0913 - what to measure, where, and how
         CaptureError: The step cannot be captured.
         ConfigurationError: The networks are not found.
     """
-    measured: list[StepProfile] = []
     strategy = TSPipeStrategy(student=student, teacher=teacher)
+
+    def profiled(*_: object) -> StepProfile:
+        engine = strategy.engine
+        assert engine is not None
+        counts = strategy.options.microbatch_counts
+        device, optimizers = strategy.root_device, strategy.optimizers
+        return profile_step(engine.captured, device, optimizers, counts, flops_per_second)
+
+    return after_one_step(module, data, profiled, accelerator=accelerator, strategy=strategy)
+
+
+def after_one_step(
+    module: LightningModule,
+    data: Data,
+    measure: Callable[[Trainer, Any], T],
+    **arguments: Any,  # noqa: ANN401 - of the Trainer
+) -> T:
+    """Train one step on one device, and measure something with the Trainer and the batch.
+
+    Raises:
+        ConfigurationError: The training data is empty.
+    """
+    found: list[T] = []
 
     class Measure(Callback):
         @override
-        def on_train_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-            engine = strategy.engine
-            assert engine is not None
-            measured.append(
-                profile_step(
-                    engine.captured,
-                    strategy.root_device,
-                    strategy.optimizers,
-                    strategy.options.microbatch_counts,
-                    flops_per_second,
-                )
-            )
+        def on_train_batch_end(
+            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+        ) -> None:
+            found.append(measure(trainer, batch))
             trainer.should_stop = True
 
-    trainer = Trainer(
-        accelerator=accelerator,
-        devices=1,
-        strategy=strategy,
-        max_steps=1,
-        callbacks=[Measure()],
-        **QUIET,
-    )
+    trainer = Trainer(devices=1, max_steps=1, callbacks=[Measure()], **QUIET, **arguments)
     trainer.fit(module, **data_arguments(data))
-    if not measured:
+    if not found:
         raise ConfigurationError("the training data has no batch: there is nothing to measure")
-    return measured[0]
+    return found[0]
 
 
 def measure_link(accelerator: str = "auto") -> Link | None:

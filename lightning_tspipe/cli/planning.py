@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,10 +23,9 @@ from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.recomputing import keep_or_recompute
-from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.runtime.transport.links import NOMINAL
+from lightning_tspipe.runtime.transport.base import NOMINAL
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
 from lightning_tspipe.strategy.setup.options import parse_bytes
@@ -35,84 +34,86 @@ _FASTER = 1.01
 """A schedule must be faster by this factor than one with less staleness to be recommended."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tspipe plan``."""
-    parser.add_argument(
-        "target",
-        help="FILE.py[:FUNCTION] that returns a LightningModule and its training data, or a "
-        "profile that --save-profile wrote",
-    )
-    parser.add_argument("--devices", type=int, required=True, help="all devices")
-    parser.add_argument(
-        "--nodes", type=int, default=1, help="nodes, each with the same number of devices"
-    )
-    parser.add_argument(
-        "--replicas",
-        metavar="auto|4",
-        help="data-parallel pipelines, each with a part of the batch: 'auto' finds the "
-        "fastest number (default: 1 on one node, auto on several)",
-    )
-    parser.add_argument("--batch", type=int, help="samples per call, of all replicas together")
-    schedules = ["all", *SCHEDULES, ASYNCHRONOUS, "relay"]
-    parser.add_argument("--schedule", default="all", choices=schedules)
-    parser.add_argument(
-        "--weights", default="pipeoptim", choices=POLICIES, help="weight policy of 1f1b"
-    )
-    parser.add_argument("--memory", metavar="32GiB", help="of one device, for everything")
-    parser.add_argument(
-        "--state", metavar="8GiB", help="of one device, for weights, gradients, optimizer, teacher"
-    )
-    parser.add_argument(
-        "--memories", metavar="32GiB,16GiB", help="of each device, or of those of one node"
-    )
-    parser.add_argument(
-        "--link",
-        metavar="50GB/s",
-        help="between two devices (default: measured between two of this machine, where costs are "
-        "measured here too; else 4GB/s)",
-    )
-    parser.add_argument(
-        "--latency", metavar="20us", help="of one message (default: measured, else 150us)"
-    )
-    parser.add_argument(
-        "--inter-node-link", metavar="25GB/s", help="between devices of two nodes, if not --link"
-    )
-    parser.add_argument("--inter-node-latency", metavar="30us", help="if not --latency")
-    parser.add_argument(
-        "--speed", type=float, default=1.0, help="times as fast as the device that is measured"
-    )
-    parser.add_argument(
-        "--speeds", metavar="1,1,0.5,0.5", help="of each device, or of those of one node"
-    )
-    parser.add_argument(
-        "--flops",
-        metavar="60TFLOP/s",
-        help="sustained speed of a device that is not here: costs "
-        "are calculated from floating-point operations, nothing is measured",
-    )
-    parser.add_argument("--microbatches", type=int, help="per call, instead of the best number")
-    parser.add_argument(
-        "--activation-checkpointing",
-        nargs="?",
-        const="always",
-        choices=("always", "auto"),
-        help="stages save only their inputs and are recomputed in the backward; auto: if that is "
-        "faster within the memory",
-    )
-    parser.add_argument("--student", nargs="+", help="trained submodules, if not `student`")
-    parser.add_argument("--teacher", nargs="+", help="forward-only submodules, if not `teacher`")
-    parser.add_argument("--accelerator", default="auto", help="where to measure")
-    parser.add_argument("--save", type=Path, metavar="plan.json", help="write the best plan")
-    parser.add_argument("--save-profile", type=Path, metavar="profile.json", help="write the costs")
+def _with_unit(metavar: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
+    return field(default=None, metadata={"metavar": metavar, "parse": parse})
 
 
-def run(options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Options:
+    """Options of ``tspipe plan``.
+
+    Attributes:
+        target: FILE.py[:FUNCTION] that returns a LightningModule and its training data, or a
+            profile that --save-profile wrote
+        devices: all devices
+        nodes: nodes, each with the same number of devices
+        replicas: data-parallel pipelines, each with a part of the batch: 'auto' finds the
+            fastest number (default: 1 on one node, auto on several)
+        batch: samples per call, of all replicas together
+        schedule: the schedule; all: compare them
+        weights: weight policy of 1f1b
+        memory: of one device, for everything
+        state: of one device, for weights, gradients, optimizer, teacher
+        memories: of each device, or of those of one node
+        link: between two devices (default: measured between two of this machine, where costs are
+            measured here too; else 4GB/s)
+        latency: of one message (default: measured, else 150us)
+        inter_node_link: between devices of two nodes, if not --link
+        inter_node_latency: if not --latency
+        speed: times as fast as the device that is measured
+        speeds: of each device, or of those of one node
+        flops: sustained speed of a device that is not here: costs are calculated from
+            floating-point operations, nothing is measured
+        microbatches: per call, instead of the best number
+        activation_checkpointing: stages save only their inputs and are recomputed in the
+            backward; auto: if that is faster within the memory
+        student: trained submodules, if not `student`
+        teacher: forward-only submodules, if not `teacher`
+        accelerator: where to measure
+        save: write the best plan
+        save_profile: write the costs
+    """
+
+    target: str
+    devices: int = field(metadata={"required": True})
+    nodes: int = 1
+    replicas: str | None = field(default=None, metadata={"metavar": "auto|4"})
+    batch: int | None = None
+    schedule: str = field(
+        default="all", metadata={"choices": ("all", *SCHEDULES, ASYNCHRONOUS, "relay")}
+    )
+    weights: str = field(default="pipeoptim", metadata={"choices": POLICIES})
+    memory: int | None = _with_unit("32GiB", parse_bytes)
+    state: int | None = _with_unit("8GiB", parse_bytes)
+    memories: tuple[float, ...] | None = _with_unit("32GiB,16GiB", parse_memories)
+    link: float | None = _with_unit("50GB/s", parse_bandwidth)
+    latency: float | None = _with_unit("20us", parse_seconds)
+    inter_node_link: float | None = _with_unit("25GB/s", parse_bandwidth)
+    inter_node_latency: float | None = _with_unit("30us", parse_seconds)
+    speed: float = 1.0
+    speeds: tuple[float, ...] | None = _with_unit("1,1,0.5,0.5", parse_speeds)
+    flops: float | None = _with_unit("60TFLOP/s", parse_flops)
+    microbatches: int | None = None
+    activation_checkpointing: str | None = field(
+        default=None, metadata={"nargs": "?", "const": "always", "choices": ("always", "auto")}
+    )
+    student: list[str] | None = None
+    teacher: list[str] | None = None
+    accelerator: str = "auto"
+    save: Path | None = field(default=None, metadata={"metavar": "plan.json"})
+    save_profile: Path | None = field(default=None, metadata={"metavar": "profile.json"})
+
+
+def run(options: Options) -> None:
     """Measure or read, plan, print, save."""
     if options.schedule == "relay":
-        relaying.run(options, partial(_link, options))
+        relaying.run(
+            options.target, options.devices, options.memory, options.accelerator,
+            partial(_link, options),
+        )  # fmt: skip
         return
     _cluster(options, NOMINAL)  # refuse impossible numbers before anything is measured
-    profile = _changed(_profile(options), options)
+    profile = _profile(options)
     cluster = _cluster(options, _link(options))
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
     if len(names) > 1 and profile.teacher is None:
@@ -133,27 +134,11 @@ def run(options: argparse.Namespace) -> None:
         print(f"(times as measured here; the devices are {options.speed:g} times as fast)")  # noqa: T201
     if options.save is not None:
         options.save.write_text(best.plan.to_json(), encoding="utf-8")
-        print(f"\nsaved; {_use(options)}")  # noqa: T201
-
-
-def _changed(profile: StepProfile, options: argparse.Namespace) -> StepProfile:
-    """Save the profile if requested, and adapt it to the options."""
-    if options.save_profile is not None:
-        options.save_profile.write_text(profile.to_json(), encoding="utf-8")
-    if options.batch is not None:
-        profile = profile.with_batch(options.batch)
-    if options.activation_checkpointing == "always":
-        profile = profile.recomputing(range(profile.student.num_atoms))
-    return profile
-
-
-def _use(options: argparse.Namespace) -> str:
-    """Say how to use a saved plan."""
-    strategy = f'TSPipeStrategy(plan="{options.save}")'
-    devices = f"devices={options.devices // options.nodes}"
-    if options.nodes > 1:
-        devices += f", num_nodes={options.nodes}"
-    return f"Trainer(strategy={strategy}, {devices}) runs it"
+        nodes = f", num_nodes={options.nodes}" if options.nodes > 1 else ""
+        print(  # noqa: T201
+            f'\nsaved; Trainer(strategy=TSPipeStrategy(plan="{options.save}"), '
+            f"devices={options.devices // options.nodes}{nodes}) runs it"
+        )
 
 
 @dataclass(frozen=True)
@@ -171,10 +156,6 @@ class Outcome:
             return self.plan.pipeline.num_ranks - 1
         has_teacher = self.plan is not None and self.plan.pipeline.teacher is not None
         return int(runs_ahead(self.schedule) and has_teacher)
-
-
-def _updates(number: int) -> str:
-    return f"{number} update{'s' * (number > 1)}" if number else "none"
 
 
 def recommended(outcomes: list[Outcome]) -> Outcome | None:
@@ -198,7 +179,7 @@ def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> 
          "staleness", "memory"),
     ]  # fmt: skip
     for outcome in outcomes:
-        plan = outcome.plan
+        plan, late = outcome.plan, outcome.staleness
         if plan is None:
             rows.append(("", outcome.schedule, *["-"] * 8))
             continue
@@ -211,7 +192,7 @@ def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> 
             format_seconds(plan.step_seconds / speed),
             f"{plan.samples_per_second * speed:.0f}",
             f"{plan.bubble_ratio:.0%}",
-            _updates(outcome.staleness),
+            f"{late} update{'s' * (late > 1)}" if late else "none",
             megabytes(max(plan.memory_bytes)),
         ))  # fmt: skip
     if all(one.plan is None or one.plan.num_replicas == 1 for one in outcomes):
@@ -220,17 +201,25 @@ def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> 
     return "\n".join([*aligned(rows), *failures])
 
 
-def _profile(options: argparse.Namespace) -> StepProfile:
-    flops_per_second = parse_flops(options.flops)
+def _profile(options: Options) -> StepProfile:
+    """Measure or read the profile, save it if requested, and adapt it to the options."""
+    profile = _measured(options)
+    if options.save_profile is not None:
+        options.save_profile.write_text(profile.to_json(), encoding="utf-8")
+    if options.batch is not None:
+        profile = profile.with_batch(options.batch)
+    if options.activation_checkpointing == "always":
+        profile = profile.recomputing(range(profile.student.num_atoms))
+    return profile
+
+
+def _measured(options: Options) -> StepProfile:
     if options.target.endswith(".json"):
-        if flops_per_second is not None:
+        if options.flops is not None:
             raise ConfigurationError("--flops: a saved profile has its costs already")
-        path = Path(options.target)
-        if not path.is_file():
-            raise ConfigurationError(f"there is no file {path}")
-        return StepProfile.from_json(path.read_text(encoding="utf-8"))
+        return StepProfile.from_json(modules.read(Path(options.target)))
     module, data = modules.load(options.target)
-    doing = "measuring one step on this device" if flops_per_second is None else "tracing one step"
+    doing = "measuring one step on this device" if options.flops is None else "tracing one step"
     print(f"{doing} ...", file=sys.stderr)  # noqa: T201
     return modules.measure(
         module,
@@ -238,11 +227,11 @@ def _profile(options: argparse.Namespace) -> StepProfile:
         accelerator=options.accelerator,
         student=options.student,
         teacher=options.teacher,
-        flops_per_second=flops_per_second,
+        flops_per_second=options.flops,
     )
 
 
-def _link(options: argparse.Namespace) -> Link:
+def _link(options: Options) -> Link:
     """The link between two devices, as given, measured here, or assumed; prints which."""
     said = options.link is not None and options.latency is not None
     is_here = not options.target.endswith(".json") and options.flops is None and not said
@@ -252,8 +241,8 @@ def _link(options: argparse.Namespace) -> Link:
         measured = modules.measure_link(options.accelerator)
     found = measured or NOMINAL
     link = Link(
-        found.latency if options.latency is None else parse_seconds(options.latency),
-        found.bandwidth if options.link is None else parse_bandwidth(options.link),
+        found.latency if options.latency is None else options.latency,
+        found.bandwidth if options.link is None else options.link,
     )
     if not said:
         how = "assumed" if measured is None else "measured between two of this machine"
@@ -261,7 +250,7 @@ def _link(options: argparse.Namespace) -> Link:
     return link
 
 
-def _cluster(options: argparse.Namespace, link: Link) -> Cluster:
+def _cluster(options: Options, link: Link) -> Cluster:
     """The devices, with times relative to the device that is measured.
 
     Args:
@@ -280,22 +269,21 @@ def _cluster(options: argparse.Namespace, link: Link) -> Cluster:
     def scaled(latency: float, bandwidth: float) -> Link:
         return Link(latency * options.speed, bandwidth / options.speed)
 
-    between, inter = options.inter_node_latency, options.inter_node_link
-    inter_node_link = scaled(
-        link.latency if between is None else parse_seconds(between),
-        link.bandwidth if inter is None else parse_bandwidth(inter),
-    )
+    latency, bandwidth = options.inter_node_latency, options.inter_node_link
     return Cluster(
         options.devices,
         scaled(*link),
-        speeds=() if options.speeds is None else parse_speeds(options.speeds),
-        memories=() if options.memories is None else parse_memories(options.memories),
+        speeds=options.speeds or (),
+        memories=options.memories or (),
         num_nodes=options.nodes,
-        inter_node_link=inter_node_link,
+        inter_node_link=scaled(
+            link.latency if latency is None else latency,
+            link.bandwidth if bandwidth is None else bandwidth,
+        ),
     )
 
 
-def _num_replicas(options: argparse.Namespace) -> int | Literal["auto"]:
+def _num_replicas(options: Options) -> int | Literal["auto"]:
     """The number of replicas: by default 1 on one node, the fastest on several.
 
     Raises:
@@ -309,21 +297,20 @@ def _num_replicas(options: argparse.Namespace) -> int | Literal["auto"]:
     return int(wished)
 
 
-def _outcome(
-    name: str, profile: StepProfile, cluster: Cluster, options: argparse.Namespace
-) -> Outcome:
-    constraints: dict[str, Any] = {
-        "schedule": name,
-        "weights": options.weights,
-        "memory_limit": parse_bytes(options.memory),
-        "state_limit": parse_bytes(options.state),
-    }
+def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options) -> Outcome:
+    chosen: dict[str, Any] = {}
     if options.microbatches is not None:
-        constraints["num_microbatches"] = options.microbatches
-
-    def best(profile: StepProfile) -> Plan:
-        return plan_cluster(profile, cluster, num_replicas=_num_replicas(options), **constraints)
-
+        chosen["num_microbatches"] = options.microbatches
+    best: Callable[[StepProfile], Plan] = partial(
+        plan_cluster,
+        cluster=cluster,
+        num_replicas=_num_replicas(options),
+        schedule=name,
+        weights=options.weights,
+        memory_limit=options.memory,
+        state_limit=options.state,
+        **chosen,
+    )
     try:
         if options.activation_checkpointing == "auto":
             return Outcome(name, keep_or_recompute(profile, best)[1])

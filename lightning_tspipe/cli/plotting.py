@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import re
-from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from lightning_tspipe.cli.modules import read
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.plots import Curve, plot_curves
 
@@ -17,22 +19,22 @@ _CLOCK = "elapsed"
 _INTERESTING = re.compile(r"loss|knn|probe|top\d|acc")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``tspipe plot``."""
-    parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN",
-        help=f"the {_FILE} of a CSVLogger, or its folder; several are drawn together",
-    )  # fmt: skip
-    parser.add_argument(
-        "--metrics", nargs="+", metavar="NAME",
-        help="what to draw (by default losses and accuracies)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--image", type=Path, default=Path("curves.png"), help="the drawing: .png, .svg or .pdf"
-    )
+@dataclass(frozen=True)
+class Options:
+    """Options of ``tspipe plot``.
+
+    Attributes:
+        runs: the metrics.csv of a CSVLogger, or its folder; several are drawn together
+        metrics: what to draw (by default losses and accuracies)
+        image: the drawing: .png, .svg or .pdf
+    """
+
+    runs: list[Path]
+    metrics: list[str] | None = None
+    image: Path = Path("curves.png")
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     """Draw the curves of one or several runs."""
     paths = [path / _FILE if path.is_dir() else path for path in options.runs]
     curves: dict[str, dict[str, Curve]] = {}
@@ -61,40 +63,22 @@ def read_curves(path: Path) -> dict[str, Curve]:
     Raises:
         ConfigurationError: There is no such file, or it has no column ``step``.
     """
-    if not path.is_file():
-        raise ConfigurationError(f"there is no file {path}")
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        names = [name for name in reader.fieldnames or () if name not in {"step", "epoch"}]
-        if "step" not in (reader.fieldnames or ()):
-            raise ConfigurationError(f"{path} has no column 'step', as a CSVLogger writes it")
-        rows = list(reader)
-    points = {name: _points(rows, name) for name in names}
-    clock = sorted(points.pop(_CLOCK, []))
-    return {
-        name: Curve(
-            tuple(step for step, _ in found),
-            tuple(_seconds_at(step, clock) for step, _ in found) if clock else (),
-            tuple(value for _, value in found),
-        )
-        for name, found in points.items()
-        if found
-    }
-
-
-def _points(rows: Sequence[dict[str, str]], name: str) -> list[tuple[float, float]]:
-    return [(float(row["step"]), float(row[name])) for row in rows if row[name]]
-
-
-def _seconds_at(step: float, clock: Sequence[tuple[float, float]]) -> float:
-    place = bisect_left(clock, (step, 0.0))
-    if place == len(clock):
-        return clock[-1][1]
-    later_step, later = clock[place]
-    earlier_step, earlier = clock[place - 1] if place else (0.0, 0.0)
-    if later_step <= earlier_step:
-        return later
-    return earlier + (later - earlier) * (step - earlier_step) / (later_step - earlier_step)
+    reader = csv.DictReader(read(path).splitlines())
+    if "step" not in (reader.fieldnames or ()):
+        raise ConfigurationError(f"{path} has no column 'step', as a CSVLogger writes it")
+    points: dict[str, list[tuple[float, float]]] = {}
+    for row in reader:
+        for name in [name for name in row if name not in {"step", "epoch"} and row[name]]:
+            points.setdefault(name, []).append((float(row["step"]), float(row[name])))
+    # A run begins at step 0 and second 0.
+    clock = [(0.0, 0.0), *sorted(points.pop(_CLOCK, []))]
+    curves = {}
+    for name, found in points.items():
+        steps, values = zip(*found, strict=True)
+        known = np.array(clock)
+        seconds = np.interp(steps, known[:, 0], known[:, 1]) if len(clock) > 1 else ()
+        curves[name] = Curve(steps, tuple(map(float, seconds)), values)
+    return curves
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:

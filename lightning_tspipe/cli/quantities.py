@@ -7,7 +7,6 @@ import re
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.strategy.setup.options import parse_bytes
 
-_PREFIXES = {"G": 1e9, "T": 1e12, "P": 1e15}
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 
 
@@ -20,20 +19,16 @@ def parse_bandwidth(text: str) -> float:
     >>> parse_bandwidth("50GB/s"), parse_bandwidth("100Gbit/s")
     (50000000000.0, 12500000000.0)
     """
-    bits = re.fullmatch(r"\s*([\d.]+)\s*([KMG])bit/s\s*", text, re.IGNORECASE)
-    if bits is not None:
-        amount = parse_bytes(f"{bits[1]}{bits[2]}B")
-        assert amount is not None
-        return amount / 8
-    amount_text, slash, per = text.rpartition("/")
-    if not slash or per.strip() != "s":
+    match = re.fullmatch(r"\s*([\d.]+\s*[KMG]?)(i?B|bit)/s\s*", text, re.IGNORECASE)
+    if match is None:
         raise ConfigurationError(f"{text!r} is not a bandwidth; write '50GB/s' or '100Gbit/s'")
-    amount = parse_bytes(amount_text)
+    is_bits = match[2].lower() == "bit"
+    amount = parse_bytes(match[1] + ("B" if is_bits else match[2]))
     assert amount is not None
-    return float(amount)
+    return amount / (8 if is_bits else 1)
 
 
-def parse_flops(text: str | None) -> float | None:
+def parse_flops(text: str) -> float:
     """Parse floating-point operations per second.
 
     Raises:
@@ -42,12 +37,10 @@ def parse_flops(text: str | None) -> float | None:
     >>> parse_flops("60TFLOP/s"), parse_flops("1.5 PFLOPS")
     (60000000000000.0, 1500000000000000.0)
     """
-    if text is None:
-        return None
     match = re.fullmatch(r"\s*([\d.]+)\s*([GTP])FLOP(?:S|/s)\s*", text, re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
         raise ConfigurationError(f"{text!r} is not a speed; write '60TFLOP/s'")
-    return float(match[1]) * _PREFIXES[match[2].upper()]
+    return float(match[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[match[2].upper()]
 
 
 def parse_seconds(text: str) -> float:
@@ -75,7 +68,7 @@ def parse_speeds(text: str) -> tuple[float, ...]:
     (1.0, 0.5)
     """
     try:
-        return tuple(float(part) for part in text.split(","))
+        return tuple(map(float, text.split(",")))
     except ValueError:
         raise ConfigurationError(f"{text!r} is not a list of speeds; write '1,1,0.5,0.5'") from None
 
@@ -89,8 +82,7 @@ def parse_memories(text: str) -> tuple[float, ...]:
     >>> parse_memories("1GB, 500MB")
     (1000000000.0, 500000000.0)
     """
-    amounts = [parse_bytes(part) for part in text.split(",")]
-    return tuple(float(amount) for amount in amounts if amount is not None)
+    return tuple(float(parse_bytes(part) or 0) for part in text.split(","))
 
 
 def format_seconds(seconds: float) -> str:

@@ -2,58 +2,73 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from lightning.pytorch import Callback, Trainer
-from typing_extensions import override
+from lightning.pytorch import Trainer
+from torch import Tensor
 
-from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation
-from lightning_tspipe.callbacks.blockwise_relay import BlockwiseRelay
+from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation, BlockwiseRelay
 from lightning_tspipe.cli import modules
 from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Link
-from lightning_tspipe.planning.relay import RelayPlan, RelayProfile
-from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode, seconds_per_batch
+from lightning_tspipe.planning.relay import (
+    MODES,
+    Mode,
+    RelayPlan,
+    RelayProfile,
+    plan_mode,
+    seconds_per_batch,
+)
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
-from lightning_tspipe.strategy.setup.block_costs import BlockCosts
-from lightning_tspipe.strategy.setup.options import parse_bytes
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.chain import Chain
+from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
+from lightning_tspipe.runtime.transport.base import Alone
+from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
+from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
 _STEPS = 10
 
 
-def run(options: argparse.Namespace, link: Callable[[], Link]) -> None:
+def run(
+    target: str, devices: int, memory: int | None, accelerator: str, link: Callable[[], Link]
+) -> None:
     """Measure each block, distribute the blocks in each mode, and print a comparison.
 
     Args:
-        options: Options of the command.
+        target: The file, and its function.
+        devices: All devices.
+        memory: Bytes of one device.
+        accelerator: Where to measure.
         link: Returns the link between two devices.
 
     Raises:
         ConfigurationError: The module has no blocks.
         PartitionError: The blocks fit in no mode.
     """
-    module, data = modules.load(options.target)
+    module, data = modules.load(target)
     if not isinstance(module, BlockwiseDistillation):
         raise ConfigurationError(
             f"--schedule relay needs a module of blocks: class {type(module).__name__}("
             "BlockwiseDistillation, LightningModule)"
         )
-    measure = _Measure(options, link())
-    trainer = Trainer(
-        accelerator=options.accelerator, devices=1, max_steps=1, callbacks=[measure],
-        **modules.QUIET,
-    )  # fmt: skip
-    trainer.fit(module, **modules.data_arguments(data))
-    if measure.profile is None:
-        raise ConfigurationError("the training data has no batch: there is nothing to measure")
-    print(explained(measure.profile, options.devices, parse_bytes(options.memory)))  # noqa: T201
+    between = link()
+
+    def measured(trainer: Trainer, batch: Tensor) -> RelayProfile:
+        device = module.block_input(batch).device
+        context = trainer.strategy.precision_plugin.forward_context
+        here = Rank(module, NETWORKS, Alone(), device, Chain(), context=context)
+        callback, options = BlockwiseRelay(profile_steps=_STEPS), SetupOptions(costs="measured")
+        optimizers = list(map(plain_optimizer, trainer.optimizers))
+        planner = BlockPlanner(here, callback, options, batch, optimizers)
+        found = planner.profile(range(1, devices + 1))
+        return replace(found, latency=between.latency, bandwidth=between.bandwidth)
+
+    profile = modules.after_one_step(module, data, measured, accelerator=accelerator)
+    print(explained(profile, devices, memory))  # noqa: T201
 
 
 def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> str:
@@ -63,8 +78,7 @@ def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> st
         PartitionError: The blocks fit in no mode.
     """
     rows = [("", "mode", "step", "samples/s", "devices of each stage")]
-    plans = {}
-    failures = {}
+    plans, failures = {}, {}
     for mode in MODES:
         try:
             plans[mode] = plan_mode(mode, profile, num_devices, memory)
@@ -104,35 +118,3 @@ def _reason(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> str:
         f"{longest}; the work of all blocks on whole batches, divided evenly, would take "
         f"{format_seconds(work / plan.num_devices)}."
     )
-
-
-class _Measure(Callback):
-    """Measures all blocks on the first batch."""
-
-    def __init__(self, options: argparse.Namespace, link: Link) -> None:
-        self._options = options
-        self._link = link
-        self.profile: RelayProfile | None = None
-
-    @override
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        pairs, x = pl_module.block_pairs, pl_module.block_input(batch)
-        costs = BlockCosts(
-            pl_module,
-            BlockwiseRelay("ahd", profile_steps=_STEPS),
-            LocalTransport(LocalNetwork(1), 0),
-            x.device,
-            trainer.precision_plugin.forward_context,
-            None,
-        )
-        shapes = infer_shapes(pairs, pl_module.block_loss, x, batch)
-        widths = range(1, self._options.devices + 1)
-        optimizers = list(map(plain_optimizer, trainer.optimizers))
-        self.profile = replace(
-            costs.profile(pairs, shapes, batch, len(x), optimizers, widths),
-            latency=self._link.latency,
-            bandwidth=self._link.bandwidth,
-        )
-        trainer.should_stop = True

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_tspipe.heads.optimizers import HeadOptimizers
 from lightning_tspipe.heads.student import StudentFanout
-from lightning_tspipe.heads.training import FanoutTraining
+from lightning_tspipe.heads.training import FanoutTraining, HeadOptimizers
 
 __all__ = ["FanoutTraining", "HeadOptimizers", "StudentFanout"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ class StudentFanout(nn.Module):
 
     Attributes:
         heads: The heads, by name.
+        active: The head whose turn it is.
         here: The heads that this process trains; in a pipeline, some of them.
         stopped: Heads that are not trained any more, and why.
         rehearses: Whether a step is run for what it does, and its values mean nothing.
@@ -53,18 +54,13 @@ class StudentFanout(nn.Module):
         self.on_nan = on_nan
         self.here = tuple(heads)
         self.stopped: dict[str, str] = {}
-        self._active: str | None = None
+        self.active: str | None = None
         self.rehearses = False
 
     @property
     def names(self) -> tuple[str, ...]:
         """All heads."""
         return tuple(self.heads)
-
-    @property
-    def active(self) -> str | None:
-        """The head whose turn it is."""
-        return self._active
 
     @property
     def trained(self) -> tuple[str, ...]:
@@ -77,42 +73,42 @@ class StudentFanout(nn.Module):
         Raises:
             ConfigurationError: It is no head's turn, or the features don't fit the head.
         """
-        if self._active is None:
+        if self.active is None:
             raise ConfigurationError(
                 "StudentFanout was called outside of a head's step. Derive the module from "
                 "lightning_tspipe.FanoutTraining, which runs its steps for each head; elsewhere "
                 f"call a head: student.heads[{self.names[0]!r}](...)"
             )
-        head = self.heads[self._active]
+        head = self.heads[self.active]
         try:
             return head(*args, **kwargs)
         except RuntimeError as error:
-            _explain_shapes(self._active, head, (args, kwargs), error)
+            _explain_shapes(self.active, head, (args, kwargs), error)
             raise
 
-    @contextmanager
-    def only(self, name: str) -> Iterator[None]:
+    def only(self, name: str) -> AbstractContextManager[None]:
         """While inside, it is the turn of one head."""
         if name not in self.heads:
             raise ConfigurationError(f"no head {name!r}; there are {', '.join(self.names)}")
-        own = vars(self)  # an attribute of a module is set slowly, and this is done in each step
-        before, own["_active"] = own["_active"], name
-        try:
-            yield
-        finally:
-            own["_active"] = before
+        return self._with(active=name)
 
-    @contextmanager
-    def trains(self, names: Sequence[str], *, rehearses: bool = False) -> Iterator[None]:
+    def trains(
+        self, names: Sequence[str], *, rehearses: bool = False
+    ) -> AbstractContextManager[None]:
         """While inside, a step is for some of the heads, whether they have stopped or not.
 
         Args:
             names: The heads.
             rehearses: Whether the values mean nothing.
         """
-        own = vars(self)
-        before = {name: own[name] for name in ("here", "stopped", "rehearses")}
-        own |= {"here": tuple(names), "stopped": {}, "rehearses": rehearses}
+        return self._with(here=tuple(names), stopped={}, rehearses=rehearses)
+
+    @contextmanager
+    def _with(self, **values: Any) -> Iterator[None]:
+        """While inside, some attributes have other values."""
+        own = vars(self)  # an attribute of a module is set slowly, and this is done in each step
+        before = {name: own[name] for name in values}
+        own |= values
         try:
             yield
         finally:
@@ -155,18 +151,16 @@ def _check(heads: Mapping[str, nn.Module]) -> None:
 
 def _explain_shapes(name: str, head: nn.Module, given: Any, error: RuntimeError) -> None:
     """Say so if the features are not what the first layer of a head expects."""
-    tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
-    if not tensors:
-        return
-    shape = tuple(tensors[0].shape)
-    for path, layer in head.named_modules():
-        for size, dim in (("in_features", -1), ("in_channels", 1), ("num_features", 1)):
-            expected = getattr(layer, size, None)
-            if expected is None:
-                continue
-            if len(shape) < 2 or shape[dim] != expected:
-                raise ConfigurationError(
-                    f"head {name!r} does not fit the trunk: the features have shape {shape}, and "
-                    f"{path or 'its'} ({type(layer).__name__}) expects {size}={expected}"
-                ) from error
-            return
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    sizes = (
+        (f"{path or 'its'} ({type(layer).__name__}) expects {size}", getattr(layer, size), dim)
+        for path, layer in head.named_modules()
+        for size, dim in (("in_features", -1), ("in_channels", 1), ("num_features", 1))
+        if getattr(layer, size, None) is not None
+    )
+    expects, expected, dim = next(sizes, ("", 0, 0))
+    if shapes and expects and (len(shapes[0]) < 2 or shapes[0][dim] != expected):
+        raise ConfigurationError(
+            f"head {name!r} does not fit the trunk: the features have shape {shapes[0]}, and "
+            f"{expects}={expected}"
+        ) from error

@@ -14,7 +14,7 @@ On one device that is all of them, in a pipeline those whose parameters are ther
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,14 +24,51 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.heads.optimizers import HeadOptimizers
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.late import Late, after_backward
 
 STOPPED = "stopped_heads"
 """Where a checkpoint has them, with the reasons."""
-_PARTS = "_parts_of_trunk"
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class HeadOptimizers(torch.optim.Optimizer):
+    """Optimizers of any kinds, as one: each updates its own parameters.
+
+    Args:
+        optimizers: By the names of the heads.
+    """
+
+    def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.optimizers = dict(optimizers)
+        groups = [group for each in self.optimizers.values() for group in each.param_groups]
+        super().__init__(groups, {})
+        self._share()
+
+    def _share(self) -> None:
+        """Groups and state are the same objects in the parts and in the whole."""
+        start = 0
+        for each in self.optimizers.values():
+            stop = start + len(each.param_groups)
+            each.param_groups = self.param_groups[start:stop]
+            each.state = self.state
+            start = stop
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all heads that have gradients."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        for each in self.optimizers.values():
+            each.step()
+        return result
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what ``state_dict`` gave."""
+        super().load_state_dict(state_dict)
+        self._share()
 
 
 class FanoutTraining:
@@ -126,25 +163,13 @@ def refuse_trained_trunk(trunk: nn.Module) -> None:
     Raises:
         ConfigurationError: Names its trainable parameters.
     """
-    if any(parameter.requires_grad for parameter in trunk.parameters()):
-        names = [name for name, parameter in trunk.named_parameters() if parameter.requires_grad]
+    names = [name for name, parameter in trunk.named_parameters() if parameter.requires_grad]
+    if names:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
         raise ConfigurationError(
             f"the trunk has parameters that require gradients: {shown}. A trunk is frozen: "
             "self.teacher.requires_grad_(False); what is trained belongs into a head"
         )
-
-
-def _look_at_trunk(module: FanoutTraining) -> None:
-    """Refuse a trunk that would be trained, in each step: so its parts are listed once only."""
-    trunk = module.teacher
-    known, parts = vars(module).get(_PARTS, (None, ()))
-    if known is not trunk:
-        parts = tuple(trunk.modules())
-        vars(module)[_PARTS] = trunk, parts
-    tables = (part._parameters.values() for part in parts)  # noqa: SLF001 - parameters() is slow
-    if any(p is not None and p.requires_grad for table in tables for p in table):
-        refuse_trained_trunk(trunk)
 
 
 def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any]:
@@ -156,73 +181,117 @@ def _for_each_head(function: Callable[..., Any], step: str) -> Callable[..., Any
         if student.active is not None:  # by a subclass's step
             return function(self, *args, **kwargs)
         if trains and not student.rehearses:
-            _look_at_trunk(self)
+            refuse_trained_trunk(self.teacher)
         results: dict[str, Any] = {}
-        inputs = _Inputs(compares=not student.rehearses)
-        with _one_trunk(self.teacher, inputs) as turn, _same_random_numbers() as begin:
+        shared = _SharedTrunk(self.teacher, compares=not student.rehearses)
+        # Each head draws the random numbers that it would draw alone; what follows goes on where
+        # the first one ended.
+        before, after = swap.random_state(), None
+        with swap.forwards_replaced({self.teacher: shared.forward}):
             for name in student.trained if trains else student.here:
-                begin()
-                with student.only(name), turn(name):
+                if results:
+                    after = after or swap.random_state()
+                    swap.set_random_state(before)
+                with student.only(name), shared.turn(name):
                     results[name] = function(self, *args, **kwargs)
+        if after is not None:
+            swap.set_random_state(after)
         if trains and results:
-            return _total(self, results, inputs)
-        inputs.look()
+            return _total(self, results, shared)
+        shared.look()
         return torch.zeros((), device=self.device, requires_grad=True) if trains else results
 
     return for_each_head
 
 
-class _Inputs:
-    """Whether all heads give the trunk the same; what a device computes is looked at later.
+class _SharedTrunk:
+    """A trunk that runs in the first head's turn; the others get what it returned.
+
+    Whether all heads give it the same is looked at later where a device computes it.
 
     Args:
+        trunk: The trunk.
         compares: Whether values mean something.
     """
 
-    def __init__(self, *, compares: bool) -> None:
+    def __init__(self, trunk: nn.Module, *, compares: bool) -> None:
+        self._run = trunk.forward
         self._compares = compares
+        self._calls: list[tuple[list[Any], Any, list[int]]] = []  # given, returned, versions
+        self._reader, self._place = "", 0
+        self._is_running = False
         self._verdicts: list[tuple[str, Late]] = []
 
-    def compare(self, reader: str, given: Sequence[Any], known: Sequence[Any]) -> None:
-        """Note whether a head's inputs are those of the first one.
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The trunk's, or what it returned at this place in the first head's turn."""
+        if self._is_running:  # a trace runs it once more within its call
+            return self._run(*args, **kwargs)
+        place, self._place = self._place, self._place + 1
+        given = pytree.tree_leaves((args, kwargs))
+        if place == len(self._calls):
+            self._is_running = True
+            try:
+                result = self._run(*args, **kwargs)
+            finally:
+                self._is_running = False
+            self._calls.append((given, result, _versions(result)))
+        else:
+            self._compare(given, self._calls[place][0])
+        return self._calls[place][1]
 
-        Raises:
-            ConfigurationError: They differ, as the host can see.
-        """
+    @contextmanager
+    def turn(self, name: str) -> Iterator[None]:
+        """While inside, it is the turn of this head."""
+        self._reader, self._place = name, 0
+        yield
+        for _, result, versions in self._calls:
+            if _versions(result) != versions:
+                raise ConfigurationError(
+                    f"head {name!r} changes the features in place, which the other heads read "
+                    "too. Use inplace=False in its first layers"
+                )
+
+    def _compare(self, given: Sequence[Any], known: Sequence[Any]) -> None:
+        """Note whether a head's inputs are those of the first one."""
         if len(given) != len(known):
-            self._refuse(reader)
+            _refuse_input(self._reader)
         for a, b in zip(given, known, strict=True):
             if a is b:
                 continue
             if not isinstance(a, Tensor) or not isinstance(b, Tensor):
                 if not bool(a == b):
-                    self._refuse(reader)
+                    _refuse_input(self._reader)
                 continue
             if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-                self._refuse(reader)
+                _refuse_input(self._reader)
             if self._compares and not a.is_meta:
                 with torch._C.DisableTorchFunction():  # noqa: SLF001 - a look is no use of it
-                    self._verdicts.append((reader, Late((a != b).any())))
+                    self._verdicts.append((self._reader, Late((a != b).any())))
 
     def look(self) -> None:
-        """Refuse what differs.
+        """Refuse inputs that differ.
 
         Raises:
             ConfigurationError: Names the head.
         """
         for reader, differs in self._verdicts:
             if differs.tolist():
-                self._refuse(reader)
-
-    @staticmethod
-    def _refuse(reader: str) -> None:
-        raise ConfigurationError(
-            f"head {reader!r} gives the trunk another input than the first head: all heads share "
-            "one pass. Make the input in the dataset, or in on_after_batch_transfer"
-        )
+                _refuse_input(reader)
 
 
-def _total(module: Any, results: dict[str, Any], inputs: _Inputs) -> Tensor:
+def _refuse_input(reader: str) -> None:
+    raise ConfigurationError(
+        f"head {reader!r} gives the trunk another input than the first head: all heads share "
+        "one pass. Make the input in the dataset, or in on_after_batch_transfer"
+    )
+
+
+def _versions(result: Any) -> list[int]:
+    leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+    return [0 if leaf.is_inference() else leaf._version for leaf in leaves]  # noqa: SLF001
+
+
+def _total(module: Any, results: dict[str, Any], shared: _SharedTrunk) -> Tensor:
     """The sum of the losses: its gradients are those of each head's own loss."""
     losses = {
         name: result["loss"] if isinstance(result, Mapping) else result
@@ -233,14 +302,16 @@ def _total(module: Any, results: dict[str, Any], inputs: _Inputs) -> Tensor:
             raise ConfigurationError(f"training_step returned no loss for head {name!r}")
     student = module.student
     if student.rehearses or any(loss.is_meta for loss in losses.values()):
-        return _sum(losses.values())
+        untold: Tensor = functools.reduce(torch.add, losses.values())
+        return untold
     # Heads have nothing in common but a frozen trunk: one that has diverged spoils no other's
     # gradients, and loses its own before any optimizer sees them.
     late = Late(torch.stack([loss.detach().double().sum() for loss in losses.values()]))
-    total = _sum(loss.where(loss.isfinite(), loss.new_zeros(())) for loss in losses.values())
+    finite = (loss.where(loss.isfinite(), loss.new_zeros(())) for loss in losses.values())
+    total: Tensor = functools.reduce(torch.add, finite)
 
     def look() -> None:
-        inputs.look()
+        shared.look()
         for name, value in zip(losses, late.tolist(), strict=True):
             student.judge(name, value)
             if name in student.stopped:
@@ -260,73 +331,3 @@ def _refuse_common(module: Any, name: str) -> None:
                 "Only heads that have all their parameters for themselves can stop alone: give "
                 "each head its own, or leave on_nan='stop' out"
             )
-
-
-def _sum(losses: Iterable[Tensor]) -> Tensor:
-    total: Tensor = functools.reduce(torch.add, losses)
-    return total
-
-
-@contextmanager
-def _same_random_numbers() -> Iterator[Callable[[], None]]:
-    """Each head's pass draws what it would draw alone; afterwards it is as after the first."""
-    start = swap.random_state()
-    after: list[swap.RandomState] = []
-    passes = 0
-
-    def begin() -> None:
-        nonlocal passes
-        passes += 1
-        if passes == 2:
-            after.append(swap.random_state())
-        if passes > 1:
-            swap.set_random_state(start)
-
-    yield begin
-    if after:
-        swap.set_random_state(after[0])
-
-
-@contextmanager
-def _one_trunk(trunk: nn.Module, inputs: _Inputs) -> Iterator[Callable[[str], Any]]:
-    """While inside, the trunk runs in the first head's turn; the others get what it returned."""
-    original = trunk.forward
-    calls: list[tuple[list[Any], Any, list[int]]] = []
-    place, reader, is_running = 0, "", False
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        nonlocal place, is_running
-        if is_running:  # a trace runs it once more within its call
-            return original(*args, **kwargs)
-        mine, place = place, place + 1
-        given = pytree.tree_leaves((args, kwargs))
-        if mine == len(calls):
-            is_running = True
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                is_running = False
-            calls.append((given, result, _versions(result)))
-        else:
-            inputs.compare(reader, given, calls[mine][0])
-        return calls[mine][1]
-
-    @contextmanager
-    def turn(name: str) -> Iterator[None]:
-        nonlocal place, reader
-        place, reader = 0, name
-        yield
-        for _, result, versions in calls:
-            if _versions(result) != versions:
-                raise ConfigurationError(
-                    f"head {name!r} changes the features in place, which the other heads read "
-                    "too. Use inplace=False in its first layers"
-                )
-
-    with swap.forwards_replaced({trunk: forward}):
-        yield turn
-
-
-def _versions(result: Any) -> list[int]:
-    leaves = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
-    return [0 if leaf.is_inference() else leaf._version for leaf in leaves]  # noqa: SLF001

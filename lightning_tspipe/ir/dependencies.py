@@ -102,7 +102,7 @@ def _read_by_forward(action: Action, pipeline: Pipeline) -> tuple[str, list[Acti
     if action.op is Op.FORWARD and pipeline.coupling is Coupling.FANOUT:
         return _read_by_head(action, pipeline)
     if action.op is Op.FORWARD and pipeline.coupling is Coupling.BLOCKWISE:
-        return _read_by_block(action, pipeline)
+        return "saved", [Action(Op.TEACHER, action.stage, action.unit, action.batch)]
     if action.stage == 0 and action.op is Op.FORWARD and pipeline.coupling is Coupling.PREFIX:
         last = pipeline.layout(Op.TEACHER).num_stages - 1
         return "activation", [Action(Op.TEACHER, last, action.unit, action.batch)]
@@ -119,16 +119,6 @@ def _read_by_head(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]
     if action.stage != first:
         return "saved", [Action(Op.FORWARD, first, action.unit, action.batch)]
     return "output", _outputs(Op.TEACHER, pipeline.layout(Op.TEACHER), action.batch)
-
-
-def _read_by_block(action: Action, pipeline: Pipeline) -> tuple[str, list[Action]]:
-    """Inputs of a block: those of the teacher's block, which may be on the same rank."""
-    stage, unit, batch = action.stage, action.unit, action.batch
-    if pipeline.layout(Op.TEACHER).ranks[stage] == pipeline.student.ranks[stage]:
-        return "saved", [Action(Op.TEACHER, stage, unit, batch)]
-    if stage == 0:
-        return "input", [Action(Op.DATA, pipeline.data_rank, batch=batch)]
-    return "activation", [Action(Op.TEACHER, stage - 1, unit, batch)]
 
 
 def _read_by_loss(loss: Action, pipeline: Pipeline) -> list[Action]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import Dependency, depends_on
-from lightning_tspipe.ir.pipeline import Coupling, Pipeline
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 
 
@@ -55,15 +55,18 @@ class Program:
     @cached_property
     def sends(self) -> dict[Action, tuple[Message, ...]]:
         """Messages sent right after each producer."""
-        return _group(self.messages, key="producer")
+        by_producer: dict[Action, tuple[Message, ...]] = {}
+        for message in self.messages:
+            by_producer[message.producer] = (*by_producer.get(message.producer, ()), message)
+        return by_producer
 
     @cached_property
     def receives(self) -> dict[int, tuple[Message, ...]]:
         """Messages that each rank receives, in the order in which they must be posted."""
-        by_rank: dict[int, list[Message]] = {}
-        for message in self.messages:
-            by_rank.setdefault(message.target, []).append(message)
-        return {rank: tuple(messages) for rank, messages in by_rank.items()}
+        return {
+            rank: tuple(message for message in self.messages if message.target == rank)
+            for rank in range(self.schedule.pipeline.num_ranks)
+        }
 
     @cached_property
     def needs(self) -> dict[Action, tuple[Dependency, ...]]:
@@ -117,37 +120,19 @@ def _waits_for_its_step(dependency: Dependency) -> bool:
 
 
 def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
-    """Possible consumers in later steps: losses, the next stages, and heads and blocks."""
+    """Possible consumers in later steps: losses, and forwards of the batches that run ahead."""
     batches = {action.batch for action in actions}
-    readers = {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches}
-    ahead = {action for action in actions if action.op is Op.TEACHER and action.batch}
-    if pipeline.coupling is Coupling.PREFIX:
-        units = range(pipeline.student.num_units)
-        readers |= {Action(Op.FORWARD, 0, u, a.batch) for u in units for a in ahead}
-    if pipeline.is_chain or pipeline.teacher is None:
-        return readers | {
-            replace(action, stage=action.stage + 1)
-            for action in actions
-            if action.op in {Op.FORWARD, Op.TEACHER}
-            and action.stage + 1 < pipeline.layout(action.op).num_stages
-        }
-    for network, op in ((pipeline.student, Op.FORWARD), (pipeline.teacher, Op.TEACHER)):
-        readers |= {
-            Action(op, stage, unit, batch)
-            for stage in range(network.num_stages)
-            for unit in range(network.num_units)
-            for batch in {action.batch for action in ahead}
-        }
-    return readers
+    networks = ((Op.FORWARD, pipeline.student), (Op.TEACHER, pipeline.teacher))
+    return {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches} | {
+        Action(op, stage, unit, batch)
+        for op, network in networks
+        if network is not None
+        for stage in range(network.num_stages)
+        for unit in network.units_of(stage)
+        for batch in batches - {0}
+    }
 
 
 def _stable(action: Action) -> tuple[int, str, int, int]:
     unit = -1 if action.unit is None else action.unit
     return (action.batch, action.op.value, action.stage, unit)
-
-
-def _group(messages: tuple[Message, ...], key: str) -> dict[Action, tuple[Message, ...]]:
-    grouped: dict[Action, list[Message]] = {}
-    for message in messages:
-        grouped.setdefault(getattr(message, key), []).append(message)
-    return {action: tuple(items) for action, items in grouped.items()}

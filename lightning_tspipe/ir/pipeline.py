@@ -19,7 +19,8 @@ class Coupling(Enum):
 
     - ``CHAIN``: each stage reads the one before it, and one loss reads all outputs.
     - ``FANOUT``: every stage is a head of its own, which reads the teacher's output.
-    - ``BLOCKWISE``: stage s reads the input of the teacher's stage s, and learns its output.
+    - ``BLOCKWISE``: stage s reads the input of the teacher's stage s, which is on the same ranks,
+      and learns its output.
     - ``PREFIX``: a chain that begins with the teacher, which is the student's frozen prefix.
 
     In fan-out and blockwise, stages don't depend on each other: every rank has its own loss.
@@ -82,9 +83,8 @@ class NetworkLayout:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> NetworkLayout:
         """Read a network from what :meth:`Pipeline.to_dict` wrote."""
-        ranks, outputs = tuple(data["ranks"]), frozenset(data["output_stages"])
-        groups = tuple(tuple(group) for group in data.get("groups", ()))
-        return cls(ranks, data["num_calls"], data["num_microbatches"], outputs, groups)
+        read = {"ranks": tuple(data["ranks"]), "output_stages": frozenset(data["output_stages"])}
+        return cls(**data | read | {"groups": tuple(map(tuple, data.get("groups", ())))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +118,11 @@ class Pipeline:
             return
         if self.teacher is None:
             raise ScheduleError(f"a {self.coupling.value} pipeline without a teacher to read")
-        layouts = (self.student, self.teacher)
-        stages, units = ({getattr(x, name) for x in layouts} for name in _SIZES)
-        if self.coupling is Coupling.PREFIX and len(units) > 1:
+        num_units = self.teacher.num_units
+        if self.coupling is Coupling.PREFIX and num_units != self.student.num_units:
             raise ScheduleError(
-                f"the frozen part has {self.teacher.num_units} units and the rest of the student "
+                f"the frozen part has {num_units} units and the rest of the student "
                 f"{self.student.num_units}: they must have equally many"
-            )
-        if self.coupling is Coupling.BLOCKWISE and len(stages) + len(units) > 2:
-            raise ScheduleError(
-                f"student and teacher have {self.student.num_stages} and "
-                f"{self.teacher.num_stages} stages, {self.student.num_units} and "
-                f"{self.teacher.num_units} units: blockwise, they must have equally many"
             )
 
     @property
@@ -181,18 +174,11 @@ class Pipeline:
         """Read what :meth:`to_dict` wrote.
 
         Raises:
-            KeyError: A field is missing.
+            KeyError: A network is missing.
+            TypeError: Another field is missing.
         """
-        teacher = data["teacher"]
-        return cls(
-            data["num_ranks"],
-            NetworkLayout.from_dict(data["student"]),
-            None if teacher is None else NetworkLayout.from_dict(teacher),
-            data["data_rank"],
-            data["loss_rank"],
-            Coupling(data.get("coupling", "chain")),
-            data.get("is_relayed", True),
-        )
-
-
-_SIZES = ("num_stages", "num_units")
+        networks = {
+            name: data[name] and NetworkLayout.from_dict(data[name])
+            for name in ("student", "teacher")
+        }
+        return cls(**data | networks | {"coupling": Coupling(data.get("coupling", "chain"))})

@@ -36,6 +36,9 @@ class TensorKind:
     dtype: torch.dtype
     tail: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        return "*"  # in a call that is printed
+
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
@@ -69,7 +72,7 @@ class Arguments:
     @property
     def is_plain(self) -> bool:
         """Whether it is one tensor and nothing else."""
-        return len(self.leaves) == 1 and self.structure == _PLAIN
+        return self.structure == ONE_TENSOR.structure and len(self.tensors) == 1
 
     def bind(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with the given tensors."""
@@ -90,7 +93,11 @@ class Arguments:
         """
         if len(tensors) == 1:
             return tensors[0]
-        words = [_as_words(tensor) for tensor in tensors]
+        words = []
+        for tensor in tensors:
+            is_float = tensor.is_floating_point()
+            bits = tensor.contiguous().view(_WORDS[tensor.element_size()]) if is_float else tensor
+            words.append(bits.to(torch.int64))
         if self._have_one_shape:
             return torch.stack(words, dim=1)
         return torch.cat([word.reshape(word.shape[0], -1) for word in words], dim=1)
@@ -106,7 +113,12 @@ class Arguments:
             sizes = [torch.Size(kind.tail).numel() for kind in kinds]
             pieces = zip(packed.split(sizes, dim=1), kinds, strict=True)
             parts = [part.reshape(part.shape[0], *kind.tail) for part, kind in pieces]
-        return tuple(_from_words(p, kind.dtype) for p, kind in zip(parts, kinds, strict=True))
+        return tuple(
+            part.to(_WORDS[kind.dtype.itemsize]).view(kind.dtype)
+            if kind.dtype.is_floating_point
+            else part.to(kind.dtype)
+            for part, kind in zip(parts, kinds, strict=True)
+        )
 
     def takes(self, other: Arguments) -> bool:
         """Whether the tensors of another call can be packed and unpacked by these."""
@@ -123,29 +135,10 @@ class Arguments:
         return len({kind.tail for kind in self.tensors}) == 1
 
     def __str__(self) -> str:
-        args, kwargs = self.bind([_Star()] * len(self.tensors))
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
         words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         return f"({', '.join(words)})"
 
 
-class _Star:
-    """Stands for a tensor in print."""
-
-    def __repr__(self) -> str:
-        return "*"
-
-
-_PLAIN = pytree.tree_structure(((0,), {}))
-
-
-def _as_words(tensor: Tensor) -> Tensor:
-    """The bits of each element as an integer."""
-    if tensor.is_floating_point():
-        tensor = tensor.contiguous().view(_WORDS[tensor.element_size()])
-    return tensor.to(torch.int64)
-
-
-def _from_words(words: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype.is_floating_point:
-        return words.to(_WORDS[dtype.itemsize]).view(dtype)
-    return words.to(dtype)
+ONE_TENSOR = Arguments(pytree.tree_structure(((0,), {})), (TensorKind(torch.float32, ()),))
+"""How most networks are called; of which type and shape the tensor is does not matter."""

@@ -1,4 +1,4 @@
-"""Networks as chains of atoms: the smallest parts that can be placed on a device.
+"""Networks as chains of atoms, the smallest parts that can be placed on a device, and their runs.
 
 An atom takes and passes on whatever is still needed, so that a cut breaks no skip connection (see
 ``cuts``). Atoms run the network's own submodules and parameters; names never change.
@@ -6,39 +6,35 @@ An atom takes and passes on whatever is still needed, so that a cut breaks no sk
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.chain import (
-    Atom,
-    AtomChain,
-    OutputRef,
-    Segment,
-    function_atom,
-    join_atoms,
-)
+from lightning_tspipe.networks.arguments import ONE_TENSOR, Arguments
+from lightning_tspipe.networks.codegen import RangeFunction, Tensors
 from lightning_tspipe.networks.modules import blocks_of, is_leaf, returns_tuple, title
 from lightning_tspipe.networks.program import (
-    LeafProgram,
+    Atom,
+    Segment,
     TracedProgram,
-    module_program,
-    unpacking_program,
+    module_atom,
+    unpacking_atom,
 )
 
-__all__ = [
-    "Atom",
-    "AtomChain",
-    "Atomized",
-    "OutputRef",
-    "atomize",
-    "function_atom",
-    "join_atoms",
-]
+
+@dataclass(frozen=True, slots=True)
+class OutputRef:
+    """A tensor of a network's return value: the ``slot``-th that ``atom`` emits."""
+
+    atom: int
+    slot: int
+
+
+_LEAF = pytree.tree_structure(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +43,16 @@ class Atomized:
 
     Attributes:
         atoms: The chain.
-        output_spec: Structure of the return value; constants in it are part of the structure.
         outputs: Which atom emits each leaf of the structure.
-        notes: For each part that is one atom because it cannot be cut: why, and what to do.
+        output_spec: Structure of the return value; constants in it are part of the structure.
     """
 
     atoms: tuple[Atom, ...]
-    output_spec: pytree.TreeSpec
-    outputs: tuple[OutputRef, ...]
-    notes: tuple[str, ...] = ()
+    outputs: tuple[OutputRef, ...] = (OutputRef(0, 0),)
+    output_spec: pytree.TreeSpec = _LEAF
 
 
-def atomize(
-    module: nn.Module,
-    name: str = "",
-    arguments: Arguments | None = None,
-    *,
-    allow_whole: bool = False,
-) -> Atomized:
+def atomize(module: nn.Module, name: str = "", arguments: Arguments = ONE_TENSOR) -> Atomized:
     """Cut a network into the smallest parts that can be placed on a device.
 
     An ``nn.Sequential`` is cut into the atoms of its children, a module with a method
@@ -74,29 +62,25 @@ def atomize(
     Args:
         module: A network.
         name: What messages call it.
-        arguments: How it is called; None: with one tensor. With several, the first atom gets them
-            packed.
-        allow_whole: Make one atom of what cannot be cut, and a note; it must return one tensor.
+        arguments: How it is called; with several tensors, the first atom gets them packed.
 
     Raises:
         PartitionError: ``forward`` cannot be recorded; the message says why, and what to do.
     """
-    if arguments is not None and not arguments.is_plain:
-        return _canonical(module, _called(module, name, arguments))
+    if not arguments.is_plain:
+        pieces = [("", _traced(module, name, arguments))]
+        if len(arguments.tensors) > 1:
+            pieces.insert(0, ("", Atomized((unpacking_atom(arguments),), outputs=())))
+        return _canonical(module, _concatenated(pieces))
     parts = _parts(module, name)
     if parts is not None:
-        pieces = [_atomize_part(child, name, key, allow_whole) for key, child in parts]
-        if all(piece.output_spec.is_leaf() for piece in pieces[:-1]):
-            return _canonical(module, _concatenate(pieces))
+        pieces = [(key, _atomize_part(child, f"{name}.{key}".strip("."))) for key, child in parts]
+        if all(piece.output_spec.is_leaf() for _, piece in pieces[:-1]):
+            silent = [(key, _silenced(piece)) for key, piece in pieces[:-1]]
+            return _canonical(module, _concatenated([*silent, pieces[-1]]))
     elif is_leaf(module, ignore_hooks=True):
-        return _leaf(module)
-    try:
-        traced = _traced(module, name)
-    except PartitionError as error:
-        if not allow_whole:
-            raise
-        return replace(_leaf(module), notes=(str(error),))
-    return _canonical(module, traced)
+        return Atomized((module_atom(module),))
+    return _canonical(module, _traced(module, name, arguments))
 
 
 def _parts(module: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
@@ -116,14 +100,60 @@ def _parts(module: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
     return parts
 
 
-def _atomize_part(module: nn.Module, parent: str, key: str, allow_whole: bool) -> Atomized:
-    name = f"{parent}.{key}".strip(".")
-    whole = is_leaf(module)
-    piece = _leaf(module) if whole else atomize(module, name, allow_whole=allow_whole)
-    return replace(piece, atoms=tuple(_prefixed(atom, key) for atom in piece.atoms))
+def _atomize_part(module: nn.Module, name: str) -> Atomized:
+    return Atomized((module_atom(module),)) if is_leaf(module) else atomize(module, name)
+
+
+def _traced(module: nn.Module, name: str, arguments: Arguments) -> Atomized:
+    program = TracedProgram(module, name, arguments)
+    outputs = tuple(OutputRef(*place) for place in program.first.outputs)
+    return Atomized(program.atoms, outputs, program.first.trace.spec)
+
+
+def _silenced(piece: Atomized) -> Atomized:
+    """A network that returns one tensor, which nobody gets but the next network."""
+
+    def silent(segment: Segment) -> Segment:
+        number = segment.num_outputs - segment.returns_value
+        return replace(segment, num_outputs=number, returns_value=False)
+
+    atoms = (replace(a, segments=tuple(map(silent, a.segments))) for a in piece.atoms)
+    return replace(piece, atoms=tuple(atoms))
+
+
+def _concatenated(pieces: Sequence[tuple[str, Atomized]]) -> Atomized:
+    atoms, outputs, _ = concatenate(pieces)
+    return Atomized(atoms, outputs[-1], pieces[-1][1].output_spec)
+
+
+def concatenate(
+    pieces: Sequence[tuple[str, Atomized]],
+) -> tuple[tuple[Atom, ...], list[tuple[OutputRef, ...]], tuple[int, ...]]:
+    """The chain of networks of which each takes what the one before returns.
+
+    Args:
+        pieces: The networks, each with a prefix for the names in it.
+
+    Returns:
+        The atoms, for each network where its outputs are, and one after the last atom of each.
+    """
+    atoms, places = join_atoms([_prefixed(a, key) for key, piece in pieces for a in piece.atoms])
+    outputs: list[tuple[OutputRef, ...]] = []
+    ends: list[int] = []
+    first = 0
+    for _, piece in pieces:
+        own = places[first : first + len(piece.atoms)]
+        first += len(piece.atoms)
+        ends.append(own[-1].atom + 1)
+        outputs.append(
+            tuple(OutputRef(own[r.atom].atom, own[r.atom].slot + r.slot) for r in piece.outputs)
+        )
+    return atoms, outputs, tuple(ends)
 
 
 def _prefixed(atom: Atom, prefix: str) -> Atom:
+    if not prefix:
+        return atom
     return replace(
         atom,
         name=f"{prefix}.{atom.name}",
@@ -132,71 +162,14 @@ def _prefixed(atom: Atom, prefix: str) -> Atom:
     )
 
 
-def _leaf(module: nn.Module) -> Atomized:
-    atoms = _program_atoms(module_program(module), returns_value=True)
-    return Atomized(atoms, _LEAF, (OutputRef(0, 0),))
-
-
-_LEAF = pytree.tree_structure(0)
-
-
-def _called(module: nn.Module, name: str, arguments: Arguments) -> Atomized:
-    traced = _traced(module, name, arguments)
-    if len(arguments.tensors) == 1:
-        return traced
-    unpack = _program_atoms(unpacking_program(arguments), returns_value=False)
-    outputs = tuple(OutputRef(output.atom + 1, output.slot) for output in traced.outputs)
-    return replace(traced, atoms=(*unpack, *traced.atoms), outputs=outputs)
-
-
-def _traced(module: nn.Module, name: str, arguments: Arguments | None = None) -> Atomized:
-    program = TracedProgram(module, name, arguments)
-    atoms = _program_atoms(program, returns_value=program.is_plain)
-    refs = [(len(atoms) - 1, 0)] if program.is_plain else program.outputs
-    return Atomized(atoms, program.spec, tuple(OutputRef(*ref) for ref in refs))
-
-
-def _program_atoms(
-    program: TracedProgram | LeafProgram, *, returns_value: bool
-) -> tuple[Atom, ...]:
-    last = len(program.infos) - 1
-    return tuple(
-        Atom(
-            name=info.name,
-            parameter_names=info.parameter_names,
-            buffer_names=info.buffer_names,
-            segments=(Segment(program, k, k + 1, returns_value and k == last),),
-            writes_input=info.writes_input,
-            passes_input=info.passes_input,
-        )
-        for k, info in enumerate(program.infos)
-    )
-
-
-def _concatenate(pieces: Sequence[Atomized]) -> Atomized:
-    """The chain of networks of which each takes what the one before returns."""
-    atoms: list[Atom] = []
-    for piece in pieces[:-1]:
-        atoms += [replace(atom, segments=_silenced(atom.segments)) for atom in piece.atoms]
-    first = len(atoms)
-    joined, places = join_atoms([*atoms, *pieces[-1].atoms])
-    outputs = (
-        OutputRef(place.atom, place.slot + ref.slot)
-        for ref in pieces[-1].outputs
-        for place in (places[first + ref.atom],)
-    )
-    notes = tuple(note for piece in pieces for note in piece.notes)
-    return Atomized(joined, pieces[-1].output_spec, tuple(outputs), notes)
-
-
-def _silenced(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    return tuple(replace(segment, returns_value=False) for segment in segments)
-
-
 def _canonical(module: nn.Module, atomized: Atomized) -> Atomized:
     """Give a parameter that has several names the one of ``named_parameters()``."""
-    first = {id(tensor): name for name, tensor in _named_tensors(module, duplicates=False)}
-    names = {name: first[id(tensor)] for name, tensor in _named_tensors(module, duplicates=True)}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
 
     def canonical(old: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(names[name] for name in old))
@@ -212,8 +185,125 @@ def _canonical(module: nn.Module, atomized: Atomized) -> Atomized:
     return replace(atomized, atoms=tuple(atoms))
 
 
-def _named_tensors(module: nn.Module, *, duplicates: bool) -> list[tuple[str, Tensor]]:
-    return [
-        *module.named_parameters(remove_duplicate=not duplicates),
-        *module.named_buffers(remove_duplicate=not duplicates),
-    ]
+def join_atoms(atoms: Sequence[Atom]) -> tuple[tuple[Atom, ...], tuple[OutputRef, ...]]:
+    """Join each atom that may change its input in place with those before it.
+
+    Args:
+        atoms: The atoms of networks that follow each other.
+
+    Returns:
+        The atoms that can be placed, and for each given atom the one that it became part of and the
+        slot of its first output there.
+    """
+    groups: list[list[int]] = []
+    joined: list[Atom] = []
+    for index, atom in enumerate(atoms):
+        group, whole = [index], atom
+        while whole.writes_input and joined:
+            whole = _join(joined.pop(), whole)
+            group = groups.pop() + group
+        groups.append(group)
+        joined.append(whole)
+    places: list[OutputRef] = []
+    for new, group in enumerate(groups):
+        slot = 0
+        for old in group:
+            places.append(OutputRef(new, slot))
+            slot += atoms[old].num_outputs
+    return tuple(joined), tuple(places)
+
+
+def _join(first: Atom, second: Atom) -> Atom:
+    return Atom(
+        name=f"{first.name.partition('..')[0]}..{second.name.rpartition('.')[2]}",
+        parameter_names=tuple(dict.fromkeys(first.parameter_names + second.parameter_names)),
+        buffer_names=tuple(dict.fromkeys(first.buffer_names + second.buffer_names)),
+        segments=first.segments + second.segments,
+        writes_input=first.writes_input or (second.writes_input and first.passes_input),
+        passes_input=first.passes_input and second.passes_input,
+    )
+
+
+class AtomChain:
+    """Runs ranges of a chain of atoms; neighbours of one network run as one function.
+
+    Args:
+        atoms: The chain.
+        wanted: The outputs that ``run`` reports; None stands for all.
+        compiler: Makes faster functions of those that run.
+    """
+
+    def __init__(
+        self,
+        atoms: Sequence[Atom],
+        wanted: Collection[OutputRef] | None = None,
+        compiler: Callable[[RangeFunction], RangeFunction] | None = None,
+    ) -> None:
+        self.atoms = tuple(atoms)
+        self.wanted = wanted
+        self._compiler = compiler
+        self._steps: dict[tuple[int, int], list[tuple[Segment, list[OutputRef]]]] = {}
+
+    def run(
+        self, received: Tensors, start: int, stop: int
+    ) -> tuple[Tensors, list[tuple[int, int, Tensor]]]:
+        """Run the atoms from ``start`` up to, not including, ``stop``.
+
+        Args:
+            received: What atom ``start`` gets, of any shapes that it takes.
+            start: The first atom.
+            stop: One after the last.
+
+        Returns:
+            What the next atom gets (nothing behind the last atom of a network that returns a
+            structure), and the wanted outputs as (atom, slot, tensor).
+
+        Raises:
+            PartitionError: A module passed on something that is no tensor.
+        """
+        if (start, stop) not in self._steps:
+            self._steps[start, stop] = self._plan(start, stop)
+        values = received
+        found: list[tuple[int, int, Tensor]] = []
+        # What fails within a function may leave gradients switched off.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            for segment, refs in self._steps[start, stop]:
+                function = segment.program.function(segment.start, segment.stop)
+                if self._compiler is not None:
+                    function = self._compiler(function)
+                values, emitted = function(values)
+                tensors = (*emitted, *values) if segment.returns_value else emitted
+                for ref, tensor in zip(refs, tensors, strict=True):
+                    if self.wanted is None or ref in self.wanted:
+                        found.append((ref.atom, ref.slot, tensor))
+        for value in values:
+            if not isinstance(value, Tensor):
+                raise PartitionError(
+                    f"{self.atoms[stop - 1].name} passes on a {type(value).__name__}, and only "
+                    "tensors can be sent between stages; put it and the module that reads its "
+                    "result into one module without `pipeline_blocks`"
+                )
+        return values, found
+
+    def _plan(self, start: int, stop: int) -> list[tuple[Segment, list[OutputRef]]]:
+        """The segments to run, each with the outputs that it emits."""
+        steps: list[tuple[Segment, list[OutputRef]]] = []
+        for index in range(start, stop):
+            slot = 0
+            for segment in self.atoms[index].segments:
+                refs = [OutputRef(index, slot + k) for k in range(segment.num_outputs)]
+                slot += len(refs)
+                if steps and _is_next(steps[-1][0], segment):
+                    before, old = steps.pop()
+                    steps.append((replace(segment, start=before.start), old + refs))
+                else:
+                    steps.append((segment, refs))
+        return steps
+
+
+def _is_next(before: Segment, segment: Segment) -> bool:
+    return (
+        before.program is segment.program
+        and before.stop == segment.start
+        and not before.returns_value
+    )

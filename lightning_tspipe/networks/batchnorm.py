@@ -9,12 +9,14 @@ with the mean and the unbiased variance of all samples of the call together.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_tspipe.networks.modules import forwards_replaced
 
 
 class DeferredStatistics:
@@ -45,32 +47,26 @@ class DeferredStatistics:
         ]
         self._collected: dict[Hashable, Observed] = {}
 
-    @contextmanager
-    def accumulate(self, call: Hashable = None) -> Iterator[None]:
+    def accumulate(self, call: Hashable = None) -> AbstractContextManager[None]:
         """Within: forwards in train mode collect statistics and leave the running ones alone.
 
         Args:
             call: What the statistics belong to; several may be collected at a time.
         """
-        with self._routed(self._collected.setdefault(call, {})):
-            yield
+        return self._routed(self._collected.setdefault(call, {}))
 
-    @contextmanager
-    def ignored(self) -> Iterator[None]:
+    def ignored(self) -> AbstractContextManager[None]:
         """Within: forwards in train mode leave the running statistics alone."""
-        with self._routed({}):
-            yield
+        return self._routed({})
 
     @contextmanager
     def _routed(self, observed: Observed) -> Iterator[None]:
         active = [layer for layer in self._layers if layer.is_tracking()]
         for layer in active:
-            layer.attach(observed)
-        try:
+            layer.observed = observed
+            layer.forward = layer.module.forward
+        with forwards_replaced({layer.module: layer.observe for layer in active}):
             yield
-        finally:
-            for layer in active:
-                layer.detach()
 
     def commit(self, call: Hashable = None) -> None:
         """Update the running statistics with what a call collected, as one batch; forget it."""
@@ -105,10 +101,9 @@ class _Layer:
     """One BatchNorm layer, and where its statistics go meanwhile."""
 
     def __init__(self, module: _BatchNorm) -> None:
-        self._observed: Observed = {}
+        self.observed: Observed = {}
         self.module = module
-        self._forward: Callable[..., Tensor] = module.forward
-        self._own_forward: Callable[..., Tensor] | None = None
+        self.forward: Callable[..., Tensor] = module.forward
 
     def is_here(self) -> bool:
         """Whether this rank holds the running statistics."""
@@ -119,21 +114,8 @@ class _Layer:
         module = self.module
         return module.training and module.track_running_stats and module.running_mean is not None
 
-    def attach(self, observed: Observed) -> None:
-        """Route calls of the layer through ``_observe``, whatever its class does in ``forward``."""
-        self._observed = observed
-        attributes = vars(self.module)
-        self._own_forward = attributes.get("forward")
-        self._forward = self.module.forward
-        attributes["forward"] = self._observe
-
-    def detach(self) -> None:
-        if self._own_forward is None:
-            del vars(self.module)["forward"]
-        else:
-            vars(self.module)["forward"] = self._own_forward
-
-    def _observe(self, x: Tensor) -> Tensor:
+    def observe(self, x: Tensor) -> Tensor:
+        """Run the layer, whatever its class does in ``forward``, and note the statistics."""
         # With momentum 1 the kernel writes this micro-batch's statistics into the running buffers:
         # lend it buffers of ours. They start at zero since it computes 0 * old + 1 * new.
         module = self.module
@@ -147,13 +129,13 @@ class _Layer:
         buffers.update(lent)
         module.momentum = 1.0
         try:
-            output = self._forward(x)
+            output = self.forward(x)
         finally:
             buffers.update(own)
             module.momentum = momentum
         count = x.numel() // x.shape[1]
         part = (count, lent["running_mean"], lent["running_var"])
-        self._observed.setdefault(self, []).append(part)  # type: ignore[arg-type]
+        self.observed.setdefault(self, []).append(part)  # type: ignore[arg-type]
         return output
 
     def update(self, mean: Tensor, variance: Tensor) -> None:

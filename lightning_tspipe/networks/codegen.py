@@ -1,149 +1,84 @@
-"""Writes a range of a trace as one Python function.
+"""Writes a range of a trace as one Python function, by ``torch.fx``.
 
-In the manner of ``torch.fx``::
-
-    def run(received):
-        v0, = received
-        v1 = f0(v0); v0 = None           # a submodule, the original object
-        v2 = f1(v1, o1.class_token)      # a parameter, read from its owner at every run
-        return (v2,), (v1,)              # what the next atom gets, what the network returns
+Parameters, buffers and submodules are read from the traced module at every run; what nobody reads
+any more is let go of.
 """
 
 from __future__ import annotations
 
 import itertools
 import linecache
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
 
 Tensors = tuple[Tensor, ...]
 RangeFunction = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 _COUNTER = itertools.count()
+_SWITCH = torch._C._set_grad_enabled  # noqa: SLF001 - the function, not the context manager
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """A range of a trace.
+def write_function(  # noqa: PLR0913 - what a range is
+    root: nn.Module,
+    nodes: Iterable[fx.Node],
+    *,
+    received: Sequence[fx.Node],
+    passed: Sequence[fx.Node],
+    emitted: Sequence[fx.Node],
+    devices: frozenset[torch.device],
+) -> RangeFunction:
+    """Write and compile the function that makes some calls of a trace.
 
-    Attributes:
+    If it fails, gradients may stay switched off: where the trace is under ``no_grad``.
+
+    Args:
+        root: The traced module; parameters, buffers and submodules are its own.
         nodes: The calls, in order.
         received: Whose values the function is given.
         passed: Whose values it returns first.
         emitted: Whose values it returns second.
-    """
-
-    nodes: Sequence[fx.Node]
-    received: Sequence[fx.Node]
-    passed: Sequence[fx.Node]
-    emitted: Sequence[fx.Node]
-
-
-def write_function(
-    root: nn.Module, calls: Calls, devices: frozenset[torch.device]
-) -> RangeFunction:
-    """Write and compile the function that makes these calls.
-
-    Args:
-        root: The traced module; parameters, buffers and submodules are its own.
-        calls: What the function does.
         devices: Where the network was when it was traced: in the calls, these stand for the device
             of what the function is given.
     """
-    writer = _Writer(root, calls.received, devices)
-    kept = {*calls.passed, *calls.emitted}
-    last_use = {argument: node for node in calls.nodes for argument in node.all_input_nodes}
-    for node in calls.nodes:
-        unused = [a for a in [*node.all_input_nodes, node] if last_use.get(a, node) is node]
-        writer.call(node, [a for a in unused if a not in kept and a.op != "get_attr"])
-    writer.result(calls.passed, calls.emitted)
-    return writer.compile()
+    graph = fx.Graph()
+    values = graph.placeholder("received")
+    made = {
+        node: graph.call_function(operator.getitem, (values, place))
+        for place, node in enumerate(received)
+    }
+    device = graph.call_function(getattr, (made[received[0]], "device")) if devices else None
 
+    def value(node: fx.Node) -> fx.Node:
+        return graph.get_attr(str(node.target)) if node.op == "get_attr" else made[node]
 
-class _Writer:
-    """Source lines and the objects that they mention."""
-
-    def __init__(
-        self, root: nn.Module, received: Sequence[fx.Node], devices: frozenset[torch.device]
-    ) -> None:
-        self._root = root
-        self._devices = devices
-        self._received = frozenset(received)
-        self._variables = {node: f"v{place}" for place, node in enumerate(received)}
-        self._globals: dict[str, Any] = {"no_grad": torch.no_grad}
-        targets = "".join(f"{variable}, " for variable in self._variables.values())
-        self._lines = ["def run(received):", f"    {targets}= received"]
-        if devices:
-            self._lines.append("    device = v0.device")
-        self._in_no_grad = False
-
-    def call(self, node: fx.Node, unused: Sequence[fx.Node]) -> None:
-        """Add one call, and let go of the variables that nobody reads after it."""
-        arguments = [self._expression(a) for a in node.args]
-        arguments += [f"{key}={self._expression(value)}" for key, value in node.kwargs.items()]
-        if node.op == "call_method":
-            callee = f"{arguments.pop(0)}.{node.target}"
-        else:
-            callee = self._object(node.meta["module"] if node.op == "call_module" else node.target)
-        name = self._variables[node] = f"v{len(self._variables)}"
-        line = f"{name} = {callee}({', '.join(arguments)})"
-        if unused:
-            line += "; " + " = ".join(self._variables[n] for n in unused) + " = None"
-        if node.meta["no_grad"] and not self._in_no_grad:
-            self._lines.append("    with no_grad():")
-        self._in_no_grad = node.meta["no_grad"]
-        self._lines.append(("        " if self._in_no_grad else "    ") + line)
-
-    def result(self, passed: Sequence[fx.Node], emitted: Sequence[fx.Node]) -> None:
-        """Add the return statement."""
-        values = "".join(f"{self._passed(node)}, " for node in passed)
-        outputs = "".join(f"{self._expression(node)}, " for node in emitted)
-        self._lines.append(f"    return ({values}), ({outputs})")
-
-    def _passed(self, node: fx.Node) -> str:
+    def untied(node: fx.Node) -> fx.Node:
         # What goes through untouched must not be the stage's own input, a leaf of its graph.
-        variable = self._expression(node)
-        return f"{variable}.view_as({variable})" if node in self._received else variable
+        own = value(node)
+        return graph.call_method("view_as", (own, own)) if node in received else own
 
-    def compile(self) -> RangeFunction:
-        """The function."""
-        source = "\n".join(self._lines)
-        name = f"<atoms {next(_COUNTER)} of {type(self._root).__name__}>"
-        # Where tracebacks look for source lines.
-        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        exec(compile(source, name, "exec"), self._globals)  # noqa: S102 - nothing else is in it
-        return self._globals["run"]  # type: ignore[no-any-return]
+    def here(leaf: Any) -> Any:
+        return device if isinstance(leaf, torch.device) and leaf in devices else leaf
 
-    def _object(self, value: object) -> str:
-        name = f"g{len(self._globals)}"
-        self._globals[name] = value
-        return name
-
-    def _expression(self, value: object) -> str:
-        if isinstance(value, fx.Node):
-            return self._attribute(value) if value.op == "get_attr" else self._variables[value]
-        if isinstance(value, list | tuple | dict | slice):
-            return self._container(value)
-        if isinstance(value, torch.device) and value in self._devices:
-            return "device"
-        if value is None or type(value) in (bool, int, str):
-            return repr(value)
-        return self._object(value)
-
-    def _container(self, value: list[Any] | tuple[Any, ...] | dict[Any, Any] | slice) -> str:
-        if isinstance(value, dict):
-            items = (f"{key!r}: {self._expression(item)}" for key, item in value.items())
-            return f"{{{', '.join(items)}}}"
-        if isinstance(value, slice):
-            bounds = (value.start, value.stop, value.step)
-            return f"slice({', '.join(map(self._expression, bounds))})"
-        inner = "".join(f"{self._expression(item)}, " for item in value)
-        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
-
-    def _attribute(self, node: fx.Node) -> str:
-        owner, _, name = str(node.target).rpartition(".")
-        return f"{self._object(self._root.get_submodule(owner))}.{name}"
+    outside = graph.call_function(torch.is_grad_enabled)
+    is_off = False
+    for node in nodes:
+        if node.meta["no_grad"] != is_off:
+            is_off = not is_off
+            graph.call_function(_SWITCH, (False if is_off else outside,))
+        made[node] = copy = graph.node_copy(node, value)
+        copy.args, copy.kwargs = map_aggregate(copy.args, here), map_aggregate(copy.kwargs, here)
+    if is_off:
+        graph.call_function(_SWITCH, (outside,))
+    graph.output((tuple(map(untied, passed)), tuple(map(value, emitted))))
+    code = graph.python_code("self")
+    name = f"<atoms {next(_COUNTER)} of {type(root).__name__}>"
+    # Where tracebacks look for source lines.
+    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
+    exec(compile(code.src, name, "exec"), code.globals)  # noqa: S102 - nothing else is in it
+    return MethodType(code.globals["forward"], root)

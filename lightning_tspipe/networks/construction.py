@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -166,33 +166,32 @@ class Construction:
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """An operation was called; nothing is noted if it only made a view, or no meta tensor."""
-        reads = frozenset(self._memory(tensor) for tensor in _meta_tensors((args, kwargs)))
-        written = frozenset(
-            self._memory(t) for t in _meta_tensors(_written(function, args, kwargs))
-        )
+        reads = self._memories_of((args, kwargs))
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        is_new = [t.is_meta and self._memory(t) not in reads for t in outputs]
+        is_new = (t.is_meta and self._memory(t) not in reads for t in outputs)
         made = tuple(
             self._place(t) if new else None for t, new in zip(outputs, is_new, strict=True)
         )
-        writes = written | {place.memory for place in made if place is not None}
-        if not writes:
-            return
-        self._known |= writes
-        arguments = pytree.tree_map(self._place_of_meta, (args, kwargs))
+        writes = self._memories_of(_written(function, args, kwargs))
+        writes |= {place.memory for place in made if place is not None}
         is_random = torch.Tag.nondeterministic_seeded in function.tags
-        if is_random and not torch.equal(torch.get_rng_state(), self.random_states[-1]):
+        if writes and is_random and not torch.equal(torch.get_rng_state(), self.random_states[-1]):
             self._start()  # the constructor set a seed
-        self._notes.append(_Note(function, arguments, reads, writes, made, is_random))
+        self._add(_Note(function, (args, kwargs), reads, writes, made, is_random))
 
     def note_initializer(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
         """A function was called that changes one meta tensor, as a whole."""
-        written = frozenset(self._memory(tensor) for tensor in _meta_tensors(arguments))
-        arguments = pytree.tree_map(self._place_of_meta, arguments)
-        self._known |= written
-        self._notes.append(
-            _Note(function, ((), arguments), written, written, (None,), is_random=True)
-        )
+        written = self._memories_of(arguments)
+        self._add(_Note(function, ((), arguments), written, written, (None,), is_random=True))
+
+    def _add(self, note: _Note) -> None:
+        if note.writes:
+            self._known |= note.writes
+            arguments = pytree.tree_map(self._place_of_meta, note.arguments)
+            self._notes.append(replace(note, arguments=arguments))
+
+    def _memories_of(self, values: Any) -> frozenset[int]:
+        return frozenset(self._memory(tensor) for tensor in _meta_tensors(values))
 
     def _place_of_meta(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -237,11 +236,7 @@ class _Functions(TorchFunctionMode):
         self._construction = construction
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
         kwargs = kwargs or {}
@@ -270,7 +265,7 @@ def _constant(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _asks_for_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not any(True for _ in _meta_tensors((args, kwargs))):
+    if not _meta_tensors((args, kwargs)):
         return False
     if not _VALUE_TAGS.isdisjoint(func.tags):
         return True
@@ -279,10 +274,9 @@ def _asks_for_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func is torch.ops.aten._to_copy.default and kwargs.get("device") not in (None, _META)  # noqa: SLF001
 
 
-def _meta_tensors(values: Any) -> Iterator[Tensor]:
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            yield leaf
+def _meta_tensors(values: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
 
 
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -310,17 +304,19 @@ def _laid_out(output: Tensor, place: _Place) -> Tensor:
     """The output with the strides that it had on the meta device."""
     if (output.stride(), output.storage_offset()) == (place.stride, place.offset):
         return output
-    made = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=_CPU)
-    return made.copy_(output)
+    return _empty(place).copy_(output)
 
 
 def _part(memories: dict[int, Tensor], place: _Place) -> Tensor:
     whole = memories.get(place.memory)
     if whole is None:
-        scratch = torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=_CPU)
-        return scratch.zero_()
+        return _empty(place).zero_()
     part = torch.empty(0, dtype=place.dtype, device=_CPU)
     return part.set_(whole.untyped_storage(), place.offset, place.size, place.stride)
+
+
+def _empty(place: _Place) -> Tensor:
+    return torch.empty_strided(place.size, place.stride, dtype=place.dtype, device=_CPU)
 
 
 def _compact(tensor: Tensor) -> Tensor:

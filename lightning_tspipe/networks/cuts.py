@@ -17,7 +17,6 @@ weight matrix, and attention. No cut is made where a later call writes what woul
 from __future__ import annotations
 
 import inspect
-import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,35 +31,45 @@ _NUMBER_ATTRIBUTES = names_in("device dtype is_cuda itemsize layout ndim require
 _ARITHMETIC = frozenset({operator.add.__module__, "operator", "math", "builtins"})
 _RANDOM = ("bernoulli", "dropout", "multinomial", "normal", "poisson", "rand", "uniform")
 # Calls whose result shares no memory with their arguments; what is missing here may be a view.
-_FRESH_CALLS = names_in("""
-    adaptive_avg_pool2d add avg_pool2d batch_norm bmm cat clone conv1d conv2d conv3d div elu einsum
-    exp gelu group_norm hardsigmoid hardswish layer_norm leaky_relu linear log log_softmax matmul
-    max_pool2d mean mm mul neg normalize pow relu relu6 rsqrt rsub scaled_dot_product_attention
-    sigmoid silu softmax softplus sqrt stack sub sum tanh truediv where
+# The first ones also keep the first dimension of their argument.
+_FRESH_KEEPING_CALLS = names_in("""
+    adaptive_avg_pool2d add avg_pool2d batch_norm clone conv1d conv2d conv3d elu gelu group_norm
+    layer_norm leaky_relu linear max_pool2d mul normalize relu relu6 sigmoid silu softmax tanh
 """)
-_FRESH_MODULES = names_in("""
+_FRESH_CALLS = _FRESH_KEEPING_CALLS | names_in("""
+    bmm cat div einsum exp hardsigmoid hardswish log log_softmax matmul mean mm neg pow rsqrt rsub
+    scaled_dot_product_attention softplus sqrt stack sub sum truediv where
+""")
+_KEEPING_CALLS = _FRESH_KEEPING_CALLS | names_in("contiguous dropout iadd imul relu_")
+_FRESH_KEEPING_MODULES = names_in("""
     torch.nn.modules.activation torch.nn.modules.batchnorm torch.nn.modules.conv
     torch.nn.modules.instancenorm torch.nn.modules.normalization torch.nn.modules.pooling
-    torch.nn.modules.rnn torch.nn.modules.sparse torch.nn.modules.upsampling
+    torch.nn.modules.upsampling
 """)
+_FRESH_MODULES = _FRESH_KEEPING_MODULES | names_in("torch.nn.modules.rnn torch.nn.modules.sparse")
+_KEEPING_MODULES = _FRESH_KEEPING_MODULES | names_in(
+    "torch.nn.modules.dropout torch.nn.modules.linear"
+)
 _PRODUCTS = names_in("baddbmm bmm einsum matmul scaled_dot_product_attention")
 _NOT_WRITES = names_in("index inv invert is_ is_not")
 _MAX_LIVE = 4
 """Tensors that a cut may pass on; with more, sending them costs more than a cut can gain."""
 
 
-def sink_constants(trace: Trace) -> list[fx.Node]:
-    """Order the calls such that those that don't depend on the input stand right before their use.
+def ordered_calls(trace: Trace) -> list[fx.Node]:
+    """The calls of a trace; those that don't depend on the input stand right before their use.
 
     So a bias that ``forward`` prepares at its top is not live through the whole network.
     Calls that draw random numbers stay in place.
     """
+    _read_batch_size_in_place(trace.graph)
+    nodes = [node for node in trace.graph.nodes if node.op.startswith("call_")]
     fixed = set(trace.inputs)
-    for node in trace.nodes:
+    for node in nodes:
         if _is_pinned(node) or fixed.intersection(node.all_input_nodes):
             fixed.add(node)
     placed: dict[fx.Node, None] = {}
-    for node in (*(node for node in trace.nodes if node in fixed), *trace.leaves):
+    for node in (*(node for node in nodes if node in fixed), *trace.leaves):
         _place(node, placed)
     return list(placed)
 
@@ -88,9 +97,7 @@ def find_cuts(
     """Positions in ``nodes`` after which the trace may be cut, each with what is live there."""
     position = {node: index for index, node in enumerate(nodes)}
     numbers = number_nodes(nodes)
-    forbidden = [
-        span for node in nodes for span in _write_spans(node, position) if span[0] < span[1]
-    ]
+    forbidden = {place for node in nodes for place in _before_write(node, position)}
     live = {node: _last_use(node, position) for node in trace.inputs}
     cuts = []
     moving = set(trace.inputs)  # what depends on the input; the rest is made again where it is read
@@ -107,7 +114,7 @@ def find_cuts(
             and 1 <= len(live) <= _MAX_LIVE
             and moving.issuperset(live)
             and (node in live or node in trace.leaves)
-            and not any(start <= index < stop for start, stop in forbidden)
+            and index not in forbidden
             and not any(value in numbers or _is_sequence(value) for value in live)
         ):
             cuts.append((index, tuple(live)))
@@ -115,26 +122,78 @@ def find_cuts(
     return cuts
 
 
+def _read_batch_size_in_place(graph: fx.Graph) -> None:
+    """Read the batch size where it is used, instead of where ``forward`` read it.
+
+    ``b = x.size(0)`` at the top of a ``forward`` and ``x.view(b, -1)`` at its end would keep ``b``
+    alive, and so forbid every cut between. Where the calls on the way are known to keep the first
+    dimension, the ``view`` can ask its own argument.
+    """
+    batched: set[fx.Node] = set()  # tensors whose first dimension is the input's
+    sizes: set[fx.Node] = set()  # numbers that are the input's batch size
+    for node in list(graph.nodes):
+        if node.op == "placeholder" or _keeps_batch(node, batched, sizes):
+            batched.add(node)
+        elif _is_batch_size(node, batched):
+            sizes.add(node)
+        own = [argument for argument in node.all_input_nodes if argument in batched]
+        for size in sizes.intersection(node.all_input_nodes) if own else ():
+            with graph.inserting_before(node):
+                new = graph.call_method("size", (own[0], 0))
+            new.meta = dict(node.meta)
+            node.replace_input_with(size, new)
+            if not size.users:
+                graph.erase_node(size)
+
+
+def _is_batch_size(node: fx.Node, batched: set[fx.Node]) -> bool:
+    if node.op == "call_method" and node.target == "size":
+        return node.args[0] in batched and _axis(node) == 0
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    shape: Any = node.args[0]
+    is_shape = shape.target is getattr and shape.args[1] == "shape"
+    is_size = shape.op == "call_method" and shape.target == "size" and _axis(shape) is None
+    return (is_shape or is_size) and shape.args[0] in batched
+
+
+def _axis(node: fx.Node) -> object:
+    return node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+
+
+def _keeps_batch(node: fx.Node, batched: set[fx.Node], sizes: set[fx.Node]) -> bool:
+    tensors = [argument for argument in node.all_input_nodes if argument.op != "get_attr"]
+    tensors = [argument for argument in tensors if argument not in sizes]
+    if not tensors or not batched.issuperset(tensors):
+        return False
+    if node.op == "call_module":
+        module = node.meta["module"]
+        if isinstance(module, nn.Flatten):
+            return bool(module.start_dim > 0)
+        return type(module).__module__ in _KEEPING_MODULES and not returns_tuple(module)
+    name = target_name(node)
+    second = node.args[1] if len(node.args) > 1 else None
+    if name in ("view", "reshape"):
+        return second in sizes
+    if name == "flatten":
+        return isinstance(second, int) and second > 0
+    return name in _KEEPING_CALLS and len(tensors) == len(node.all_input_nodes)
+
+
 def _is_product(node: fx.Node, root: nn.Module) -> bool:
-    """Whether the call multiplies matrices: most of the work is there."""
-    return target_name(node) in _PRODUCTS or _reads_matrix(node, root)
+    """Whether the call multiplies matrices: most of the work is there.
 
-
-def _reads_matrix(node: fx.Node, root: nn.Module) -> bool:
-    """Whether the call reads a parameter of two dimensions or more."""
+    By its name, or since it reads a parameter of two dimensions or more.
+    """
     module = module_of(node)
-    if module is not None:
-        return any(parameter.dim() > 1 for parameter in module.parameters())
-    return any(
-        argument.op == "get_attr" and read_attribute(root, argument).dim() > 1
-        for argument in node.all_input_nodes
-    )
+    read = (read_attribute(root, a) for a in node.all_input_nodes if a.op == "get_attr")
+    tensors = read if module is None else module.parameters()
+    return target_name(node) in _PRODUCTS or any(tensor.dim() > 1 for tensor in tensors)
 
 
 def read_attribute(root: nn.Module, node: fx.Node) -> Tensor:
     """The parameter or buffer that the node stands for."""
-    owner, _, name = str(node.target).rpartition(".")
-    return getattr(root.get_submodule(owner), name)  # type: ignore[no-any-return]
+    return operator.attrgetter(str(node.target))(root)  # type: ignore[no-any-return]
 
 
 def _last_use(node: fx.Node, position: dict[fx.Node, int]) -> int:
@@ -214,13 +273,12 @@ def _argument(node: fx.Node, name: str) -> Any:
     return bound.arguments.get(name)
 
 
-def _write_spans(node: fx.Node, position: dict[fx.Node, int]) -> list[tuple[int, int]]:
-    """Spans of positions at which a cut would pass on a tensor that ``node`` then writes."""
+def _before_write(node: fx.Node, position: dict[fx.Node, int]) -> range:
+    """Positions at which a cut would pass on a tensor that ``node`` then writes."""
     written = written_argument(node)
-    if written is None:
-        return []
-    owner = min((position.get(root, -1) for root in memory_roots(written)), default=math.inf)
-    return [(int(owner), position[node])] if owner < math.inf else []
+    roots = memory_roots(written) if written is not None else ()
+    owner = min((position.get(root, -1) for root in roots), default=position[node])
+    return range(owner, position[node])
 
 
 def memory_roots(node: fx.Node) -> set[fx.Node]:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 _CAPTURING = "transformers.utils.output_capturing"
 _MASKING = "transformers.masking_utils"
-_MARK = "_output_capturing_hooks_installed"
+INSTALLED_MARK = "_output_capturing_hooks_installed"
 
 
 def is_recording(hook: Callable[..., Any]) -> bool:
@@ -30,34 +30,14 @@ def is_recording(hook: Callable[..., Any]) -> bool:
 
 def is_recorded(module: nn.Module, arguments: tuple[Any, ...], output: object) -> bool:
     """Whether someone who runs now wants to know what a module returns; then its hooks note it."""
-    collector = _active_collector()
+    capturing = sys.modules.get(_CAPTURING)
+    collector = capturing._active_collector.get() if capturing is not None else None  # noqa: SLF001
     if not collector:
         return False
     before = {key: len(noted) for key, noted in collector.items() if isinstance(noted, list)}
     for hook in filter(is_recording, module._forward_hooks.values()):  # noqa: SLF001
         hook(module, arguments, output)
     return any(len(collector[key]) != number for key, number in before.items())
-
-
-def _active_collector() -> dict[str, Any]:
-    capturing = sys.modules.get(_CAPTURING)
-    return (capturing._active_collector.get() if capturing is not None else None) or {}  # noqa: SLF001
-
-
-@contextmanager
-def hooks_removed(root: nn.Module) -> Iterator[None]:
-    """Afterwards the hooks that were installed on the way are gone, as if nothing was called."""
-    before = [(module, module._forward_hooks.copy()) for module in root.modules()]  # noqa: SLF001
-    marked = {module for module in root.modules() if _MARK in vars(module)}
-    try:
-        yield
-    finally:
-        for module, hooks in before:
-            if len(module._forward_hooks) != len(hooks):  # noqa: SLF001
-                module._forward_hooks.clear()  # noqa: SLF001
-                module._forward_hooks.update(hooks)  # noqa: SLF001
-            if module not in marked:
-                vars(module).pop(_MARK, None)
 
 
 @contextmanager
@@ -67,18 +47,15 @@ def masks_as_calls(root: nn.Module, tracer: fx.Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         for file in sorted(file for file in files if file.startswith("transformers.")):
             names = vars(sys.modules[file])
-            stack.enter_context(mock.patch.dict(names, _mask_makers(names, tracer)))
+            made = {
+                name: partial(_make_mask, tracer, value)
+                for name, value in names.items()
+                if getattr(value, "__module__", "") == _MASKING
+                and name.startswith("create_")
+                and name.endswith("_mask")
+            }
+            stack.enter_context(mock.patch.dict(names, made))
         yield
-
-
-def _mask_makers(names: dict[str, Any], tracer: fx.Tracer) -> dict[str, Any]:
-    return {
-        name: partial(_make_mask, tracer, value)
-        for name, value in names.items()
-        if getattr(value, "__module__", "") == _MASKING
-        and name.startswith("create_")
-        and name.endswith("_mask")
-    }
 
 
 def _make_mask(tracer: fx.Tracer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

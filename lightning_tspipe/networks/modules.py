@@ -1,13 +1,19 @@
-"""What can be said of a module without looking into its ``forward``."""
+"""Modules from outside: what can be said without tracing them, and attributes for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from torch import nn
 
-from lightning_tspipe.networks.huggingface import is_recording
+from lightning_tspipe.networks.huggingface import INSTALLED_MARK, is_recording
+
+_MISSING = object()
+_CONTAINERS = (list, dict, set)
+# What tracing leaves behind, and who notes what modules return, is no state of theirs.
+_IGNORED = ("_tensor_constant", "_forward_hooks", INSTALLED_MARK)
 
 
 def names_in(text: str) -> frozenset[str]:
@@ -56,27 +62,75 @@ def is_leaf(module: nn.Module, *, ignore_hooks: bool = False) -> bool:
 
 
 @contextmanager
-def attributes_restored(root: nn.Module) -> Iterator[list[nn.Module]]:
-    """Undo what ``forward`` writes to attributes; the list tells in which modules it did."""
-    before = {
-        module: {key: (value, _length(value)) for key, value in vars(module).items()}
-        for module in root.modules()
-    }
+def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While inside, objects have other attributes.
+
+    Args:
+        replacements: (object, name, value); none twice.
+    """
+    replacements = list(replacements)
+    previous = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(replacements, previous, strict=True):
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def forwards_replaced(
+    forwards: Mapping[nn.Module, Callable[..., Any]],
+) -> AbstractContextManager[None]:
+    """While inside, calling one of the modules runs the given function instead of its forward."""
+    return attributes_replaced((module, "forward", made) for module, made in forwards.items())
+
+
+@contextmanager
+def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Undo what happens to attributes of modules and in containers; the list tells of which ones.
+
+    Containers stay the same objects, which others may hold.
+    """
+    before = [
+        (
+            module,
+            {
+                name: (value, value.copy() if isinstance(value, _CONTAINERS) else None)
+                for name, value in vars(module).items()
+            },
+        )
+        for module in modules
+    ]
     written: list[nn.Module] = []
     try:
         yield written
     finally:
-        for module, attributes in before.items():
-            kept = {k: v for k, v in vars(module).items() if not k.startswith("_tensor_constant")}
-            same = kept.keys() == attributes.keys() and all(
-                value is attributes[key][0] and _length(value) == attributes[key][1]
-                for key, value in kept.items()
-            )
-            if not same:
+        for module, attributes in before:
+            if _is_written(vars(module), attributes):
                 written.append(module)
             vars(module).clear()
-            vars(module).update({key: value for key, (value, _) in attributes.items()})
+            for name, (value, copied) in attributes.items():
+                _refill(value, copied)
+                vars(module)[name] = value
 
 
-def _length(value: object) -> int:
-    return len(value) if isinstance(value, list | dict | set) else 0
+def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:
+    names = {name for name in now if not name.startswith(_IGNORED)}
+    return names != {name for name in before if not name.startswith(_IGNORED)} or any(
+        now[name] is not value or (copied is not None and len(value) != len(copied))
+        for name, (value, copied) in before.items()
+        if name in names
+    )
+
+
+def _refill(value: Any, copied: Any) -> None:
+    if copied is not None:
+        value.clear()
+        if isinstance(value, list):
+            value.extend(copied)
+        else:
+            value.update(copied)

@@ -1,8 +1,13 @@
-"""Measures what each atom of a network costs: seconds by micro-batch size, and bytes.
+"""What each atom of a network costs: seconds by micro-batch size, and bytes; measured or priced.
 
-The chain is walked in rounds. A round runs every atom once, forward and backward, at one size; the
-rounds of different sizes take turns, so that a busy moment of the machine hits all sizes alike, and
-the shortest time of an atom counts. The first rounds are warm-ups.
+To measure, the chain is walked in rounds. A round runs every atom once, forward and backward, at
+one size; the rounds of different sizes take turns, so that a busy moment of the machine hits all
+sizes alike, and the shortest time of an atom counts. The first rounds are warm-ups.
+
+For a device that is not here, floating-point operations are priced at a stated rate. A backward
+does twice the work of its forward: once for the gradients of the inputs, once for those of the
+weights (Narayanan et al., *Efficient Large-Scale Language Model Training on GPU Clusters*, SC 2021,
+appendix). Calls without matrix products or convolutions count as free.
 """
 
 from __future__ import annotations
@@ -11,26 +16,31 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
-from functools import partial
-from operator import setitem
-from typing import NamedTuple, Protocol
+from dataclasses import replace
+from statistics import median
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.chain import Atom, OutputRef
-from lightning_tspipe.networks.clock import Clock
+from lightning_tspipe.networks.atoms import AtomChain, OutputRef
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.profile import AtomProfile
 
-Seconds = dict[int, float]
+Times = dict[str, float]
+
+_WARM_UP = 2
+_LONGEST = 2.0
+"""Seconds after which a block has been measured often enough, once it has a few times."""
+_FEWEST = 5
 
 
-def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tell
+def profile_atoms(  # noqa: PLR0913 - what to measure, and how long
     atoms: Sequence[Atom],
     inputs: Tensor,
     sizes: Sequence[int],
@@ -39,7 +49,6 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tel
     wanted: Collection[OutputRef] | None = None,
     repeats: int = 3,
     max_seconds: float = math.inf,
-    progress: Callable[[int, int], None] | None = None,
     lender: Lender | None = None,
 ) -> list[AtomProfile]:
     """Measure every atom of a chain, in the present modes; the network's state stays as it is.
@@ -53,7 +62,6 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tel
         wanted: The outputs that the loss gets; None stands for all that the atoms emit.
         repeats: Rounds per size after the warm-up.
         max_seconds: No round starts after this time, except the first one of each size.
-        progress: Called with the number of rounds done and planned.
         lender: For a network without values, which it gets atom by atom.
 
     Returns:
@@ -62,16 +70,99 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, how long, and whom to tel
     Raises:
         PartitionError: The network can run none of the sizes.
     """
-    walk = _Walk(atoms, inputs, lender, trainable=trainable)
+    chain = AtomChain(atoms, wanted)
+    walk = _Walk(chain, inputs, lender, trainable=trainable)
     deadline = time.perf_counter() + max_seconds
     rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
     with _state_kept(atoms, inputs.device), torch.set_grad_enabled(trainable):
-        for done, (repeat, size) in enumerate(rounds, start=1):
+        for repeat, size in rounds:
             if repeat == 0 or time.perf_counter() < deadline:
                 walk.measure(size, repeat)
-            if progress is not None:
-                progress(done, len(rounds))
-        return walk.profiles(wanted)
+        if not walk.sizes:
+            raise _refusal(len(inputs))
+        sample = inputs[: min(walk.sizes)].clone()
+        with nullcontext() if lender is None else lender.on_meta():
+            weighed = _weigh(chain, sample if lender is None else sample.to("meta"))
+    return [
+        replace(record, **times) for (record, _), times in zip(weighed, walk.times, strict=True)
+    ]
+
+
+def estimate_atoms(  # noqa: PLR0913 - what to price, and how
+    atoms: Sequence[Atom],
+    inputs: Tensor,
+    flops_per_second: float,
+    *,
+    trainable: bool,
+    wanted: Collection[OutputRef] | None = None,
+    sizes: Collection[int] = (),
+) -> list[AtomProfile]:
+    """Price every atom of a chain without running it: networks and inputs may be on ``meta``.
+
+    Args:
+        atoms: The chain.
+        inputs: What the first atom gets, shape (batch, ...), where the network is.
+        flops_per_second: What the device really does, not what its data sheet promises; an
+            addition and a multiplication are two.
+        trainable: Whether to price backward passes too.
+        wanted: The outputs that the loss gets; None stands for all that the atoms emit.
+        sizes: Numbers of samples to price, up to that of the input. One that the network can't run
+            is left out: BatchNorm refuses a single value per channel. Not given: any number.
+
+    Returns:
+        One record per atom, as :func:`profile_atoms` measures them.
+
+    Raises:
+        PartitionError: The network can run none of the sizes.
+    """
+    samples = len(inputs)
+    chain = AtomChain(atoms, wanted)
+    priced = [size for size in sorted(sizes) if _runs(chain, inputs[:size])] if sizes else [1]
+    if not priced:
+        raise _refusal(samples)
+    times = sorted({*priced, *([] if sizes else [samples])})
+    with torch.set_grad_enabled(trainable):
+        weighed = _weigh(chain, inputs[: times[-1]])
+    return [
+        _priced(record, flops / times[-1] / flops_per_second, times, trainable, place == 0)
+        for place, (record, flops) in enumerate(weighed)
+    ]
+
+
+def _refusal(samples: int) -> PartitionError:
+    return PartitionError(
+        f"the network cannot run {samples} samples or fewer in its present modes; use larger "
+        "batches"
+    )
+
+
+def seconds_of(
+    run: Callable[[], Any], device: torch.device, steps: int, rate: float | None = None
+) -> float:
+    """Seconds of a run: the median of some, after two that are not counted.
+
+    Args:
+        run: What is timed.
+        device: Where it computes.
+        steps: How often it is timed; less often where it takes long.
+        rate: Operations per second; if given, those of one run are counted, and priced by it.
+    """
+    if rate is not None:
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return float(counter.get_total_flops()) / rate
+    found: list[float] = []
+    deadline = time.perf_counter() + _LONGEST
+    for repeat in range(-min(_WARM_UP, steps), steps):
+        before = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if repeat >= 0:
+            found.append(time.perf_counter() - before)
+        if len(found) >= _FEWEST and time.perf_counter() > deadline:
+            break
+    return median(found)
 
 
 class Lender(Protocol):
@@ -84,107 +175,121 @@ class Lender(Protocol):
         """While inside, the network is on the meta device."""
 
 
-@dataclass(slots=True)
-class _Times:
-    """Shortest times of one atom by size."""
+class Clock:
+    """Seconds between laps.
 
-    forward: Seconds = field(default_factory=dict)
-    backward: Seconds = field(default_factory=dict)
-    input_backward: Seconds = field(default_factory=dict)
-    weight_backward: Seconds = field(default_factory=dict)
+    On a GPU each lap is an event among what the device does, and the host waits once, when all is
+    launched: so small things are timed as they run in a training, one behind the other.
 
-    def keep(self, size: int, found: dict[str, float], *, is_first: bool) -> None:
-        """Take the times of a round; those of the first one count only until there are others."""
-        if "backward" in found and "weight_backward" not in found:
-            found |= {"input_backward": found["backward"], "weight_backward": 0.0}
-        for name, seconds in found.items():
-            kept: Seconds = getattr(self, name)
-            kept[size] = seconds if is_first else min(seconds, kept.get(size, seconds))
+    Args:
+        device: That is watched.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._laps: list[tuple[Any, Any, Times, str]] = []
+        self._last: Any = None
+        self.lap()
+
+    def lap(self, times: Times | None = None, name: str = "") -> None:
+        """Have the seconds since the last lap kept under a name, by :meth:`settle`."""
+        now: Any = time.perf_counter()
+        if self._device.type == "cuda":
+            now = torch.cuda.Event(enable_timing=True)
+            now.record(torch.cuda.current_stream(self._device))
+        if times is not None:
+            self._laps.append((self._last, now, times, name))
+        self._last = now
+
+    def settle(self) -> None:
+        """Wait until all is done, and have it kept."""
+        is_cuda = self._device.type == "cuda"
+        if is_cuda:
+            torch.cuda.synchronize(self._device)
+        for begin, end, times, name in self._laps:
+            times[name] = begin.elapsed_time(end) / 1e3 if is_cuda else end - begin
+        self._laps.clear()
 
 
 class _Walk:
-    """Runs the chain atom by atom and remembers times and bytes."""
+    """Runs the chain atom by atom and remembers times.
+
+    Attributes:
+        times: For each atom its shortest times, by name (as in ``AtomProfile``) and size.
+        sizes: Those that the network can run.
+    """
 
     def __init__(
-        self, atoms: Sequence[Atom], inputs: Tensor, lender: Lender | None, *, trainable: bool
+        self, chain: AtomChain, inputs: Tensor, lender: Lender | None, *, trainable: bool
     ) -> None:
-        self._atoms = atoms
+        self._chain = chain
         self._inputs = inputs
         self._lender = lender
         self._trainable = trainable
-        self._times = [_Times() for _ in atoms]
-        self._sizes: set[int] = set()  # that the network can run
+        self.times: list[dict[str, Any]] = [{} for _ in chain.atoms]
+        self.sizes: set[int] = set()
 
     def measure(self, size: int, repeat: int) -> None:
         """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
-        if repeat and size not in self._sizes:
+        if repeat and size not in self.sizes:
             return
         received: Tensors = (self._inputs[:size].clone(),)
         clock, measured = Clock(self._inputs.device), []
         try:
-            for atom, times in zip(self._atoms, self._times, strict=True):
-                found: dict[str, float] = {}
-                measured.append((times, found))
-                with self._lent(atom):
-                    passed = self._measure_atom(atom, received, clock, found)
+            for index, atom in enumerate(self._chain.atoms):
+                with nullcontext() if self._lender is None else self._lender.with_values(atom):
+                    passed, found = self._measure_atom(index, received, clock)
+                measured.append(found)
                 received = _cut_off(passed)
                 if not received:
                     break
         except ValueError:  # a BatchNorm that needs more samples
             return
         clock.settle()
-        for times, found in measured:
-            times.keep(size, found, is_first=repeat <= 1)
-        self._sizes.add(size)
+        for times, found in zip(self.times, measured, strict=False):
+            if "backward" in found and "weight_backward" not in found:
+                found |= {"input_backward": found["backward"], "weight_backward": 0.0}
+            for name, seconds in found.items():
+                kept = times.setdefault(name, {})
+                kept[size] = seconds if repeat <= 1 else min(seconds, kept.get(size, seconds))
+        self.sizes.add(size)
 
-    def _lent(self, atom: Atom) -> AbstractContextManager[None]:
-        return nullcontext() if self._lender is None else self._lender.with_values(atom)
-
-    def _measure_atom(
-        self, atom: Atom, received: Tensors, clock: Clock, found: dict[str, float]
-    ) -> Tensors:
-        """Run an atom there and back; what took how long comes into ``found``."""
+    def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Times]:
+        """Run an atom there and back; when the clock has settled, what took how long is known."""
+        found: Times = {}
         clock.lap()
-        passed, emitted = atom(*received)
-        clock.lap(partial(setitem, found, "forward"))
+        passed, roots = self._run(index, received)
+        clock.lap(found, "forward")
         if not self._trainable:
-            return passed
-        roots = _roots(passed, emitted)
+            return passed, found
         gradients = _gradients(roots)
         clock.lap()
         if roots:
             torch.autograd.backward(roots, gradients)
-        clock.lap(partial(setitem, found, "backward"))
+        clock.lap(found, "backward")
+        atom = self._chain.atoms[index]
         if roots and any(t.requires_grad for t in received) and atom.parameter_names:
-            _time_halves(atom, received, clock, found)
-        return passed
+            self._time_halves(index, received, clock, found)
+        return passed, found
 
-    def profiles(self, wanted: Collection[OutputRef] | None) -> list[AtomProfile]:
-        """What was found out."""
-        if not self._sizes:
-            raise PartitionError(
-                f"the network cannot run {len(self._inputs)} samples or fewer in its present "
-                "modes; use larger batches"
-            )
-        sample = self._inputs[: min(self._sizes)].clone()
-        if self._lender is None:
-            weights = weigh_atoms(self._atoms, sample, wanted)
-        else:
-            with self._lender.on_meta():
-                weights = weigh_atoms(self._atoms, sample.to("meta"), wanted)
-        return [
-            replace(
-                record,
-                forward=self._runnable(times.forward),
-                backward=self._runnable(times.backward),
-                input_backward=self._runnable(times.input_backward),
-                weight_backward=self._runnable(times.weight_backward),
-            )
-            for record, times in zip(weights, self._times, strict=True)
-        ]
+    def _time_halves(self, index: int, received: Tensors, clock: Clock, found: Times) -> None:
+        """The input half and the weight half of an atom's backward, if it can be run in halves."""
+        received = _cut_off(received)
+        _, roots = self._run(index, received)
+        gradients = _gradients(roots)
+        split = SplitBackward(roots, received)
+        clock.lap()
+        with suppress(RuntimeError):  # a custom function that cannot be run in part: not split
+            split.input_half(gradients)
+            clock.lap(found, "input_backward")
+            split.weight_half()
+            clock.lap(found, "weight_backward")
 
-    def _runnable(self, times: Seconds) -> Seconds:
-        return {size: seconds for size, seconds in times.items() if size in self._sizes}
+    def _run(self, index: int, received: Tensors) -> tuple[Tensors, list[Tensor]]:
+        """What an atom passes on, and what a backward through it starts from."""
+        passed, found = self._chain.run(received, index, index + 1)
+        tensors = {id(tensor): tensor for tensor in (*passed, *(tensor for *_, tensor in found))}
+        return passed, [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
 def _cut_off(passed: Tensors) -> Tensors:
@@ -192,95 +297,53 @@ def _cut_off(passed: Tensors) -> Tensors:
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in passed)
 
 
-def _roots(passed: Tensors, emitted: Tensors) -> list[Tensor]:
-    """What a backward through an atom starts from."""
-    tensors = {id(tensor): tensor for tensor in (*passed, *emitted)}
-    return [tensor for tensor in tensors.values() if tensor.requires_grad]
-
-
 def _gradients(roots: Sequence[Tensor]) -> list[Tensor]:
     # Random, since a constant one vanishes in a BatchNorm, and denormal numbers are slow.
     return [torch.randn_like(root) for root in roots]
 
 
-def _time_halves(atom: Atom, received: Tensors, clock: Clock, found: dict[str, float]) -> None:
-    """The input half and the weight half of an atom's backward, if it can be run in halves."""
-    received = _cut_off(received)
-    roots = _roots(*atom(*received))
-    gradients = _gradients(roots)
-    split = SplitBackward(roots, received)
-    clock.lap()
-    with suppress(RuntimeError):  # a custom function that cannot be run in part: not split at all
-        split.input_half(gradients)
-        clock.lap(partial(setitem, found, "input_backward"))
-        split.weight_half()
-        clock.lap(partial(setitem, found, "weight_backward"))
+def _runs(chain: AtomChain, x: Tensor) -> bool:
+    with torch.no_grad(), suppress(ValueError):  # a BatchNorm that needs more samples
+        chain.run((x,), 0, len(chain.atoms))
+        return True
+    return False
 
 
-def weigh_atoms(
-    atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | None
-) -> list[AtomProfile]:
-    """Profiles without times: only names and bytes; also of a network on the meta device.
-
-    Args:
-        atoms: The chain.
-        x: What the first atom gets, shape (batch, ...).
-        wanted: The outputs that the loss gets; None stands for all.
-    """
-    joined = _joined(atoms)
-    return [
-        AtomProfile(
-            name=atom.name,
-            forward={},
-            output_bytes_per_sample=size.output,
-            activation_bytes_per_sample=size.saved,
-            parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
-            trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
-            result_bytes_per_sample=size.results,
-            joined=index in joined,
-        )
-        for index, (atom, size) in enumerate(zip(atoms, _memory(atoms, x, wanted), strict=True))
-    ]
-
-
-class _Bytes(NamedTuple):
-    """Bytes per sample that an atom passes on, keeps for its backward, and sends to the loss."""
-
-    output: int
-    saved: int
-    results: int
-
-
-def _memory(atoms: Sequence[Atom], x: Tensor, wanted: Collection[OutputRef] | None) -> list[_Bytes]:
-    """Bytes per sample of each atom; also on the meta device."""
-    size = len(x)
-    counted = {_storage(tensor) for tensor in _state(atoms)}
+def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
+    """Profiles without times, and floating-point operations of each atom; also on ``meta``."""
+    joined = _joined(chain.atoms)
+    counted = {_storage(tensor) for tensor in _state(chain.atoms)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
-    found: list[_Bytes] = []
+    weighed: list[tuple[AtomProfile, int]] = []
 
     def pack(tensor: Tensor) -> None:
         # Handing the tensor back would tie it to its own graph, a cycle that nothing collects.
         saved.append(tensor)
 
     received: Tensors = (x,)
-    for index, atom in enumerate(atoms):
-        with saved_tensors_hooks(pack, lambda nothing: nothing):
-            passed, emitted = atom(*received)
-        alive += [received, passed, emitted, *saved]
+    for index, atom in enumerate(chain.atoms):
+        counter = FlopCounterMode(display=False)
+        with counter, saved_tensors_hooks(pack, lambda nothing: nothing):
+            passed, results = chain.run(received, index, index + 1)
+        alive += [received, passed, results, *saved]
         storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
         kept = sum(nbytes for key, nbytes in storages.items() if key not in counted)
         counted |= storages.keys()
         saved.clear()
-        results = [
-            tensor
-            for slot, tensor in enumerate(emitted)
-            if wanted is None or OutputRef(index, slot) in wanted
-        ]
-        amounts = (_bytes(passed), kept, _bytes(results))
-        found.append(_Bytes(*(math.ceil(amount / size) for amount in amounts)))
+        record = AtomProfile(
+            name=atom.name,
+            forward={},
+            output_bytes_per_sample=math.ceil(_bytes(passed) / len(x)),
+            activation_bytes_per_sample=math.ceil(kept / len(x)),
+            parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
+            trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
+            result_bytes_per_sample=math.ceil(_bytes([t for *_, t in results]) / len(x)),
+            joined=index in joined,
+        )
+        weighed.append((record, counter.get_total_flops()))
         received = _cut_off(passed)
-    return found
+    return weighed
 
 
 def _storage(tensor: Tensor) -> int:
@@ -291,6 +354,21 @@ def _storage(tensor: Tensor) -> int:
 
 def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
+
+
+def _priced(
+    record: AtomProfile, seconds: float, sizes: Sequence[int], trainable: bool, is_first: bool
+) -> AtomProfile:
+    factors = {"forward": 1}
+    if trainable:
+        inputs = 0 if is_first else 1  # nobody needs the gradient of the images
+        weights = 1 if record.trainable_bytes else 0
+        factors |= {"backward": inputs + weights}
+        factors |= {"input_backward": inputs, "weight_backward": weights}
+    times: dict[str, Any] = {
+        name: {size: factor * seconds * size for size in sizes} for name, factor in factors.items()
+    }
+    return replace(record, **times)
 
 
 def _joined(atoms: Sequence[Atom]) -> set[int]:
@@ -305,7 +383,7 @@ def _joined(atoms: Sequence[Atom]) -> set[int]:
 
 def _modules(atoms: Sequence[Atom]) -> list[nn.Module]:
     modules = (segment.program.module for atom in atoms for segment in atom.segments)
-    return list(dict.fromkeys(module for module in modules if module is not None))
+    return list(dict.fromkeys(modules))
 
 
 def _state(atoms: Sequence[Atom]) -> list[Tensor]:

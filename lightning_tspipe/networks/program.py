@@ -1,4 +1,4 @@
-"""What atoms run: a traced network cut into ranges, or a module that is called as a whole.
+"""Atoms, and what they run: a traced network cut into ranges, or a module called as a whole.
 
 Nothing is copied out of the network: whoever swaps a parameter, a buffer or a submodule's
 ``forward`` changes what the next run does.
@@ -6,21 +6,21 @@ Nothing is copied out of the network: whoever swaps a parameter, a buffer or a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.codegen import Calls, RangeFunction, write_function
+from lightning_tspipe.networks.codegen import RangeFunction, write_function
 from lightning_tspipe.networks.cuts import (
     allocates,
     find_cuts,
     memory_roots,
     number_nodes,
+    ordered_calls,
     read_attribute,
-    sink_constants,
     target_name,
     written_argument,
 )
@@ -31,76 +31,131 @@ _MODELESS = frozenset({nn.Sequential, nn.ModuleList, nn.ModuleDict})
 
 
 @dataclass(frozen=True, slots=True)
-class AtomInfo:
-    """What one atom of a program is.
+class Segment:
+    """Contiguous atoms of one program.
 
     Attributes:
-        name: Its calls.
-        parameter_names: Names of the parameters that it reads, relative to the network.
-        buffer_names: Names of the buffers that it reads.
-        num_outputs: How many tensors of a structured return value it computes.
-        writes_input: Whether it may change its input in place.
+        program: What they belong to.
+        start: The first atom.
+        stop: One after the last atom.
+        num_outputs: How many tensors of a network's return value it emits.
+        returns_value: Whether the value it passes on is a network's return value, and emitted.
+        parameter_names: The parameters that it reads, named as in the program's module.
+        buffer_names: The buffers that it reads.
+    """
+
+    program: TracedProgram | LeafProgram
+    start: int = 0
+    stop: int = 1
+    num_outputs: int = 1
+    returns_value: bool = True
+    parameter_names: tuple[str, ...] = ()
+    buffer_names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Atom:
+    """The smallest part of a network that can be placed.
+
+    Attributes:
+        name: For people, for example ``layer1.0.conv1..relu``.
+        segments: What it runs.
+        parameter_names: The parameters that it reads, named as in the atomized module.
+        buffer_names: The buffers that it reads.
+        writes_input: Whether it may change its input in place: it must run with the one before.
         passes_input: Whether what it passes on may share memory with its input.
     """
 
     name: str
-    parameter_names: tuple[str, ...]
-    buffer_names: tuple[str, ...]
-    num_outputs: int = 0
+    segments: tuple[Segment, ...]
+    parameter_names: tuple[str, ...] = ()
+    buffer_names: tuple[str, ...] = ()
     writes_input: bool = False
     passes_input: bool = True
 
+    @property
+    def num_outputs(self) -> int:
+        """How many tensors of a network's return value it emits."""
+        return sum(segment.num_outputs for segment in self.segments)
 
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that it reads, as they are now."""
+        return [
+            segment.program.module.get_parameter(name)
+            for segment in self.segments
+            for name in segment.parameter_names
+        ]
+
+    def buffers(self) -> list[Tensor]:
+        """The buffers that it reads, as they are now."""
+        return [
+            segment.program.module.get_buffer(name)
+            for segment in self.segments
+            for name in segment.buffer_names
+        ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LeafProgram:
     """A function that is one atom.
 
-    Args:
+    Attributes:
         run: What it runs.
-        info: What the atom is.
-        module: Whose parameters it reads.
+        module: Whose parameters it reads; an empty one where there are none.
     """
 
-    def __init__(self, run: RangeFunction, info: AtomInfo, module: nn.Module | None = None) -> None:
-        self.module = module
-        self.infos = (info,)
-        self._run = run
+    run: RangeFunction
+    module: nn.Module
 
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function of the one atom."""
         del start, stop
-        return self._run
+        return self.run
 
 
-def unpacking_program(arguments: Arguments) -> LeafProgram:
+def unpacking_atom(arguments: Arguments) -> Atom:
     """What makes the tensors of a call from the one that travels."""
-    return LeafProgram(
-        lambda received: (arguments.unpack(received[0]), ()), AtomInfo("unpack", (), ())
-    )
+    program = LeafProgram(lambda received: (arguments.unpack(received[0]), ()), nn.Module())
+    return Atom("unpack", (Segment(program, num_outputs=0, returns_value=False),))
 
 
-def function_program(
-    function: Callable[[Tensor], Tensor], info: AtomInfo, module: nn.Module | None = None
-) -> LeafProgram:
-    """A function from one tensor to one tensor."""
-    return LeafProgram(lambda received: ((function(*received),), ()), info, module)
+def function_atom(function: Callable[[Tensor], Tensor], name: str) -> Atom:
+    """Make an atom of a function without parameters, such as a ``flatten`` between two modules.
+
+    Args:
+        function: What it runs, from one tensor to one tensor.
+        name: For people; as in torch, a name that ends in "_" says that it writes its input.
+    """
+    program = LeafProgram(lambda received: ((function(*received),), ()), nn.Module())
+    return Atom(name, (Segment(program),), writes_input=name.endswith("_"))
 
 
-def module_program(module: nn.Module) -> LeafProgram:
+def module_atom(module: nn.Module) -> Atom:
     """A module that is called as a whole."""
-    info = AtomInfo(
-        name=type(module).__name__,
-        parameter_names=tuple(name for name, _ in module.named_parameters()),
-        buffer_names=tuple(name for name, _ in module.named_buffers()),
+    parameters = tuple(name for name, _ in module.named_parameters())
+    buffers = tuple(name for name, _ in module.named_buffers())
+    program = LeafProgram(lambda received: ((module(*received),), ()), module)
+    segment = Segment(program, parameter_names=parameters, buffer_names=buffers)
+    return Atom(
+        type(module).__name__,
+        (segment,),
+        parameters,
+        buffers,
         writes_input=bool(getattr(module, "inplace", False)),
         passes_input=not allocates(module),
     )
-    return function_program(module, info, module)
 
 
 class TracedProgram:
-    """A traced module, cut into atoms; one trace for each combination of train and eval modes."""
+    """A traced module, cut into atoms; one trace for each combination of train and eval modes.
 
-    def __init__(self, module: nn.Module, name: str, arguments: Arguments | None = None) -> None:
+    Attributes:
+        module: The module.
+        atoms: Its atoms.
+        first: The trace of the modes in which it was cut.
+    """
+
+    def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
         self.module = module
         self._name = name
         self._arguments = arguments
@@ -109,12 +164,9 @@ class TracedProgram:
             for child in module.modules()
             if (child is module or not is_leaf(child)) and type(child) not in _MODELESS
         )
-        self._first = first = TracedVariant(module, name, arguments)
-        self._variants = {self._modes(): first}
-        self.infos = first.infos
-        self.outputs = first.outputs
-        self.spec = first.trace.spec
-        self.is_plain = first.trace.is_plain
+        self.first = TracedVariant(module, name, arguments)
+        self._variants = {self._modes(): self.first}
+        self.atoms = tuple(self.first.atom(self, k) for k in range(len(self.first.names)))
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._watched])
@@ -126,56 +178,58 @@ class TracedProgram:
             PartitionError: In these modes the network has other atoms than when it was cut.
         """
         modes = self._modes()
-        variant = self._variants.get(modes)
-        if variant is None:
-            variant = self._variants[modes] = self._retraced()
-        return variant.function(start, stop)
-
-    def _retraced(self) -> TracedVariant:
-        variant = TracedVariant(self.module, self._name, self._arguments)
-        if (
-            [info.parameter_names for info in variant.infos]
-            != [info.parameter_names for info in self.infos]
-            or variant.outputs != self.outputs
-            or variant.num_passed != self._first.num_passed
-            or variant.trace.spec != self.spec
-        ):
-            raise PartitionError(
-                f"{title(self.module, self._name)} does different things in train and eval mode, "
-                "so that one cut cannot serve both; move what depends on `self.training` into a "
-                "submodule of its own, or give the class a method `pipeline_blocks(self)` that "
-                "returns its submodules in the order of forward"
-            )
-        return variant
+        if modes not in self._variants:
+            variant = TracedVariant(self.module, self._name, self._arguments)
+            if variant.signature != self.first.signature:
+                raise PartitionError(
+                    f"{title(self.module, self._name)} does different things in train and eval "
+                    "mode, so that one cut cannot serve both; move what depends on `self.training` "
+                    "into a submodule of its own, or give the class a method "
+                    "`pipeline_blocks(self)` that returns its submodules in the order of forward"
+                )
+            self._variants[modes] = variant
+        return self._variants[modes].function(start, stop)
 
 
 class TracedVariant:
     """The atoms of one trace, and the functions written for them so far.
 
     Attributes:
-        infos: What the atoms are.
-        outputs: For each tensor of the return value: the atom that computes it, its place there.
+        trace: The trace.
+        outputs: For each tensor of the return value: the atom that emits it, its place there.
+        names: For each atom the names of the parameters and of the buffers that it reads.
+        signature: What two traces must share so that one cut serves both.
     """
 
-    def __init__(self, module: nn.Module, name: str, arguments: Arguments | None = None) -> None:
+    def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
         self.trace = trace(module, name, arguments)
         self._root = module
-        self._nodes = sink_constants(self.trace)
-        if not self.trace.leaves or number_nodes(self._nodes).intersection(self.trace.leaves):
+        self._nodes = ordered_calls(self.trace)
+        leaves = self.trace.leaves
+        self._is_plain = self.trace.spec.is_leaf()  # one tensor and nothing around it
+        if not leaves or number_nodes(self._nodes).intersection(leaves):
             raise PartitionError(
                 f"{title(module, name)} returns no tensor, or a number that depends on its input; "
                 "return tensors and constants only"
             )
         cuts = find_cuts(self.trace, self._nodes, module)
         self._bounds = [0, *(index + 1 for index, _ in cuts), len(self._nodes)]
-        last = self.trace.leaves if self.trace.is_plain else ()
-        self._passed = [self.trace.inputs, *(values for _, values in cuts), tuple(last)]
+        self._passed = [self.trace.inputs, *(values for _, values in cuts)]
+        self._passed.append(leaves if self._is_plain else ())
         self._functions: dict[tuple[int, int], RangeFunction] = {}
         self._emitted: list[list[fx.Node]] = [[] for _ in self._bounds[1:]]
-        self.outputs = () if self.trace.is_plain else tuple(map(self._emit, self.trace.leaves))
-        names = {id(p): n for n, p in module.named_parameters()}
+        self.outputs = ((len(cuts), 0),) if self._is_plain else tuple(map(self._emit, leaves))
+        parameters = {id(p): n for n, p in module.named_parameters()}
         buffers = {id(b): n for n, b in module.named_buffers()}
-        self.infos = tuple(self._info(k, names, buffers) for k in range(len(self._emitted)))
+        self.names = [
+            (self._names(k, parameters), self._names(k, buffers)) for k in range(len(self._emitted))
+        ]
+        self.signature = (
+            [own for own, _ in self.names],
+            self.outputs,
+            [len(values) for values in self._passed],
+            self.trace.spec,
+        )
 
     def _emit(self, leaf: fx.Node) -> tuple[int, int]:
         if leaf in self.trace.inputs:
@@ -188,48 +242,47 @@ class TracedVariant:
         self._emitted[atom].append(leaf)
         return atom, len(self._emitted[atom]) - 1
 
-    @property
-    def num_passed(self) -> list[int]:
-        """How many tensors pass in front of each atom, and behind the last."""
-        return [len(values) for values in self._passed]
-
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive)."""
-        function = self._functions.get((start, stop))
-        if function is None:
-            calls = Calls(
+        if (start, stop) not in self._functions:
+            self._functions[start, stop] = write_function(
+                self._root,
                 self._nodes[self._bounds[start] : self._bounds[stop]],
-                self._passed[start],
-                self._passed[stop],
-                [leaf for leaves in self._emitted[start:stop] for leaf in leaves],
+                received=self._passed[start],
+                passed=self._passed[stop],
+                emitted=[leaf for leaves in self._emitted[start:stop] for leaf in leaves],
+                devices=self.trace.devices,
             )
-            function = write_function(self._root, calls, self.trace.devices)
-            self._functions[start, stop] = function
-        return function
+        return self._functions[start, stop]
 
-    def _info(self, atom: int, names: dict[int, str], buffers: dict[int, str]) -> AtomInfo:
-        nodes = self._nodes[self._bounds[atom] : self._bounds[atom + 1]]
-        tensors = [id(tensor) for tensor in self._tensors(nodes, atom)]
-        own, passed = set(nodes), self._passed[atom + 1]
+    def atom(self, program: TracedProgram, index: int) -> Atom:
+        """An atom, as part of a program."""
+        nodes = self._calls(index)
+        own = set(nodes)
         written = filter(None, map(written_argument, nodes))
-        return AtomInfo(
-            name=_atom_name(nodes),
-            parameter_names=tuple(dict.fromkeys(names[i] for i in tensors if i in names)),
-            buffer_names=tuple(dict.fromkeys(buffers[i] for i in tensors if i in buffers)),
-            num_outputs=len(self._emitted[atom]),
+        returns = self._is_plain and index == len(self.names) - 1
+        num_outputs = len(self._emitted[index]) + returns
+        return Atom(
+            _atom_name(nodes),
+            (Segment(program, index, index + 1, num_outputs, returns, *self.names[index]),),
+            *self.names[index],
             writes_input=any(not memory_roots(node) <= own for node in written),
-            passes_input=any(not memory_roots(value) <= own for value in passed),
+            passes_input=any(not memory_roots(value) <= own for value in self._passed[index + 1]),
         )
 
-    def _tensors(self, nodes: Sequence[fx.Node], atom: int) -> list[Tensor]:
+    def _calls(self, atom: int) -> list[fx.Node]:
+        return self._nodes[self._bounds[atom] : self._bounds[atom + 1]]
+
+    def _names(self, atom: int, named: Mapping[int, str]) -> tuple[str, ...]:
         tensors: list[Tensor] = []
         leaves = [leaf for leaf in self._emitted[atom] if leaf.op == "get_attr"]
-        for node in nodes:
+        for node in self._calls(atom):
             if node.op == "call_module":
                 module: nn.Module = node.meta["module"]
                 tensors += [*module.parameters(), *module.buffers()]
             leaves += [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
-        return [*tensors, *(read_attribute(self._root, leaf) for leaf in leaves)]
+        tensors += [read_attribute(self._root, leaf) for leaf in leaves]
+        return tuple(dict.fromkeys(named[id(t)] for t in tensors if id(t) in named))
 
 
 def _atom_name(nodes: Sequence[fx.Node]) -> str:

@@ -19,24 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-_HEAVY = (
-    "AddbmmBackward",
-    "AddmmBackward",
-    "BaddbmmBackward",
-    "BmmBackward",
-    "ConvolutionBackward",
-    "LinearBackward",
-    "MkldnnLinearBackward",
-    "MmBackward",
+_HEAVY = tuple(
+    f"{name}Backward"
+    for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "MkldnnLinear", "Mm")
 )
 
 
@@ -152,29 +143,18 @@ def _divide(
         leaves[node] = own.union(*(leaves[child] for child in below if child not in path))
     readers: dict[Node, list[Node | None]] = {}  # per parameter: heavy nodes, None for others
     for node in path.union(roots):
-        is_put_off = node in path and _is_heavy(node)
+        is_put_off = node in path and node.name().startswith(_HEAVY)
         for leaf in leaves[node]:
             readers.setdefault(leaf, []).append(node if is_put_off else None)
-    return _sort_out(readers)
-
-
-def _sort_out(
-    readers: dict[Node, list[Node | None]],
-) -> tuple[list[Tensor], list[_HeavyCall]]:
     now: list[Tensor] = []
     later: dict[Node, _HeavyCall] = {}
     for leaf, nodes in readers.items():
         parameter: Tensor = leaf.variable  # type: ignore[attr-defined]
-        only = nodes[0] if len(nodes) == 1 else None
-        if only is None:
-            now.append(parameter)
+        if len(nodes) == 1 and nodes[0] is not None:
+            later.setdefault(nodes[0], _HeavyCall(nodes[0])).parameters.append(parameter)
         else:
-            later.setdefault(only, _HeavyCall(only)).parameters.append(parameter)
+            now.append(parameter)
     return now, list(later.values())
-
-
-def _is_heavy(node: Node) -> bool:
-    return node.name().startswith(_HEAVY)
 
 
 def _next_nodes(node: Node) -> list[Node]:

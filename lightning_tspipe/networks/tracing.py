@@ -26,19 +26,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.huggingface import (
-    hooks_removed,
-    is_recorded,
-    masks_as_calls,
-)
-from lightning_tspipe.networks.modules import (
-    attributes_restored,
-    blocks_of,
-    is_leaf,
-    names_in,
-    title,
-)
-from lightning_tspipe.networks.shapes import read_batch_size_in_place
+from lightning_tspipe.networks.huggingface import is_recorded, masks_as_calls
+from lightning_tspipe.networks.modules import attributes_kept, blocks_of, is_leaf, names_in, title
 
 _FACTORIES = names_in("""
     arange as_tensor bartlett_window empty eye from_numpy full hamming_window hann_window linspace
@@ -75,19 +64,17 @@ class Trace:
     """What a network's ``forward`` does.
 
     Attributes:
-        nodes: All calls, in the order in which they run.
+        graph: All calls, in the order in which they run.
         inputs: The nodes of the tensors that it takes.
         leaves: The nodes of the return value's tensors, in ``tree_flatten`` order.
         spec: Structure of the return value; constants are part of it.
-        is_plain: Whether the return value is one tensor and nothing around it.
         devices: Where the network was when it was traced.
     """
 
-    nodes: tuple[fx.Node, ...]
+    graph: fx.Graph
     inputs: tuple[fx.Node, ...]
     leaves: tuple[fx.Node, ...]
     spec: pytree.TreeSpec
-    is_plain: bool
     devices: frozenset[torch.device]
 
 
@@ -110,10 +97,7 @@ class _Tracer(fx.Tracer):
     trace_asserts = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        opaque: frozenset[type[nn.Module]],
-        arguments: Arguments | None = None,
+        self, module: nn.Module, opaque: frozenset[type[nn.Module]], arguments: Arguments
     ) -> None:
         super().__init__()
         self.opaque = opaque
@@ -130,13 +114,7 @@ class _Tracer(fx.Tracer):
         del module_qualified_name
         return type(m) in self.opaque or is_leaf(m)
 
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         if threading.get_ident() != self._thread:  # another rank of this process runs its network
             return forward(*args, **kwargs)
         is_whole = self.is_leaf_module(m, "")
@@ -144,13 +122,12 @@ class _Tracer(fx.Tracer):
         try:
             if blocks is not None:
                 return _apply(blocks, *args, **kwargs)
-            return self._called(m, super().call_module(m, forward, args, kwargs), args, is_whole)
+            output = super().call_module(m, forward, args, kwargs)
         except Exception:
             self.failed = self.failed or m  # the innermost one
             raise
-
-    def _called(self, m: nn.Module, output: Any, args: tuple[Any, ...], is_whole: bool) -> Any:
         if is_whole and is_recorded(m, args, output):
+            self.failed = m
             raise _OpaqueError(f"the network returns what hooks note of {type(m).__name__}")
         return output
 
@@ -166,23 +143,19 @@ class _Tracer(fx.Tracer):
         return parameter_proxy_cache[name]
 
     def create_args_for_root(
-        self,
-        root_fn: Callable[..., Any],
-        is_module: bool,
-        concrete_args: dict[str, Any] | tuple[Any, ...] | None = None,
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
     ) -> tuple[Any, list[Any]]:
         del is_module, concrete_args
         blocks = blocks_of(self.root)
         arguments = self._arguments
 
         def forward(root: nn.Module, *tensors: object) -> tuple[()]:
-            args, kwargs = (tensors, {}) if arguments is None else arguments.bind(tensors)
+            args, kwargs = arguments.bind(tensors)
             call = partial(root_fn, root) if blocks is None else partial(_apply, blocks)
             self.returned = call(*args, **kwargs)
             return ()
 
-        number = 1 if arguments is None else len(arguments.tensors)
-        names = [f"x{index}" if index else "x" for index in range(number)]
+        names = [f"x{index}" if index else "x" for index in range(len(arguments.tensors))]
         return forward, [
             self.root,
             *(self.create_proxy("placeholder", name, (), {}) for name in names),
@@ -211,11 +184,7 @@ class _RecordTensorCalls(TorchFunctionMode):
         self._tracer = tracer
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
         kwargs = kwargs or {}
@@ -240,13 +209,13 @@ def _refusing_autocast() -> Callable[..., Any]:
     return refuse
 
 
-def trace(module: nn.Module, name: str, arguments: Arguments | None = None) -> Trace:
+def trace(module: nn.Module, name: str, arguments: Arguments) -> Trace:
     """Record what the module's ``forward`` does, in its present modes.
 
     Args:
         module: The network.
         name: What messages call it.
-        arguments: How it is called; None: with one tensor.
+        arguments: How it is called.
 
     Raises:
         PartitionError: ``forward`` cannot be recorded.
@@ -266,7 +235,14 @@ def trace(module: nn.Module, name: str, arguments: Arguments | None = None) -> T
         except Exception as error:
             failed = tracer.failed
             if failed is None or failed is module or type(failed) in opaque:
-                raise PartitionError(_untraceable(module, name, error)) from error
+                raise PartitionError(
+                    f"{title(module, name)} cannot be cut: recording its forward failed with "
+                    f"{type(error).__name__}: {error}. Give the class a method "
+                    "`pipeline_blocks(self)` that returns the submodules whose application in turn "
+                    "equals forward, each from one tensor to one tensor (for example `return "
+                    "[self.stem, *self.layers, self.head]`), or move the statement that failed "
+                    "into a submodule"
+                ) from error
             opaque |= {type(failed)}
 
 
@@ -274,8 +250,7 @@ def _trace_once(tracer: _Tracer, module: nn.Module, name: str) -> Trace:
     with ExitStack() as stack:
         stack.enter_context(_TRACING)
         stack.enter_context(masks_as_calls(module, tracer))
-        written = stack.enter_context(attributes_restored(module))
-        stack.enter_context(hooks_removed(module))
+        written = stack.enter_context(attributes_kept(module.modules()))
         with (
             mock.patch.object(torch.amp.autocast_mode.autocast, "__enter__", _refusing_autocast()),
             torch.enable_grad(),
@@ -286,12 +261,9 @@ def _trace_once(tracer: _Tracer, module: nn.Module, name: str) -> Trace:
     for owner in written:
         tracer.failed = owner
         raise _OpaqueError(f"{type(owner).__name__}.forward writes attributes of the module")
-    read_batch_size_in_place(graph)
-    nodes = tuple(node for node in graph.nodes if node.op.startswith("call_"))
     inputs = tuple(node for node in graph.nodes if node.op == "placeholder")
     devices = frozenset(t.device for t in (*module.parameters(), *module.buffers()))
-    is_plain = isinstance(tracer.returned, fx.Proxy)
-    return Trace(nodes, inputs, leaves, spec, is_plain, devices)
+    return Trace(graph, inputs, leaves, spec, devices)
 
 
 def _flatten(
@@ -314,13 +286,3 @@ def _flatten(
 
     leaves, spec = pytree.tree_flatten(pytree.tree_map(wrap, tracer.returned))
     return tuple(leaf.node for leaf in leaves), spec
-
-
-def _untraceable(module: nn.Module, name: str, error: Exception) -> str:
-    return (
-        f"{title(module, name)} cannot be cut: recording its forward failed with "
-        f"{type(error).__name__}: {error}. Give the class a method `pipeline_blocks(self)` that "
-        "returns the submodules whose application in turn equals forward, each from one tensor to "
-        "one tensor (for example `return [self.stem, *self.layers, self.head]`), or move the "
-        "statement that failed into a submodule"
-    )

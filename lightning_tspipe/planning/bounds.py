@@ -16,22 +16,28 @@ teacher that is slower than the student reaches the next stage early enough.
 from __future__ import annotations
 
 from lightning_tspipe.ir.pipeline import Pipeline
-from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.simulation.cost import CostTable, StageCost
-from lightning_tspipe.simulation.ledger import NUM_BUCKETS
+from lightning_tspipe.simulation.simulator import NUM_BUCKETS
 
 
-def step_bound(layout: Layout, *, teacher_first: bool = False) -> float:
-    """A lower bound of the seconds per step, for any order.
+def busy_seconds(
+    pipeline: Pipeline, costs: CostTable, split: frozenset[int] = frozenset()
+) -> tuple[float, ...]:
+    """Seconds that each rank works in a step; the largest is a lower bound for any schedule.
 
     Args:
-        layout: The layout.
-        teacher_first: Whether every rank runs the teacher before the student, as in GPipe's order,
-            so that it fills no bubble.
+        pipeline: The pipeline.
+        costs: Costs of the pipeline.
+        split: Student stages whose backward runs in two halves.
     """
-    pipeline, costs = layout.pipeline, layout.costs
-    cycles = cycle_seconds(pipeline, costs, layout.split, teacher_first=teacher_first)
-    return max(*layout.busy, *cycles)
+    student, teacher = pipeline.student, _teacher_seconds(pipeline, costs)
+    seconds = list(map(sum, zip(costs.optimizer, costs.effects, teacher, strict=True)))
+    seconds[pipeline.loss_rank] += costs.loss
+    seconds[pipeline.data_rank] += costs.data
+    for stage, (rank, cost) in enumerate(zip(student.ranks, costs.student, strict=True)):
+        whole = cost.forward + _backward(cost, halves=stage in split)
+        seconds[rank] += student.num_units * whole
+    return tuple(seconds)
 
 
 def cycle_seconds(
@@ -47,7 +53,8 @@ def cycle_seconds(
         pipeline: The pipeline.
         costs: Costs of the pipeline.
         split: Student stages whose backward runs in two halves.
-        teacher_first: As in :func:`step_bound`.
+        teacher_first: Whether every rank runs the teacher before the student, as in GPipe's order,
+            so that it fills no bubble.
     """
     num_units, ranks = pipeline.student.num_units, pipeline.student.ranks
     # From the last stage back: the round trip of a unit from each stage to the loss grows.
@@ -58,7 +65,7 @@ def cycle_seconds(
         whole = _backward(cost, halves=stage in split)
         own = num_units * (cost.forward + whole) + costs.optimizer[rank] + costs.effects[rank]
         if teacher_first:
-            own += _teacher(pipeline, costs, rank)
+            own += _teacher_seconds(pipeline, costs)[rank]
         if costs.reduction:
             last = cost.weight_backward if stage in split else cost.backward
             own += _exposed_reduction(costs.reduction[rank], last)
@@ -74,12 +81,13 @@ def _backward(cost: StageCost, *, halves: bool) -> float:
     return cost.input_backward + cost.weight_backward if halves else cost.backward
 
 
-def _teacher(pipeline: Pipeline, costs: CostTable, rank: int) -> float:
-    teacher = pipeline.teacher
-    if teacher is None:
-        return 0.0
-    held = zip(teacher.ranks, costs.teacher, strict=True)
-    return teacher.num_units * sum(cost.forward for other, cost in held if other == rank)
+def _teacher_seconds(pipeline: Pipeline, costs: CostTable) -> list[float]:
+    """Seconds of the teacher on each rank."""
+    teacher, seconds = pipeline.teacher, [0.0] * pipeline.num_ranks
+    if teacher is not None:
+        for rank, cost in zip(teacher.ranks, costs.teacher, strict=True):
+            seconds[rank] += teacher.num_units * cost.forward
+    return seconds
 
 
 def _exposed_reduction(reduction: float, backward: float) -> float:

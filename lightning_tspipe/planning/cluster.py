@@ -69,11 +69,6 @@ class Ranks:
     ring_links: tuple[Link, ...]
     num_replicas: int = 1
 
-    @property
-    def is_equal(self) -> bool:
-        """Whether all ranks have the same speed and memory."""
-        return len(set(self.speeds)) == 1 and len(set(self.memories)) == 1
-
     def reduction_seconds(self, rank: int, num_bytes: float) -> float:
         """Seconds to sum the gradients of ``rank`` over the replicas.
 

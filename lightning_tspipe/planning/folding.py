@@ -20,6 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 _ENOUGH = 1.005
@@ -28,67 +29,58 @@ _ENOUGH = 1.005
 _Cuts = tuple[int, ...]
 
 
-def fold(
-    costs: Sequence[float],
-    speeds: Sequence[float],
-    num_stages: int,
-    *,
-    joined: Collection[int] = (),
-    limit: float,
-) -> _Cuts | None:
-    """Cut a chain of atoms into more stages than ranks, as evenly as possible.
+@dataclass(frozen=True)
+class Folding:
+    """A chain of atoms to be cut into more stages than ranks.
 
-    Args:
+    Attributes:
         costs: Seconds of each atom.
         speeds: Relative speed of the rank of each stage of the first half.
         num_stages: Largest number of stages: up to two for each rank.
         joined: Atoms that must be on one stage with the atom after them.
-        limit: Seconds that the busiest rank must stay below.
-
-    Returns:
-        First atom of each stage, and the number of atoms; None if nothing is below the limit.
-
-    >>> fold([1, 1, 3, 1], [1, 1], 3, limit=4)  # with one stage each, one of them has 4
-    (0, 2, 3, 4)
     """
-    sums = tuple(accumulate(costs, initial=0.0))
-    chain = _Chain(
-        positions=tuple(n for n in range(len(costs) + 1) if n - 1 not in joined),
-        sums=tuple(sums[n] for n in range(len(costs) + 1) if n - 1 not in joined),
-        speeds=tuple(speeds),
-        num_second=num_stages - len(speeds),
-    )
-    best: _Cuts | None = None
-    for middle in chain.middles():
-        found = chain.solve(middle, limit)
-        if found is not None:
-            limit, best = found
-        if limit <= _ENOUGH * chain.mean:
-            break
-    return best
 
+    costs: Sequence[float]
+    speeds: Sequence[float]
+    num_stages: int
+    joined: Collection[int] = ()
 
-@dataclass(frozen=True)
-class _Chain:
-    """Running sums at the positions where cuts are possible."""
+    def cut(self, limit: float) -> _Cuts | None:
+        """Cut as evenly as possible.
 
-    positions: tuple[int, ...]
-    sums: tuple[float, ...]
-    speeds: tuple[float, ...]
-    num_second: int
+        Args:
+            limit: Seconds that the busiest rank must stay below.
 
-    @property
-    def mean(self) -> float:
-        """Seconds of each rank if the work were divided evenly."""
-        return self.sums[-1] / sum(self.speeds)
+        Returns:
+            First atom of each stage, and the number of atoms; None if nothing is below the limit.
 
-    def middles(self) -> list[int]:
-        """Positions where the second half may begin, from the middle outwards."""
+        >>> Folding([1, 1, 3, 1], [1, 1], 3).cut(4)  # with one stage each, one of them has 4
+        (0, 2, 3, 4)
+        """
+        best: _Cuts | None = None
         num_ranks, last = len(self.speeds), len(self.positions) - 1
         half = self.sums[-1] / 2
-        return sorted(range(num_ranks, last), key=lambda n: abs(self.sums[n] - half))
+        # Where the second half may begin, from the middle outwards.
+        for middle in sorted(range(num_ranks, last), key=lambda n: abs(self.sums[n] - half)):
+            found = self._solve(middle, limit)
+            if found is not None:
+                limit, best = found
+            if limit <= _ENOUGH * self.sums[-1] / sum(self.speeds):  # if divided evenly
+                break
+        return best
 
-    def solve(self, middle: int, limit: float) -> tuple[float, _Cuts] | None:
+    @cached_property
+    def positions(self) -> tuple[int, ...]:
+        """Positions where cuts are possible."""
+        return tuple(n for n in range(len(self.costs) + 1) if n - 1 not in self.joined)
+
+    @cached_property
+    def sums(self) -> tuple[float, ...]:
+        """Running sums at these positions."""
+        sums = tuple(accumulate(self.costs, initial=0.0))
+        return tuple(sums[n] for n in self.positions)
+
+    def _solve(self, middle: int, limit: float) -> tuple[float, _Cuts] | None:
         """The busiest rank and the cuts, if it is below ``limit``."""
         states: dict[tuple[int, int], tuple[float, _Cuts, _Cuts]] = {
             (0, middle): (0.0, (0,), (middle,))
@@ -103,7 +95,7 @@ class _Chain:
                     known = after.get((end, other))
                     if known is None or score < known[0]:
                         after[end, other] = (score, (*first, end), (*second, other))
-            is_last = place + 1 >= self.num_second
+            is_last = place + 1 >= self.num_stages - len(self.speeds)
             states = {k: v for k, v in after.items() if k[1] == last or not is_last}
         found = states.get((middle, last))
         if found is None or found[0] >= limit:

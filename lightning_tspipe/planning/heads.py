@@ -7,24 +7,32 @@ assignment the trunk is cut optimally (``partition``)::
 
     rank 1 | data █ trunk ██████ head c ███     |
     rank 0 | trunk ███      head a ████ head b █|
+
+Without heads the same search places a network whose forwards alone run, beside others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from operator import attrgetter
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.partition import megabytes, partition
-from lightning_tspipe.planning.pieces import WHOLE, Pieces
-from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.cluster import Link
+from lightning_tspipe.planning.partition import Chain, megabytes
+from lightning_tspipe.planning.placement import WHOLE, Pieces, default_ranks
+from lightning_tspipe.planning.profile import NetworkProfile, seconds_at
 from lightning_tspipe.planning.table import aligned
 
 _MOST_WAYS = 4096
 _MOST_CUTS = 200
 """Number of assignments for which the trunk is cut, the most even ones first."""
+
+_ABOUT = 1.02
+_COPIED_PER_SECOND = 4.0e9
+_SECONDS_PER_PIECE = 5e-5
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,33 @@ class TrunkCost:
     names: tuple[str, ...]
     joined: frozenset[int] = frozenset()
 
-    @property
-    def num_pieces(self) -> int:
-        """The largest number of stages."""
-        return len(self.seconds) - len(self.joined)
+    @classmethod
+    def of(
+        cls,
+        profile: NetworkProfile,
+        seconds: Sequence[float],
+        samples: int,
+        link: Link,
+        num_messages: int = 1,
+    ) -> TrunkCost:
+        """The costs of a network that was measured.
+
+        Args:
+            profile: The network.
+            seconds: Seconds per step of each atom.
+            samples: Samples per step.
+            link: Between two ranks.
+            num_messages: Messages per step between two stages.
+        """  # fmt: skip
+        atoms = profile.atoms
+        sizes = [samples * atom.output_bytes_per_sample for atom in atoms]
+        return cls(
+            tuple(seconds),
+            tuple(atom.parameter_bytes for atom in atoms),
+            tuple(num_messages * link.latency + size / link.bandwidth for size in sizes),
+            tuple(atom.name for atom in atoms),
+            profile.joined,
+        )
 
 
 @dataclass(frozen=True)
@@ -84,24 +115,10 @@ class Spread:
     busy: tuple[float, ...]
     num_bytes: tuple[int, ...]
 
-    def placement(self, depth: int, num_microbatches: int = 1, pieces: Pieces = WHOLE) -> Placement:
-        """The placement that the engine carries out.
-
-        Args:
-            depth: Number of batches that the trunk may run ahead.
-            num_microbatches: Number of pieces in which a batch goes through the trunk.
-            pieces: The atoms within the first stage that a batch goes through in pieces.
-        """
-        return Placement(
-            num_ranks=len(self.busy),
-            student_cuts=tuple(range(len(self.head_ranks) + 1)),
-            student_ranks=self.head_ranks,
-            teacher_cuts=self.cuts,
-            teacher_ranks=self.ranks,
-            num_microbatches=num_microbatches,
-            depth=depth,
-            pieces=pieces,
-        )
+    @property
+    def score(self) -> tuple[float, int]:
+        """Seconds of the busiest rank, and bytes of the fullest one, to be minimised."""
+        return max(self.busy), max(self.num_bytes)
 
     def describe(self, heads: Sequence[HeadCost]) -> str:
         """Describe each rank, as a table."""
@@ -118,136 +135,168 @@ class Spread:
         return "\n".join(aligned(rows))
 
 
-def spread(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    trunk: TrunkCost,
-    heads: Sequence[HeadCost],
-    num_ranks: int,
-    memory_limit: float = math.inf,
-    cuts: tuple[int, ...] | None = None,
-    beside: Sequence[float] = (),
-) -> Spread:
-    """Find the placement whose busiest rank is least busy; among equals, the one with less memory.
+@dataclass(frozen=True)
+class Task:
+    """A trunk and its heads to be placed; a *way* is an assignment: the rank of each head.
 
-    Args:
+    Attributes:
         trunk: Costs of the trunk.
         heads: Costs of the heads.
         num_ranks: Number of devices.
         memory_limit: Bytes that each device may hold.
         cuts: The trunk's cuts, if given: first atom of each stage, and the number of atoms.
-        beside: Seconds that each rank is busy with something else; by default none.
-
-    Raises:
-        PartitionError: Nothing fits; names the largest head, or an atom of the trunk.
+        beside: Seconds that each rank is busy with something else; () for none.
     """
-    _check_sizes(heads, memory_limit)
-    task = _Task(
-        trunk, tuple(heads), num_ranks, memory_limit, cuts, tuple(beside) or (0.0,) * num_ranks
-    )
-    best: Spread | None = None
-    failure: PartitionError | None = None
-    for way in sorted(task.ways(), key=task.evenness)[:_MOST_CUTS]:
-        if best is not None and task.evenness(way)[0] >= max(best.busy):
-            break
-        for num_stages in task.numbers_of_stages:
-            try:
-                found = task.cut(way, num_stages)
-            except PartitionError as error:
-                failure = error
-                continue
-            if best is None or _score(found) < _score(best):
-                best = found
-    if best is None:
-        raise failure or PartitionError("no placement of the heads fits the memory")
-    return best
-
-
-def _check_sizes(heads: Sequence[HeadCost], memory_limit: float) -> None:
-    for head in heads:
-        if head.num_bytes > memory_limit:
-            raise PartitionError(
-                f"head {head.name!r} alone needs {megabytes(head.num_bytes)} for parameters, "
-                f"gradients and optimizer state, and a rank may hold {megabytes(memory_limit)}"
-            )
-
-
-def _score(found: Spread) -> tuple[float, int]:
-    return max(found.busy), max(found.num_bytes)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """The arguments of ``spread``; a *way* is an assignment: the rank of each head."""
 
     trunk: TrunkCost
-    heads: tuple[HeadCost, ...]
+    heads: Sequence[HeadCost]
     num_ranks: int
-    memory_limit: float
-    given: tuple[int, ...] | None
-    beside: tuple[float, ...]
+    memory_limit: float = math.inf
+    cuts: tuple[int, ...] | None = None
+    beside: Sequence[float] = ()
 
-    @property
-    def numbers_of_stages(self) -> Sequence[int]:
-        """Numbers of stages that the trunk may be cut into."""
-        if self.given is not None:
-            return (len(self.given) - 1,)
-        return range(1, min(self.num_ranks, self.trunk.num_pieces) + 1)
+    def best(self) -> Spread:
+        """The placement whose busiest rank is least busy; among equals, the one with less memory.
 
-    def ways(self) -> Iterator[tuple[int, ...]]:
+        Raises:
+            PartitionError: Nothing fits; names the largest head, or an atom of the trunk.
+        """
+        self._check_sizes()
+        most = len(self.trunk.seconds) - len(self.trunk.joined)
+        numbers = [len(self.cuts) - 1] if self.cuts else range(1, min(self.num_ranks, most) + 1)
+        best: Spread | None = None
+        failure = PartitionError("no placement of the heads fits the memory")
+        for way in sorted(self._ways(), key=self._evenness)[:_MOST_CUTS]:
+            if best is not None and self._evenness(way)[0] >= max(best.busy):
+                break
+            for num_stages in numbers:
+                try:
+                    found = self._cut(way, num_stages)
+                except PartitionError as error:
+                    failure = error
+                else:
+                    best = found if best is None else min(best, found, key=attrgetter("score"))
+        if best is None:
+            raise failure
+        return best
+
+    def _check_sizes(self) -> None:
+        """Refuse a head that is too large for any rank."""
+        limit = self.memory_limit
+        for head in self.heads:
+            if head.num_bytes > limit:
+                raise PartitionError(
+                    f"head {head.name!r} alone needs {megabytes(head.num_bytes)} for parameters, "
+                    f"gradients and optimizer state, and a rank may hold {megabytes(limit)}"
+                )
+
+    def _ways(self) -> Iterator[tuple[int, ...]]:
         """All assignments of few heads; a good assignment of many, and its neighbours."""
         if self.num_ranks ** len(self.heads) <= _MOST_WAYS:
             yield from product(range(self.num_ranks), repeat=len(self.heads))
             return
         dealt = [0] * len(self.heads)
-        busy = list(self.beside)
+        busy = list(self.beside) or [0.0] * self.num_ranks
         for index in sorted(range(len(dealt)), key=lambda i: -self.heads[i].seconds):
             rank = busy.index(min(busy))
             dealt[index] = rank
             busy[rank] += self.heads[index].seconds
         yield tuple(dealt)
-        for index in range(len(dealt)):
-            for rank in range(self.num_ranks):
-                if rank != dealt[index]:
-                    yield (*dealt[:index], rank, *dealt[index + 1 :])
+        for index, rank in product(range(len(dealt)), range(self.num_ranks)):
+            if rank != dealt[index]:
+                yield (*dealt[:index], rank, *dealt[index + 1 :])
 
-    def loads(self, way: tuple[int, ...]) -> tuple[list[float], list[int]]:
+    def _loads(self, way: tuple[int, ...]) -> tuple[list[float], list[int]]:
         """Seconds and bytes of each rank, without the trunk."""
-        seconds, sizes = list(self.beside), [0] * self.num_ranks
+        seconds = list(self.beside) or [0.0] * self.num_ranks
+        sizes = [0] * self.num_ranks
         for head, rank in zip(self.heads, way, strict=True):
             seconds[rank] += head.seconds
             sizes[rank] += head.num_bytes
         return seconds, sizes
 
-    def evenness(self, way: tuple[int, ...]) -> tuple[float, float]:
+    def _evenness(self, way: tuple[int, ...]) -> tuple[float, float]:
         """A lower bound of the busiest rank for any cut of the trunk; and the fullest rank."""
-        seconds, sizes = self.loads(way)
+        seconds, sizes = self._loads(way)
         total = sum(seconds) + sum(self.trunk.seconds)
         return max(*seconds, total / self.num_ranks), max(sizes)
 
-    def cut(self, way: tuple[int, ...], num_stages: int) -> Spread:
+    def _cut(self, way: tuple[int, ...], num_stages: int) -> Spread:
         """One assignment, with the trunk cut for it.
 
         Raises:
             PartitionError: It does not fit the memory.
         """
         trunk = self.trunk
-        seconds, sizes = self.loads(way)
+        seconds, sizes = self._loads(way)
         if max(sizes) > self.memory_limit:
             raise PartitionError(f"{megabytes(max(sizes))} of heads on one rank")
         ranks = default_ranks(num_stages, self.num_ranks)
-        limits: list[int] | None = None
-        if math.isfinite(self.memory_limit):
-            limits = [int(self.memory_limit) - sizes[rank] for rank in ranks]
-        cuts = self.given or partition(
-            trunk.seconds,
-            num_stages,
-            memory=trunk.num_bytes,
-            memory_limits=limits,
-            transfers=trunk.transfers,
-            loads=[seconds[rank] for rank in ranks],
-            joined=trunk.joined,
-            names=trunk.names,
+        cuts = (
+            self.cuts
+            or Chain(
+                trunk.seconds,
+                num_stages,
+                memory=trunk.num_bytes,
+                memory_limits=[self.memory_limit - sizes[rank] for rank in ranks],
+                transfers=trunk.transfers,
+                loads=[seconds[rank] for rank in ranks],
+                joined=trunk.joined,
+                names=trunk.names,
+            ).cut()
         )
         for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
             seconds[rank] += sum(trunk.seconds[start:stop])
             sizes[rank] += sum(trunk.num_bytes[start:stop])
         return Spread(cuts, ranks, way, tuple(seconds), tuple(sizes))
+
+
+def choose_pieces(
+    profile: NetworkProfile, batch_size: int, input_bytes: int, ends: Collection[int]
+) -> Pieces:
+    """The choice with the least memory among those about as fast as the fastest.
+
+    Args:
+        profile: The trunk, measured at the sizes that pieces may have, and for a whole batch.
+        batch_size: Samples in a batch.
+        input_bytes: Bytes per sample of the first atom's input.
+        ends: Possible numbers of atoms.
+    """
+    bytes_between = [input_bytes, *(atom.output_bytes_per_sample for atom in profile.atoms)]
+    smaller = [size for size in profile.sizes if size < batch_size]
+    ways = [WHOLE]
+    ways += [Pieces(end, math.ceil(batch_size / size)) for size in smaller for end in ends]
+
+    def seconds(way: Pieces) -> float:
+        total = sum(seconds_in_pieces(way, profile, batch_size))
+        if way.num_atoms:
+            copied = batch_size * bytes_between[way.num_atoms]
+            total += copied / _COPIED_PER_SECOND + way.number * _SECONDS_PER_PIECE
+        return total
+
+    fastest = min(map(seconds, ways))
+    fast = [way for way in ways if seconds(way) <= _ABOUT * fastest]
+    return min(fast, key=lambda way: (_peak(way, batch_size, bytes_between), way.num_atoms))
+
+
+def seconds_in_pieces(
+    pieces: Pieces, profile: NetworkProfile, batch_size: int
+) -> tuple[float, ...]:
+    """Seconds of each atom, for a whole batch."""
+    size = math.ceil(batch_size / pieces.number)
+    return tuple(
+        pieces.number * seconds_at(atom.forward, size)
+        if place < pieces.num_atoms
+        else seconds_at(atom.forward, batch_size)
+        for place, atom in enumerate(profile.atoms)
+    )
+
+
+def _peak(way: Pieces, batch_size: int, bytes_between: list[int]) -> float:
+    """Peak bytes: the input and output of one atom, and the outputs of finished pieces."""
+    pairs = [a + b for a, b in pairwise(bytes_between)]
+    whole = batch_size * max(pairs[way.num_atoms :], default=0)
+    if not way.num_atoms:
+        return whole
+    done = batch_size * bytes_between[way.num_atoms]
+    return max(whole, 2 * done, done + batch_size * max(pairs[: way.num_atoms]) / way.number)

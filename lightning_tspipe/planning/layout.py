@@ -1,21 +1,53 @@
-"""A layout: one way to cut the networks and place the stages, with its costs."""
+"""A layout: one way to cut the networks and place the stages, with its costs and its memory."""
 
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
+from operator import add, sub
 
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.planning.in_flight import num_batches, num_copies
-from lightning_tspipe.planning.memory import MemoryUse
+from lightning_tspipe.planning.bounds import cycle_seconds
+from lightning_tspipe.planning.cluster import FREE
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.simulation.cost import CostTable, StageCost
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes by rank.
+
+    Attributes:
+        parameters: The student's parameters and buffers.
+        gradients: Gradients of the trained parameters.
+        optimizer: Optimizer state: momentum, moments.
+        teacher: The teacher's parameters and buffers.
+        activations: Activations that the student saves from forward to backward, and inputs that
+            its stages received, of all units and of all batches in flight.
+        versions: Copies of the trained weights beside the current ones; () if there are none.
+        messages: Receive buffers other than those of the student's activations; () in a plan of an
+            older version.
+    """
+
+    parameters: tuple[int, ...]
+    gradients: tuple[int, ...]
+    optimizer: tuple[int, ...]
+    teacher: tuple[int, ...]
+    activations: tuple[int, ...]
+    versions: tuple[int, ...] = ()
+    messages: tuple[int, ...] = ()
+
+    def of_rank(self, rank: int) -> Iterator[tuple[str, int]]:
+        """Names and bytes of each part, for one rank."""
+        for part in fields(self):
+            amounts = getattr(self, part.name)
+            if amounts:
+                yield part.name, amounts[rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +72,10 @@ class Cuts:
         return len(self.student) - 1
 
 
+_Part = tuple[int, int, int]
+"""First atom, end and rank of a stage."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Cuts with a number of micro-batches and the stages whose backward is split; has costs."""
@@ -49,36 +85,23 @@ class Layout:
     num_microbatches: int
     split: frozenset[int] = frozenset()
 
-    @property
-    def student_ranks(self) -> tuple[int, ...]:
-        """Rank of each student stage."""
-        return default_ranks(self.cuts.num_stages, self.workload.num_ranks)
+    @cached_property
+    def student_parts(self) -> tuple[_Part, ...]:
+        """First atom, end and rank of each student stage."""
+        ranks = default_ranks(self.cuts.num_stages, self.workload.num_ranks)
+        return _parts(self.cuts.student, ranks)
 
     @cached_property
-    def student_parts(self) -> tuple[tuple[int, int, int], ...]:
-        """First atom, end and rank of each student stage."""
-        bounds = pairwise(self.cuts.student)
-        return tuple(
-            (start, stop, rank)
-            for (start, stop), rank in zip(bounds, self.student_ranks, strict=True)
-        )
-
-    @property
-    def teacher_parts(self) -> tuple[tuple[int, int, int], ...]:
+    def teacher_parts(self) -> tuple[_Part, ...]:
         """First atom, end and rank of each teacher stage."""
-        teacher = self.workload.teacher
+        teacher, num_ranks = self.workload.teacher, self.workload.num_ranks
         if teacher is None:
             return ()
-        bounds, ranks = self.cuts.student, self.student_ranks
+        parts = self.student_parts
         if not self.workload.paired:
-            bounds = self.cuts.teacher
-            ranks = default_ranks(self.workload.num_ranks, self.workload.num_ranks)
-        end = teacher.num_atoms
-        return tuple(
-            (start, min(stop, end), rank)
-            for (start, stop), rank in zip(pairwise(bounds), ranks, strict=True)
-            if start < min(stop, end)
-        )
+            parts = _parts(self.cuts.teacher, default_ranks(num_ranks, num_ranks))
+        ends = ((start, min(stop, teacher.num_atoms), rank) for start, stop, rank in parts)
+        return tuple(part for part in ends if part[0] < part[1])
 
     @property
     def teacher_cuts(self) -> tuple[int, ...]:
@@ -90,30 +113,26 @@ class Layout:
     def pipeline(self) -> Pipeline:
         """The pipeline that schedules are made for."""
         workload = self.workload
-        ranks = self.student_ranks
+        own, other = workload.num_calls
+        student = self._network(workload.student, self.student_parts, own)
         teacher = None
         if workload.teacher is not None:
-            teacher = self._network(
-                workload.teacher,
-                self.teacher_cuts,
-                tuple(rank for _, _, rank in self.teacher_parts),
-                workload.num_calls[1],
-            )
-        student = self._network(workload.student, self.cuts.student, ranks, workload.num_calls[0])
+            teacher = self._network(workload.teacher, self.teacher_parts, other)
         coupling = Coupling.PREFIX if workload.frozen else Coupling.CHAIN
         last = workload.num_ranks - 1
         return Pipeline(workload.num_ranks, student, teacher, last, coupling=coupling)
 
     def _network(
-        self, network: NetworkProfile, cuts: tuple[int, ...], ranks: tuple[int, ...], num_calls: int
+        self, network: NetworkProfile, parts: tuple[_Part, ...], num_calls: int
     ) -> NetworkLayout:
         outputs = {
             stage
-            for stage, (start, stop) in enumerate(pairwise(cuts))
+            for stage, (start, stop, _) in enumerate(parts)
             if any(atom.result_bytes_per_sample for atom in network.atoms[start:stop])
         }
         if network is self.workload.student or not self.workload.frozen:
-            outputs.add(len(ranks) - 1)
+            outputs.add(len(parts) - 1)
+        ranks = tuple(rank for _, _, rank in parts)
         return NetworkLayout(ranks, num_calls, self.num_microbatches, frozenset(outputs))
 
     @cached_property
@@ -123,102 +142,134 @@ class Layout:
         ranks = workload.ranks
         own, other = units.samples
 
-        def seconds(sums: tuple[float, ...], start: int, stop: int, rank: int) -> float:
-            return _part(sums, start, stop) / ranks.speeds[rank] + workload.action_overhead
+        def seconds(sums: tuple[float, ...], part: _Part) -> float:
+            start, stop, rank = part
+            return (sums[stop] - sums[start]) / ranks.speeds[rank] + workload.action_overhead
 
         student = tuple(
             StageCost(
-                forward=seconds(units.forward, start, stop, rank),
-                backward=seconds(units.backward, start, stop, rank),
-                input_backward=seconds(units.input_backward, start, stop, rank),
-                weight_backward=seconds(units.weight_backward, start, stop, rank),
-                output_bytes=_output_bytes(workload.student, stop, own),
-                result_bytes=_result_bytes(workload.student, start, stop, own),
+                forward=seconds(units.forward, part),
+                backward=seconds(units.backward, part),
+                input_backward=seconds(units.input_backward, part),
+                weight_backward=seconds(units.weight_backward, part),
+                output_bytes=_output_bytes(workload.student, part, own),
+                result_bytes=_result_bytes(workload.student, part, own),
             )
-            for start, stop, rank in self.student_parts
+            for part in self.student_parts
         )
+        passes_on = workload.frozen
         teacher = tuple(
             StageCost(
-                forward=seconds(units.teacher, start, stop, rank),
-                output_bytes=_output_bytes(
-                    workload.teacher, stop, other, passed_on=workload.frozen
-                ),
-                result_bytes=0
-                if workload.frozen
-                else _result_bytes(workload.teacher, start, stop, other),
+                forward=seconds(units.teacher, part),
+                output_bytes=_output_bytes(workload.teacher, part, other, passes_on=passes_on),
+                result_bytes=0 if passes_on else _result_bytes(workload.teacher, part, other),
             )
-            for start, stop, rank in self.teacher_parts
+            for part in self.teacher_parts
             if workload.teacher is not None
         )
+        between = ranks.inter_node_link if ranks.nodes else FREE
+        gradients = self._per_rank(workload.gradient_sums)
+        sums = [ranks.reduction_seconds(rank, size) for rank, size in enumerate(gradients)]
+        followed = self._teacher_bytes if workload.paired else [0] * workload.num_ranks
         return CostTable(
             student=student,
             teacher=teacher,
-            loss=workload.loss_seconds / ranks.speeds[0],
-            optimizer=self._seconds_per_rank(workload.update_sums),
-            effects=self._seconds_per_rank(workload.effect_sums),
+            loss=0.0,
+            optimizer=self._update_seconds(gradients),
+            effects=self._update_seconds(followed),
             latency=ranks.link.latency,
             bandwidth=ranks.link.bandwidth,
-            data=workload.data_seconds,
             input_bytes=round(workload.input_bytes_per_sample * own),
             nodes=ranks.nodes,
-            inter_node_latency=ranks.inter_node_link.latency if ranks.nodes else 0.0,
-            inter_node_bandwidth=ranks.inter_node_link.bandwidth if ranks.nodes else math.inf,
-            reduction=self.reduction,
+            inter_node_latency=between.latency,
+            inter_node_bandwidth=between.bandwidth,
+            reduction=tuple(sums) if ranks.num_replicas > 1 else (),
         )
 
-    @property
-    def reduction(self) -> tuple[float, ...]:
-        """Seconds of each rank's gradient reduction over the replicas; () without replicas."""
-        ranks = self.workload.ranks
-        if ranks.num_replicas == 1:
-            return ()
-        gradients = self._per_rank(self.workload.gradient_sums)
-        return tuple(ranks.reduction_seconds(rank, size) for rank, size in enumerate(gradients))
+    def _update_seconds(self, num_bytes: Sequence[float]) -> tuple[float, ...]:
+        """Seconds of each rank to update so many bytes."""
+        rate, speeds = self.workload.update_seconds_per_byte, self.workload.ranks.speeds
+        return tuple(rate * size / speed for size, speed in zip(num_bytes, speeds, strict=True))
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each rank works in a step; the largest is a lower bound for any schedule."""
+        """Seconds that each rank works in a step; the largest is a lower bound for any schedule.
+
+        As :func:`busy_seconds` finds by the costs, which take longer: a search asks for this of
+        many times more layouts than for anything else.
+        """
         workload, units = self.workload, self.workload.units(self.num_microbatches)
-        overhead = workload.action_overhead
-        speeds = workload.ranks.speeds
+        speeds, overhead = workload.ranks.speeds, workload.action_overhead
         own, other = (calls * self.num_microbatches for calls in workload.num_calls)
-        sums = workload.update_sums, workload.effect_sums
-        seconds = list(map(operator.add, *map(self._seconds_per_rank, sums)))
-        seconds[0] += workload.loss_seconds / speeds[0]
-        seconds[-1] += workload.data_seconds
-        for stage, (start, stop, rank) in enumerate(self.student_parts):
-            kinds = [units.forward, units.backward]
-            if stage in self.split:
-                kinds = [units.forward, units.input_backward, units.weight_backward]
-            seconds[rank] += own * sum(
-                _part(kind, start, stop) / speeds[rank] + overhead for kind in kinds
-            )
-        for start, stop, rank in self.teacher_parts:
-            seconds[rank] += other * (_part(units.teacher, start, stop) / speeds[rank] + overhead)
+        halves = (units.input_backward, units.weight_backward)
+        work = [
+            (own, part, (units.forward, *(halves if stage in self.split else (units.backward,))))
+            for stage, part in enumerate(self.student_parts)
+        ]
+        work += [(other, part, (units.teacher,)) for part in self.teacher_parts]
+        gradients = self._per_rank(workload.gradient_sums)
+        seconds = list(self._update_seconds(gradients))
+        if workload.paired:
+            seconds = list(map(add, seconds, self._update_seconds(self._teacher_bytes)))
+        for times, (start, stop, rank), kinds in work:
+            each = sum(sums[stop] - sums[start] for sums in kinds) / speeds[rank]
+            seconds[rank] += times * (each + len(kinds) * overhead)
         return tuple(seconds)
+
+    def bound(self, *, teacher_first: bool = False) -> float:
+        """A lower bound of the seconds per step, for any order.
+
+        Args:
+            teacher_first: Whether every rank runs the teacher before the student, as in GPipe's
+                order, so that it fills no bubble.
+        """
+        cycles = cycle_seconds(self.pipeline, self.costs, self.split, teacher_first=teacher_first)
+        return max(*self.busy, *cycles)
+
+    @cached_property
+    def memory(self) -> MemoryUse:
+        """Bytes of each rank, by what they are needed for."""
+        workload, ranks = self.workload, range(self.workload.num_ranks)
+        parameters, gradients, kept = map(
+            self._per_rank,
+            (workload.parameter_sums, workload.gradient_sums, workload.activation_sums),
+        )
+        samples = sum(workload.samples())
+        again = [0.0] * workload.num_ranks
+        for start, stop, rank in self.student_parts:
+            one = workload.recompute_bytes(start, stop, self.num_microbatches)
+            again[rank] = max(again[rank], one)
+            if start:  # what a stage received stays until its backward
+                kept[rank] += workload.student.atoms[start - 1].output_bytes_per_sample * samples
+        policy, versions = workload.weights, []
+        if policy is not None:
+            kept = [kept[rank] * num_batches(rank, len(ranks)) for rank in ranks]
+            versions = [gradients[rank] * num_copies(policy, rank, len(ranks)) for rank in ranks]
+        states = workload.optimizer_bytes_per_parameter_byte
+        return MemoryUse(
+            parameters=_whole(parameters),
+            gradients=_whole(gradients),
+            optimizer=_whole(states * amount for amount in gradients),
+            teacher=_whole(self._teacher_bytes),
+            activations=_whole(map(add, kept, again)),
+            versions=_whole(versions),
+            messages=self._message_bytes(),
+        )
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
         """Bytes of parameters, gradients and optimizer state of both networks, per rank."""
-        held = list(self._per_rank(self.workload.state_sums))
-        if not self.workload.paired:
-            for start, stop, rank in self.teacher_parts:
-                held[rank] += _part(self.workload.teacher_state_sums, start, stop)
-        return tuple(map(round, map(operator.add, held, self.version_bytes)))
+        use = self.memory
+        parts = (use.parameters, use.gradients, use.optimizer, use.teacher, use.versions)
+        return tuple(map(sum, zip(*filter(None, parts), strict=True)))
 
     @cached_property
-    def version_bytes(self) -> tuple[int, ...]:
-        """Bytes of copies of the trained weights beside the current ones, per rank."""
-        num_ranks, policy = self.workload.num_ranks, self.workload.weights
-        if policy is None:
-            return (0,) * num_ranks
-        trained = self._per_rank(self.workload.gradient_sums)
-        return tuple(
-            round(size * num_copies(policy, rank, num_ranks)) for rank, size in enumerate(trained)
-        )
+    def memory_bytes(self) -> tuple[int, ...]:
+        """Bytes of state, saved activations and receive buffers, per rank."""
+        use = self.memory
+        return tuple(map(sum, zip(self.state_bytes, use.activations, use.messages, strict=True)))
 
-    @cached_property
-    def message_bytes(self) -> tuple[int, ...]:
+    def _message_bytes(self) -> tuple[int, ...]:
         """Bytes of receive buffers per rank; the student's activations are counted elsewhere.
 
         Receives are posted when the step begins, each with a buffer of its own: for gradients, for
@@ -226,11 +277,11 @@ class Layout:
         """
         calls = self.workload.num_calls
         room = [0] * self.workload.num_ranks
-        for parts, costs, units, gives_gradients in (
+        for parts, costs, num_calls, gives_gradients in (
             (self.student_parts, self.costs.student, calls[0], True),
             (self.teacher_parts, self.costs.teacher, calls[1], False),
         ):
-            units *= self.num_microbatches  # noqa: PLW2901 - of all calls
+            units = num_calls * self.num_microbatches
             behind = [*(rank for _, _, rank in parts[1:]), 0]
             for (_, _, rank), following, cost in zip(parts, behind, costs, strict=False):
                 if rank != following:
@@ -240,99 +291,84 @@ class Layout:
                     room[rank] += units * cost.result_bytes * gives_gradients
         return tuple(room)
 
-    @cached_property
-    def memory_bytes(self) -> tuple[int, ...]:
-        """Bytes of state, saved activations and receive buffers, per rank."""
-        workload, samples = self.workload, sum(self.workload.samples())
-        again, received = [0.0] * workload.num_ranks, [0.0] * workload.num_ranks
-        for start, stop, rank in self.student_parts:
-            again[rank] = max(
-                again[rank], workload.recompute_bytes(start, stop, self.num_microbatches)
-            )
-            if start:  # what a stage received stays until its backward
-                before = workload.student.atoms[start - 1]
-                received[rank] += before.output_bytes_per_sample * samples
-        parts = (
-            self.state_bytes,
-            self._in_flight(self._per_rank(workload.activation_sums)),
-            again,
-            self._in_flight(received),
-            self.message_bytes,
-        )
-        return tuple(round(sum(amounts)) for amounts in zip(*parts, strict=True))
-
-    def _in_flight(self, amounts: Sequence[float]) -> list[float]:
-        """Amounts for all batches in flight on each rank, given those for one batch."""
-        if self.workload.weights is None:
-            return list(amounts)
-        num_ranks = self.workload.num_ranks
-        return [size * num_batches(rank, num_ranks) for rank, size in enumerate(amounts)]
-
-    @cached_property
-    def memory_use(self) -> MemoryUse:
-        """Breakdown of the memory of each rank."""
-        workload = self.workload
-        trained = self._per_rank(workload.gradient_sums)
-        teacher = [0] * workload.num_ranks
-        if workload.teacher is not None:
-            sums = workload.teacher.byte_sums("parameter_bytes")
-            for start, stop, rank in self.teacher_parts:
-                teacher[rank] += sums[stop] - sums[start]
-        parameters = self._per_rank(tuple(map(float, workload.parameter_sums)))
-        states = workload.optimizer_bytes_per_parameter_byte
-        return MemoryUse(
-            parameters=tuple(map(round, parameters)),
-            gradients=tuple(map(round, trained)),
-            optimizer=tuple(round(states * amount) for amount in trained),
-            teacher=tuple(teacher),
-            versions=self.version_bytes if workload.weights is not None else (),
-            activations=tuple(
-                held - state - messages
-                for held, state, messages in zip(
-                    self.memory_bytes, self.state_bytes, self.message_bytes, strict=True
-                )
-            ),
-            messages=self.message_bytes,
-        )
-
     @property
-    def fits(self) -> bool:
-        """Whether every rank stays within the memory limits."""
-        workload = self.workload
-        if max(self.state_bytes) > workload.state_limit:
-            return False
-        limits = workload.memory_limits
-        return all(map(math.isinf, limits)) or all(map(operator.le, self.memory_bytes, limits))
+    def excess(self) -> float:
+        """Bytes above the limits, of all ranks together; 0 if the layout fits."""
+        workload, limits = self.workload, self.workload.memory_limits
+        if math.isinf(workload.state_limit) and all(map(math.isinf, limits)):
+            return 0.0
+        over = [held - workload.state_limit for held in self.state_bytes]
+        over += map(sub, self.memory_bytes, limits)
+        return sum(amount for amount in over if amount > 0)
 
-    def _per_rank(self, sums: tuple[float, ...]) -> tuple[float, ...]:
+    def _per_rank(self, sums: Sequence[float]) -> list[float]:
         amounts = [0.0] * self.workload.num_ranks
         for start, stop, rank in self.student_parts:
-            amounts[rank] += _part(sums, start, stop)
-        return tuple(amounts)
+            amounts[rank] += sums[stop] - sums[start]
+        return amounts
 
-    def _seconds_per_rank(self, sums: tuple[float, ...]) -> tuple[float, ...]:
-        speeds = self.workload.ranks.speeds
-        return tuple(map(operator.truediv, self._per_rank(sums), speeds))
+    @property
+    def _teacher_bytes(self) -> list[int]:
+        """Bytes of the teacher's parameters, per rank."""
+        amounts, sums = [0] * self.workload.num_ranks, self.workload.teacher_sums
+        for start, stop, rank in self.teacher_parts:
+            amounts[rank] += sums[stop] - sums[start]
+        return amounts
 
 
-def _part(sums: tuple[float, ...], start: int, stop: int) -> float:
-    return sums[stop] - sums[start]
+def _parts(cuts: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[_Part, ...]:
+    return tuple((*ends, rank) for ends, rank in zip(pairwise(cuts), ranks, strict=True))
+
+
+def _whole(amounts: Iterable[float]) -> tuple[int, ...]:
+    return tuple(map(round, amounts))
 
 
 def _output_bytes(
-    network: NetworkProfile | None, stop: int, samples: float, *, passed_on: bool = False
+    network: NetworkProfile, part: _Part, samples: float, *, passes_on: bool = False
 ) -> int:
     """Bytes that a stage sends to the next one; the last stage only if it is a frozen prefix."""
-    if network is None or (stop == network.num_atoms and not passed_on):
+    if part[1] == network.num_atoms and not passes_on:
         return 0
-    return round(network.atoms[stop - 1].output_bytes_per_sample * samples)
+    return round(network.atoms[part[1] - 1].output_bytes_per_sample * samples)
 
 
-def _result_bytes(network: NetworkProfile | None, start: int, stop: int, samples: float) -> int:
+def _result_bytes(network: NetworkProfile, part: _Part, samples: float) -> int:
     """Bytes that a stage sends to the loss; the network's output if its taps are unknown."""
-    if network is None:
-        return 0
-    amount = sum(atom.result_bytes_per_sample for atom in network.atoms[start:stop])
-    if not amount and stop == network.num_atoms:
+    amount = sum(atom.result_bytes_per_sample for atom in network.atoms[part[0] : part[1]])
+    if not amount and part[1] == network.num_atoms:
         amount = network.atoms[-1].output_bytes_per_sample
     return round(amount * samples)
+
+
+def num_batches(rank: int, num_ranks: int) -> int:
+    """The most batches that a rank has between forward and backward, asynchronously.
+
+    A rank that is w ranks before the loss has w + 1 of them, and as many versions of its weights
+    as its weight policy reads. For three ranks (rank 0 has the loss)::
+
+        copies beside the current weights  rank 0  rank 1  rank 2
+        pipedream                               0       1       2  one for each batch ahead
+        2bw                                     1       1       1  the version before
+        pipeoptim                               0       1       1  a prediction, in a forward
+        spectrain                               1       1       1  the last stage predicts too
+    """
+    return rank + 1 if num_ranks > 1 else 1
+
+
+def num_copies(policy: str, rank: int, num_ranks: int) -> int:
+    """The most copies of a rank's trained weights, beside the current ones.
+
+    Args:
+        policy: Name of the weight policy.
+        rank: The rank, which is also the number of ranks between it and the loss.
+        num_ranks: Ranks of the pipeline.
+    """
+    if num_ranks == 1:
+        return 0
+    if policy == "pipedream":
+        return rank
+    if policy == "2bw":
+        return 1
+    predicts_backward = policy == "spectrain" and (num_ranks - 1 - rank) // 2 > 0
+    return int(rank > 0 or predicts_backward)

@@ -19,20 +19,18 @@ sum::
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, Literal
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, divisors
-from lightning_tspipe.planning.constraints import Constraints
-from lightning_tspipe.planning.evaluation import Evaluator
-from lightning_tspipe.planning.failures import does_not_fit
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.planner import plan
-from lightning_tspipe.planning.search import CutSpace, joined_atoms
+from lightning_tspipe.planning.planner import Evaluator, plan
+from lightning_tspipe.planning.search import CutSpace, does_not_fit
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.workload import Workload
 
@@ -50,45 +48,6 @@ _NUM_ESTIMATES = 3
 
 _MAX_NAMED = 3
 """Other divisions that the reason names."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A step to be planned for a cluster.
-
-    Attributes:
-        profile: The step; its batch is that of all replicas together.
-        cluster: The devices.
-        options: As for :meth:`.StepProfile.problem`.
-    """
-
-    profile: StepProfile
-    cluster: Cluster
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def plan(self, num_replicas: int, *, thorough: bool = True) -> Plan:
-        """The fastest plan of one division.
-
-        Args:
-            num_replicas: Replicas of the pipeline.
-            thorough: Whether to search for seconds rather than for about one.
-
-        Raises:
-            PartitionError: Too few atoms, or no cut fits.
-            ConfigurationError: Devices or samples cannot be divided so.
-        """
-        return plan(*self.problem(num_replicas), thorough=thorough)
-
-    def problem(self, num_replicas: int) -> tuple[Workload, Constraints]:
-        """One replica's work.
-
-        Raises:
-            ConfigurationError: Devices or samples cannot be divided so.
-        """
-        num_ranks = len(self.cluster.ranks(num_replicas).speeds)
-        return self.profile.problem(
-            num_ranks, cluster=self.cluster, num_replicas=num_replicas, **self.options
-        )
 
 
 def plan_cluster(
@@ -110,135 +69,131 @@ def plan_cluster(
         PartitionError: No division has enough atoms and fits the memory; says what each lacks.
         ConfigurationError: The devices or the batch cannot be divided as requested.
     """
-    request = Request(profile, cluster, options)
+
+    def problem(number: int) -> Workload:
+        num_ranks = len(cluster.ranks(number).speeds)
+        return profile.problem(num_ranks, cluster=cluster, num_replicas=number, **options)
+
     if num_replicas != "auto":
-        return request.plan(num_replicas)
-    return _fastest(request)
+        return plan(problem(num_replicas))
+    return _fastest(problem, cluster.num_devices)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Division:
     """A division of the devices into replicas.
 
     Attributes:
-        num_replicas: Number of replicas.
-        num_ranks: Ranks of each.
+        workload: The work of one replica.
+        evaluator: Simulates its schedule.
         layouts: The most even cuts, with choices of micro-batches and halves, best bound first.
         bound: Lower bound of the seconds per step.
-        failure: Why the division is impossible; empty if it is possible.
     """
 
-    num_replicas: int
-    num_ranks: int
-    layouts: tuple[Layout, ...] = field(default=(), repr=False, compare=False)
-    bound: float = math.inf
-    failure: str = ""
+    workload: Workload
+    evaluator: Evaluator
+    layouts: tuple[Layout, ...]
+    bound: float
+
+    @classmethod
+    def of(cls, workload: Workload) -> _Division:
+        """Bound a division.
+
+        Raises:
+            PartitionError: It cannot be planned.
+        """
+        _check(workload)
+        evaluator, counts = Evaluator(workload.schedule), workload.microbatch_counts()
+        even = CutSpace(workload, workload.num_ranks, counts[0]).balanced()
+        choices = [
+            replace(even, num_microbatches=count, split=split)
+            for count in counts
+            for split in workload.splits(workload.num_ranks)
+        ]
+        layouts = sorted(choices, key=evaluator.bound)[:_NUM_ESTIMATES]
+        return cls(workload, evaluator, tuple(layouts), evaluator.bound(layouts[0]))
+
+    def estimate(self) -> float:
+        """Seconds per step, simulated.
+
+        Raises:
+            PartitionError: No cuts fit the memory.
+        """
+        fitting = [layout for layout in self.layouts if not layout.excess]
+        if not fitting:
+            return self.plan().step_seconds
+        return min(map(self.evaluator.estimate, fitting))
+
+    def plan(self) -> Plan:
+        """The plan of this division, searched quickly."""
+        return plan(self.workload, thorough=False)
 
     def __str__(self) -> str:
-        return f"{self.num_replicas} x {self.num_ranks}"
+        return f"{self.workload.num_replicas} x {self.workload.num_ranks}"
 
 
-def _fastest(request: Request) -> Plan:
+def _fastest(problem: Callable[[int], Workload], num_devices: int) -> Plan:
     """Bound all divisions, simulate some, plan the best."""
-    num_devices = request.cluster.num_devices
-    divisions = [
-        _bounded(request, _Division(num_devices // num_ranks, num_ranks))
-        for num_ranks in divisors(num_devices)
-    ]
-    failures = {one: one.failure for one in divisions if one.failure}
-    waiting = sorted((one for one in divisions if not one.failure), key=_bound)
+    waiting, failures = _bounded(problem, num_devices)
     times: dict[_Division, float] = {}
     while waiting and waiting[0].bound < min(times.values(), default=math.inf) * _NEAR:
         division = waiting.pop(0)
         try:
-            times[division] = _estimate(request, division)
+            times[division] = division.estimate()
         except PartitionError as error:
-            failures[division] = str(error)
-    impossible = [f"{one} ({_short(text)})" for one, text in failures.items()]
+            failures.append(f"{division} ({_short(error)})")
     if not times:
         raise PartitionError(
             f"no division of {num_devices} devices into replicas x ranks is possible: "
-            f"{', '.join(impossible)}"
+            f"{', '.join(failures)}"
         )
-    best, plan = _planned(request, times)
+    found = _best(times)
+    best = f"{found.num_replicas} replicas x {found.pipeline.num_ranks} ranks"
     slower = [
         f"{one} about {_ms(times[one])}"
         for one in sorted(times, key=times.__getitem__)
-        if one != best
+        if one.workload.num_replicas != found.num_replicas
     ]
     slower += [f"{one} at least {_ms(one.bound)}" for one in waiting]
-    return replace(plan, reason=_reason(best, slower, impossible, plan))
+    text = ", faster than ".join(filter(None, [best, ", ".join(slower[:_MAX_NAMED])]))
+    if failures:
+        text += f"; impossible: {', '.join(failures[:_MAX_NAMED])}"
+    return replace(found, reason=f"{text}\n{found.reason}")
 
 
-def _planned(request: Request, times: dict[_Division, float]) -> tuple[_Division, Plan]:
-    """The fastest of the best few, planned in full."""
+def _bounded(
+    problem: Callable[[int], Workload], num_devices: int
+) -> tuple[list[_Division], list[str]]:
+    """All divisions, best bound first; and those that are impossible, with the problem."""
+    possible: list[_Division] = []
+    failures: list[str] = []
+    for num_ranks in divisors(num_devices):
+        number = num_devices // num_ranks
+        try:
+            possible.append(_Division.of(problem(number)))
+        except (ConfigurationError, PartitionError) as error:
+            failures.append(f"{number} x {num_ranks} ({_short(error)})")
+    return sorted(possible, key=attrgetter("bound")), failures
+
+
+def _best(times: dict[_Division, float]) -> Plan:
+    """The fastest of the best few divisions, planned in full."""
     order = sorted(times, key=times.__getitem__)
-    plans: dict[_Division, Plan] = {}
-    fastest = math.inf
-    for division in order[:_MAX_PLANNED]:
-        if times[division] <= times[order[0]] * _NEAR and division.bound < fastest * _EQUAL:
-            plans[division] = request.plan(division.num_replicas, thorough=False)
-            fastest = min(fastest, plans[division].step_seconds)
-    best = min(plans, key=lambda one: plans[one].step_seconds)
-    return best, plans[best]
+    found = order[0].plan()
+    for other in order[1:_MAX_PLANNED]:
+        may_win = other.bound < found.step_seconds * _EQUAL
+        if may_win and times[other] <= times[order[0]] * _NEAR:
+            found = min(found, other.plan(), key=attrgetter("step_seconds"))
+    return found
 
 
-def _bounded(request: Request, division: _Division) -> _Division:
-    """Bound a division, or say why it is impossible."""
-    try:
-        workload, constraints = request.problem(division.num_replicas)
-        _check(workload)
-    except (ConfigurationError, PartitionError) as error:
-        return replace(division, failure=str(error))
-    evaluator = Evaluator(constraints.schedule)
-    layouts = sorted(_layouts(workload, constraints), key=evaluator.bound)
-    return replace(
-        division, layouts=tuple(layouts[:_NUM_ESTIMATES]), bound=evaluator.bound(layouts[0])
-    )
-
-
-def _layouts(workload: Workload, constraints: Constraints) -> Iterator[Layout]:
-    """The most even cuts, for each number of micro-batches and choice of halves."""
-    counts = constraints.microbatch_counts(workload)
-    even = CutSpace(workload, workload.num_ranks, counts[0]).balanced()
-    for count in counts:
-        for split in constraints.splits(workload, workload.num_ranks):
-            yield replace(even, num_microbatches=count, split=split)
-
-
-def _estimate(request: Request, division: _Division) -> float:
-    """Seconds per step, simulated.
-
-    Raises:
-        PartitionError: No cuts fit the memory.
-    """
-    fitting = [layout for layout in division.layouts if layout.fits]
-    if not fitting:
-        return request.plan(division.num_replicas, thorough=False).step_seconds
-    evaluator = Evaluator(request.options.get("schedule", "tspipe"))
-    return min(map(evaluator.estimate, fitting))
-
-
-def _reason(best: _Division, slower: list[str], impossible: list[str], plan: Plan) -> str:
-    text = f"{best.num_replicas} replicas x {best.num_ranks} ranks"
-    if slower:
-        text += f", faster than {', '.join(slower[:_MAX_NAMED])}"
-    if impossible:
-        text += f"; impossible: {', '.join(impossible[:_MAX_NAMED])}"
-    return f"{text}\n{plan.reason}"
-
-
-def _short(failure: str) -> str:
+def _short(failure: Exception) -> str:
     """The problem, without the remedy."""
-    return failure.partition(". ")[0]
+    return str(failure).partition(". ")[0]
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
-
-
-def _bound(division: _Division) -> float:
-    return division.bound
 
 
 def _check(workload: Workload) -> None:
@@ -248,16 +203,17 @@ def _check(workload: Workload) -> None:
         PartitionError: Too few atoms, units smaller than those that were measured, or too little
             memory on all ranks together.
     """
-    num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
-    if num_pieces < workload.num_ranks:
-        raise too_few_atoms(num_pieces, workload.num_ranks)
+    if workload.num_pieces < workload.num_ranks:
+        raise too_few_atoms(workload.num_pieces, workload.num_ranks)
     smallest, _ = workload.measured_sizes
     if min(workload.batch_sizes) < smallest:
         raise PartitionError(
             f"a replica would get {min(workload.batch_sizes)} samples per call, and {smallest} "
             "are the fewest that were measured"
         )
-    state = workload.state_sums[-1] + sum(workload.teacher_state_sums[-1:])
+    state = workload.state_sums[-1]
+    if not workload.paired:
+        state += sum(workload.teacher_sums[-1:])
     needed = state + workload.activation_sums[-1]
     limits = workload.memory_limits
     if state > workload.state_limit * len(limits) or needed > sum(limits):

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from lightning_tspipe.planning.pieces import WHOLE, Pieces
+
+@dataclass(frozen=True)
+class Pieces:
+    """The first atoms of a frozen trunk, which a batch goes through in pieces.
+
+    Activations are large between the first layers of a network, and small between the last. Pieces
+    of a batch need less memory, and large activations then stay in the CPU's caches; but most
+    layers take longer for several pieces than for the whole batch::
+
+        pieces   |a0─a1─a2|a0─a1─a2|
+        whole                      |a3──a4──a5|
+
+    Attributes:
+        num_atoms: Number of these atoms.
+        number: Number of pieces of a batch.
+    """
+
+    num_atoms: int = 0
+    number: int = 1
+
+    def within(self, num_atoms: int, ends: Collection[int]) -> Pieces:
+        """The same, limited to the first atoms.
+
+        Args:
+            num_atoms: Largest number of atoms.
+            ends: Possible numbers of atoms.
+        """
+        most = min(self.num_atoms, num_atoms)
+        last = max((end for end in ends if end <= most), default=0)
+        return replace(self, num_atoms=last) if last else WHOLE
+
+
+WHOLE = Pieces()
+"""No atoms: the batch goes through as a whole."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +75,26 @@ class Placement:
     student_holders: tuple[tuple[int, ...], ...] = ()
     teacher_holders: tuple[tuple[int, ...], ...] = ()
     pieces: Pieces = WHOLE
+
+    @classmethod
+    def of(
+        cls,
+        num_ranks: int,
+        student: tuple[int, ...],
+        teacher: tuple[int, ...] = (),
+        num_microbatches: int = 1,
+    ) -> Placement:
+        """Stages on ranks as in :func:`default_ranks`; what is not called has no cuts.
+
+        Args:
+            num_ranks: Ranks of the pipeline.
+            student: The student's cuts.
+            teacher: The teacher's.
+            num_microbatches: Micro-batches per call.
+        """
+        student_ranks = default_ranks(len(student) - 1, num_ranks) or (0,)
+        teacher_ranks = default_ranks(len(teacher) - 1, num_ranks)
+        return cls(num_ranks, student, student_ranks, teacher, teacher_ranks, num_microbatches)
 
     @property
     def holders(self) -> dict[Literal["student", "teacher"], tuple[tuple[int, ...], ...]]:

@@ -1,26 +1,40 @@
-"""A plan: the decisions of the planner, and the step time and memory that it expects."""
+"""A plan: the decisions of the planner, and the step time and memory that it expects.
+
+Checkpoints keep plans as text, so that a resumed run can follow them. The placement determines more
+than the step time: in asynchronous schedules, a stage's place decides which version of its weights
+it reads; a micro-batch has the batch statistics of its own samples; and dropout draws from the
+generator of the rank that runs it. Measured costs differ from run to run, and so may plans that are
+made from them.
+"""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import CheckpointError, ConfigurationError
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
-from lightning_tspipe.planning.memory import MemoryUse
+from lightning_tspipe.planning.bounds import busy_seconds
+from lightning_tspipe.planning.layout import Layout, MemoryUse
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.planning.plain import from_plain, from_text, to_plain
+from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.schedules.registry import build_schedule, runs_ahead
-from lightning_tspipe.simulation.cost import CostTable, StageCost
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
+from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
 
-_BANDWIDTHS = ("bandwidth", "inter_node_bandwidth")
+Source = Literal["times", "flops", "given"]
+"""The basis of a plan: measured times, counted operations, or the user's partition."""
+
+PLAN, PLACED = "plan", "placed"
+"""Keys in a checkpoint: the planner's result, if it searched; and what was carried out."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,37 @@ class Plan:
     memory: MemoryUse | None = None
     recomputed: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, layout: Layout, seconds: float, reason: str) -> Plan:
+        """Make a plan of a layout.
+
+        Args:
+            layout: The layout.
+            seconds: Seconds of its steady step, simulated with the schedule that will run.
+            reason: Why it was chosen.
+        """
+        busy, workload = layout.busy, layout.workload
+        samples, speeds = max(workload.batch_sizes), workload.ranks.speeds
+        return cls(
+            schedule=workload.schedule,
+            pipeline=layout.pipeline,
+            student_cuts=layout.cuts.student,
+            teacher_cuts=layout.teacher_cuts,
+            num_microbatches=layout.num_microbatches,
+            split=layout.split,
+            costs=layout.costs,
+            step_seconds=seconds,
+            samples_per_second=samples * workload.num_replicas / seconds if seconds else 0.0,
+            bubble_ratio=max(0.0, 1 - sum(busy) / (len(busy) * seconds)) if seconds else 0.0,
+            memory_bytes=layout.memory_bytes,
+            state_bytes=layout.state_bytes,
+            reason=reason,
+            num_replicas=workload.num_replicas,
+            speeds=() if len(set(speeds)) == 1 else speeds,
+            memory=layout.memory,
+            recomputed=tuple(sorted(workload.student.recomputed)),
+        )
+
     @property
     def placement(self) -> Placement:
         """The placement that an engine carries out."""
@@ -90,31 +135,15 @@ class Plan:
         """
         if num_steps < 1:
             raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
-        ahead = self.pipeline.teacher is not None and runs_ahead(self.schedule)
-        first, steady = (
-            lower(
-                build_schedule(
-                    self.schedule,
-                    self.pipeline,
-                    self.costs,
-                    teacher_now=teacher_now,
-                    teacher_next=ahead,
-                    split=self.split,
-                )
-            )
-            for teacher_now in (True, not ahead)
-        )
-        return simulate([first, *[steady] * (num_steps - 1)], self.costs)
+        name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
+        first = steady = lower(steady_step(name, pipeline, costs, split))
+        if name != ASYNCHRONOUS:
+            first = lower(build_step(name, pipeline, costs, fresh=True, ahead=1, split=split))
+        return simulate([first, *[steady] * (num_steps - 1)], costs)
 
     def to_json(self) -> str:
         """Everything, as JSON that :meth:`from_json` reads."""
-        data = asdict(self)
-        data["split"] = sorted(self.split)
-        data["pipeline"] = self.pipeline.to_dict()
-        for name in _BANDWIDTHS:
-            if math.isinf(data["costs"][name]):  # JSON has no infinity
-                data["costs"][name] = None
-        return json.dumps(data)
+        return json.dumps(to_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -123,65 +152,36 @@ class Plan:
         Raises:
             ConfigurationError: The text is not a plan.
         """
-        try:
-            return cls._from(json.loads(text))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"not a plan ({type(error).__name__}: {error}); `tspipe plan --save` writes one"
-            ) from error
-
-    @classmethod
-    def _from(cls, data: dict[str, Any]) -> Plan:
-        data["pipeline"] = Pipeline.from_dict(data["pipeline"])
-        data["costs"] = _costs(data["costs"])
-        data["split"] = frozenset(data["split"])
-        for name in ("student_cuts", "teacher_cuts", "memory_bytes", "state_bytes"):
-            data[name] = tuple(data[name])
-        data["speeds"] = tuple(data.get("speeds", ()))
-        data["recomputed"] = tuple(data.get("recomputed", ()))
-        if data.get("memory") is not None:
-            data["memory"] = MemoryUse(**{k: tuple(v) for k, v in data["memory"].items()})
-        return cls(**data)
+        return from_text(cls, text, "plan", "--save")
 
     def __str__(self) -> str:
-        rows = [("rank", "student", "teacher", "busy", "state", "memory")]
-        for rank in range(self.pipeline.num_ranks):
-            busy = self._busy(rank) / self.step_seconds if self.step_seconds else 0.0
-            rows.append(
-                (
-                    str(rank),
-                    _held(self.pipeline.student, self.student_cuts, rank),
-                    _held(self.pipeline.teacher, self.teacher_cuts, rank),
-                    f"{busy:.0%}",
-                    megabytes(self.state_bytes[rank]),
-                    megabytes(self.memory_bytes[rank]),
-                )
-            )
-        parts = [self._title(), *aligned(rows), *self._memory_lines(), self.reason]
-        return "\n".join(parts + self._on_paper())
-
-    def _memory_lines(self) -> list[str]:
-        """Breakdown of the memory of each rank, as a table."""
-        if self.memory is None:
-            return []
         ranks = range(self.pipeline.num_ranks)
-        rows = [("memory", *(name for name, _ in self.memory.of_rank(0)))]
+        busy = busy_seconds(self.pipeline, self.costs, self.split)
+        rows = [("rank", "student", "teacher", "busy", "state", "memory")]
         rows += [
-            (str(rank), *(megabytes(size) for _, size in self.memory.of_rank(rank)))
+            (
+                str(rank),
+                _held(self.pipeline.student, self.student_cuts, rank),
+                _held(self.pipeline.teacher, self.teacher_cuts, rank),
+                f"{busy[rank] / self.step_seconds if self.step_seconds else 0.0:.0%}",
+                megabytes(self.state_bytes[rank]),
+                megabytes(self.memory_bytes[rank]),
+            )
             for rank in ranks
         ]
-        return aligned(rows)
-
-    def _on_paper(self) -> list[str]:
-        """Notes on what the strategy does not check."""
-        notes = []
+        lines = [self._title(), *aligned(rows)]
+        if self.memory is not None:
+            uses = [dict(self.memory.of_rank(rank)) for rank in ranks]
+            table = [(str(rank), *map(megabytes, use.values())) for rank, use in enumerate(uses)]
+            lines += aligned([("memory", *uses[0]), *table])
+        lines.append(self.reason)
         if self.speeds:
             speeds = ", ".join(f"{speed:g}" for speed in self.speeds)
-            notes.append(
+            lines.append(
                 f"a plan on paper: it expects ranks of speeds {speeds}, which TSPipeStrategy does "
                 "not check"
             )
-        return notes
+        return "\n".join(lines)
 
     def _title(self) -> str:
         halves = f", backward in halves on stages {sorted(self.split)}" if self.split else ""
@@ -197,25 +197,6 @@ class Plan:
             f"bubble {self.bubble_ratio:.0%}"
         )
 
-    def _busy(self, rank: int) -> float:
-        """Seconds that ``rank`` is busy in a step."""
-        student, costs = self.pipeline.student, self.costs
-        seconds = costs.optimizer[rank] + costs.effects[rank]
-        seconds += costs.loss * (rank in self.pipeline.loss_ranks)
-        seconds += costs.data * (rank == self.pipeline.data_rank)
-        for stage, cost in enumerate(costs.student):
-            backward = cost.backward
-            if stage in self.split:
-                backward = cost.input_backward + cost.weight_backward
-            seconds += (
-                student.num_units * (cost.forward + backward) * (student.ranks[stage] == rank)
-            )
-        teacher = self.pipeline.teacher
-        if teacher is not None:
-            for stage, cost in enumerate(costs.teacher):
-                seconds += teacher.num_units * cost.forward * (teacher.ranks[stage] == rank)
-        return seconds
-
 
 def _held(layout: NetworkLayout | None, cuts: tuple[int, ...], rank: int) -> str:
     """The stages of a rank and their atoms: ``0: atoms 0-11, 2: atoms 31-40``."""
@@ -229,13 +210,71 @@ def _held(layout: NetworkLayout | None, cuts: tuple[int, ...], rank: int) -> str
     return ", ".join(held) or "-"
 
 
-def _costs(data: dict[str, Any]) -> CostTable:
-    values = dict(data)
-    for name in ("student", "teacher"):
-        values[name] = tuple(StageCost(**stage) for stage in data[name])
-    for name in ("optimizer", "effects", "nodes", "reduction"):
-        values[name] = tuple(data.get(name, ()))
-    for name in _BANDWIDTHS:
-        if name in values and values[name] is None:
-            values[name] = math.inf
-    return CostTable(**values)
+@dataclass(frozen=True)
+class RunPlan:
+    """The placement of a run, and the conditions that it was made for.
+
+    Attributes:
+        made_for: By name, what another run must have in common with this one to use its plan:
+            numbers of devices and atoms, and the user's options. Plain values.
+        source: The basis of the plan.
+        placement: The placement that an engine carries out; None if blocks are relayed.
+        plan: The planner's result, with the costs that order actions; None if nothing was searched.
+        blocks: The distribution of blocks, if they are relayed.
+    """
+
+    made_for: Mapping[str, Any]
+    source: Source
+    placement: Placement | None = None
+    plan: Plan | None = None
+    blocks: RelayPlan | None = None
+
+    @property
+    def costs(self) -> CostTable | None:
+        """Costs of the stages, which determine the order of actions."""
+        return None if self.plan is None else self.plan.costs
+
+    def carries_out(self, other: RunPlan) -> bool:
+        """Whether another plan has the same placement, and the same order of actions."""
+        mine, others = (self.placement, self.blocks), (other.placement, other.blocks)
+        return mine == others and self.costs == other.costs
+
+    def differences(self, wanted: Mapping[str, Any]) -> list[str]:
+        """The differences between another run and this one, in words.
+
+        Args:
+            wanted: The other run's conditions, as in :attr:`made_for`.
+
+        >>> RunPlan({"devices": 4, "schedule": "tspipe"}, "times").differences({"devices": 2})
+        ['devices (4 then, 2 now)', "schedule ('tspipe' then, None now)"]
+        """
+        names = dict.fromkeys([*self.made_for, *wanted])
+        pairs = [(name, self.made_for.get(name), wanted.get(name)) for name in names]
+        return [f"{name} ({then!r} then, {now!r} now)" for name, then, now in pairs if then != now]
+
+    def to_entries(self) -> dict[str, str | None]:
+        """Texts for a checkpoint, by key; the first one is what ``tspipe plan`` saves."""
+        return {
+            PLAN: None if self.plan is None else self.plan.to_json(),
+            PLACED: json.dumps(to_plain(replace(self, plan=None))),
+        }
+
+    @classmethod
+    def from_entries(cls, entries: Mapping[str, Any]) -> RunPlan | None:
+        """Read what :meth:`to_entries` returned; None for older versions, which stored no plan.
+
+        Raises:
+            CheckpointError: The texts are something else.
+        """
+        text, plan = entries.get(PLACED), entries.get(PLAN)
+        if text is None:
+            return None
+        try:
+            placed: RunPlan = from_plain(cls, json.loads(text))
+            return replace(placed, plan=None if plan is None else Plan.from_json(plan))
+        except (ValueError, KeyError, TypeError, ConfigurationError) as error:
+            raise CheckpointError(
+                f"the checkpoint's plan can't be read ({type(error).__name__}: {error}): it was "
+                "changed, or written by a newer version. Remove "
+                f"checkpoint['lightning_tspipe'][0][{PLACED!r}] to plan anew"
+            ) from error

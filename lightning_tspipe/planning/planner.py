@@ -9,27 +9,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import NamedTuple
 
-from lightning_tspipe.planning.constraints import Constraints
-from lightning_tspipe.planning.evaluation import Evaluator
-from lightning_tspipe.planning.failures import does_not_fit
+from lightning_tspipe.ir.lowering import lower
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.layout import Layout
-from lightning_tspipe.planning.partition import partition as cut_evenly
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.reason import TIE, as_plan
 from lightning_tspipe.planning.search import (
     MAX_STARTS,
     CutSpace,
-    atom_seconds,
+    busiest,
+    does_not_fit,
     excess_and_bound,
     folded_cuts,
-    joined_atoms,
 )
 from lightning_tspipe.planning.workload import Workload
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step
+from lightning_tspipe.schedules.synthesis import estimate_step_time
+from lightning_tspipe.schedules.tspipe import tspipe
+from lightning_tspipe.schedules.zero_bubble import split_backward
+from lightning_tspipe.simulation.graph import StepGraph
+from lightning_tspipe.simulation.simulator import graph_step_time, steady_step_time
 
 _NUM_EXACT = 5
 _FEW_EXACT = 2
@@ -63,108 +68,172 @@ _FOLDED_EFFORT = 4
 _FOLDING = ("tspipe", "gpipe")
 """Schedules that are faster with evenly busy ranks."""
 
+TIE = 1.01
+"""Times this close count as equal; then fewer micro-batches, stages and halves are preferred."""
 
-def plan(workload: Workload, constraints: Constraints, *, thorough: bool = True) -> Plan:
+
+def plan(workload: Workload, *, thorough: bool = True) -> Plan:
     """Find the plan with the smallest simulated steady step time that fits the memory.
 
     Args:
-        workload: The step, and the devices.
-        constraints: Decisions of the user.
+        workload: The step, the devices, and what the user decided.
         thorough: Whether to search for seconds rather than for about one.
 
     Raises:
         PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
         ConfigurationError: An impossible partition.
     """
-    return _Planner(workload, constraints, share=1 if thorough else _QUICK).plan()
+    return _Planner(workload, share=1 if thorough else _QUICK).plan()
 
 
-@dataclass(frozen=True)
-class _Scored:
+class Evaluator:
+    """Simulates layouts; caches the actions of a step, which depend on few of their properties.
+
+    Args:
+        schedule: Name of the schedule.
+    """
+
+    def __init__(self, schedule: str) -> None:
+        self._name = schedule
+        self._graphs: dict[tuple[Pipeline, frozenset[int]], StepGraph] = {}
+        self.num_simulated = 0
+
+    def estimate(self, layout: Layout, effort: int = 1) -> float:
+        """Estimated seconds per steady step; from ``effort`` simulations for "tspipe"."""
+        graph, costs = self._graph(layout), layout.costs
+        if self._name == "tspipe":
+            self.num_simulated += effort
+            return estimate_step_time(graph, costs, effort)
+        self.num_simulated += 1
+        return graph_step_time(graph, costs)
+
+    def exact(self, layout: Layout) -> float:
+        """Simulated seconds per steady step of the schedule that will run."""
+        self.num_simulated += 1
+        return steady_step_time(self._schedule(layout), layout.costs)
+
+    def bound(self, layout: Layout) -> float:
+        """A lower bound of the seconds per step of this schedule, without a simulation."""
+        if self._name == "sequential":
+            return sum(layout.busy)  # about: one rank works at a time, except in optimizer steps
+        return layout.bound(teacher_first=self._name == "gpipe")
+
+    def num_actions(self, layout: Layout) -> int:
+        """Number of actions in a step."""
+        return len(self._graph(layout).actions)
+
+    def _graph(self, layout: Layout) -> StepGraph:
+        key = (layout.pipeline, layout.split)
+        if key not in self._graphs:
+            if self._name == "tspipe":  # the paper's order; what it costs decides among others
+                fixed = tspipe(layout.pipeline, teacher_now=False, teacher_next=True)
+                schedule = split_backward(fixed, layout.split)
+            else:
+                schedule = self._schedule(layout)
+            self._graphs[key] = StepGraph.of(lower(schedule))
+        return self._graphs[key]
+
+    def _schedule(self, layout: Layout) -> Schedule:
+        return steady_step(self._name, layout.pipeline, layout.costs, layout.split)
+
+
+class _Scored(NamedTuple):
     """A layout and its step time."""
 
     seconds: float
     layout: Layout
     space: CutSpace
 
+    def moves(self) -> list[Layout]:
+        """Layouts with one boundary moved a little, the best first."""
+        return sorted(self.space.neighbours(self.layout), key=excess_and_bound)
+
+    @property
+    def simplicity(self) -> tuple[int, int, int, float]:
+        layout = self.layout
+        num_stages = layout.cuts.num_stages
+        return layout.num_microbatches, num_stages, len(layout.split), self.seconds
+
+
+_seconds = attrgetter("seconds")
+
 
 class _Planner:
     """The search for one plan."""
 
-    def __init__(self, workload: Workload, constraints: Constraints, *, share: int) -> None:
-        self._workload, self._constraints = workload, constraints
-        self._cuts = constraints.cuts(workload)
-        self._most_exact = _NUM_EXACT if share == 1 else _FEW_EXACT
-        self._num_promising = _NUM_PROMISING // share
-        self._refined_actions = _REFINED_ACTIONS // share
-        self._num_starts = MAX_STARTS // share
-        self._most_folded = _MAX_FOLDED // share
-        self._evaluator = Evaluator(constraints.schedule, ahead=constraints.ahead)
+    def __init__(self, workload: Workload, *, share: int) -> None:
+        self._workload, self._share = workload, share
+        self._evaluator = Evaluator(workload.schedule)
 
     def plan(self) -> Plan:
         found = self._simulate_starts()
-        if self._constraints.schedule != "sequential":
+        if self._workload.schedule != "sequential":
             found = self._refine_best(found)
         fastest = min(map(_seconds, found))
-        finalists = sorted(
-            found, key=lambda one: (max(one.seconds, fastest * TIE), _simplicity(one))
-        )
+        finalists = sorted(found, key=lambda one: (max(one.seconds, fastest * TIE), one.simplicity))
         exact = [
-            replace(scored, seconds=self._evaluator.exact(scored.layout))
+            scored._replace(seconds=self._evaluator.exact(scored.layout))
             for scored in finalists[: self._num_exact(finalists[0])]
             if scored.seconds <= fastest * _NEAR
         ]
-        fastest = min(scored.seconds for scored in exact)
+        fastest = min(map(_seconds, exact))
         equal = [scored for scored in exact if scored.seconds <= fastest * TIE]
-        best = min(equal, key=_simplicity)
-        return as_plan(
-            best.layout,
-            best.seconds,
-            self._constraints,
-            num_simulated=self._evaluator.num_simulated,
-            num_equal=len(equal),
-        )
+        best = min(equal, key=attrgetter("simplicity"))
+        reasons = _reasons(best.layout, best.seconds, self._evaluator.num_simulated, len(equal))
+        return Plan.of(best.layout, best.seconds, "; ".join(reasons))
 
     def _num_exact(self, best: _Scored) -> int:
         num_actions = self._evaluator.num_actions(best.layout)
-        return max(1, min(self._most_exact, _EXACT_ACTIONS // num_actions))
+        most = _NUM_EXACT if self._share == 1 else _FEW_EXACT
+        return max(1, min(most, _EXACT_ACTIONS // num_actions))
 
     def _simulate_starts(self) -> list[_Scored]:
         """Good layouts for each number of micro-batches, stages and halves; best first."""
-        spaces = list(self._spaces())
-        starts = self._starts(spaces)
-        if not starts:
-            raise does_not_fit(spaces[0].closest())
-        if self._constraints.schedule == "sequential":
-            # One rank works at a time, so cuts differ in memory only: take the most even one.
-            starts = [(space, layouts[:1]) for space, layouts in starts]
-        starts = [(space, layouts[: self._num_starts]) for space, layouts in starts]
+        starts = self._starts()
         found: list[_Scored] = []
         best = math.inf
-        for space, layouts in sorted(starts, key=lambda pair: max(pair[1][0].busy)):
-            splits = self._constraints.splits(self._workload, space.num_stages)
-            if space.start is not None:
+        for space, layouts in sorted(starts, key=lambda pair: busiest(pair[1][0])):
+            splits = self._workload.splits(space.num_stages)
+            is_folded = space.start is not None and not space.is_fixed
+            if is_folded:
                 splits = splits[-1:]  # as many as allowed, since a unit's path is long
             for split in splits:
                 for layout in (replace(start, split=split) for start in layouts):
                     if not found or self._can_win(layout, best):
-                        effort = 1 if space.start is None else _FOLDED_EFFORT
+                        effort = _FOLDED_EFFORT if is_folded else 1
                         seconds = self._evaluator.estimate(layout, effort)
                         best = min(best, seconds)
                         found.append(_Scored(seconds, layout, space))
         return self._distinct(sorted(found, key=_seconds))
 
+    def _starts(self) -> list[tuple[CutSpace, list[Layout]]]:
+        """The layouts of each space that fit, best bound first; spaces without one are left out."""
+        spaces = self._spaces()
+        # Sequentially one rank works at a time, so cuts differ in memory only.
+        most = 1 if self._workload.schedule == "sequential" else MAX_STARTS // self._share
+        starts: list[tuple[CutSpace, list[Layout]]] = []
+        hints: dict[int, list[Layout]] = {}
+        for space in spaces:
+            layouts = space.starts(hints.get(space.num_stages, ()))
+            hints.setdefault(space.num_stages, layouts)
+            if layouts:
+                starts.append((space, layouts[:most]))
+        if not starts:
+            raise does_not_fit(spaces[0].closest())
+        return starts
+
     def _can_win(self, layout: Layout, best: float) -> bool:
-        if max(layout.busy) >= best:
+        if busiest(layout) >= best:
             return False
         # Moved boundaries may help a little here.
         return self._evaluator.bound(layout) < best * _NEAR
 
     def _distinct(self, found: Sequence[_Scored]) -> list[_Scored]:
         """Simulate the promising ones again, and keep the best of each kind."""
-        promising = [self._look_again(one) for one in found[: self._num_promising]]
+        number = _NUM_PROMISING // self._share
+        promising = [self._look_again(one) for one in found[:number]]
         kinds: dict[tuple[int, int, frozenset[int]], _Scored] = {}
-        for one in sorted([*promising, *found[self._num_promising :]], key=_seconds):
+        for one in sorted([*promising, *found[number:]], key=_seconds):
             layout = one.layout
             kind = layout.num_microbatches, layout.cuts.num_stages, layout.split
             kinds.setdefault(kind, one)
@@ -175,73 +244,61 @@ class _Planner:
         effort = self._effort(scored.layout)
         if effort == 1:
             return scored
-        return replace(scored, seconds=self._evaluator.estimate(scored.layout, effort))
+        return scored._replace(seconds=self._evaluator.estimate(scored.layout, effort))
 
     def _effort(self, layout: Layout) -> int:
         return 1 + _CAREFUL_ACTIONS // self._evaluator.num_actions(layout)
 
-    @staticmethod
-    def _starts(spaces: Sequence[CutSpace]) -> list[tuple[CutSpace, list[Layout]]]:
-        """The layouts of each space that fit; spaces without one are left out."""
-        found = []
-        hints: dict[int, list[Layout]] = {}
-        for space in spaces:
-            layouts = space.starts(hints.get(space.num_stages, ()))
-            hints.setdefault(space.num_stages, layouts)
-            if layouts:
-                found.append((space, layouts))
-        return found
-
-    def _spaces(self) -> Iterator[CutSpace]:
-        workload, fixed = self._workload, self._cuts
-        counts = self._constraints.microbatch_counts(workload)
+    def _spaces(self) -> list[CutSpace]:
+        workload = self._workload
+        counts, fixed = workload.microbatch_counts(), workload.given_cuts()
+        starts: list[tuple[int, tuple[int, ...] | None]]
         if fixed is not None:
-            yield from (CutSpace(workload, len(fixed) - 1, n, fixed) for n in counts)
-            return
-        num_pieces = workload.student.num_atoms - len(joined_atoms(workload))
-        wanted = self._constraints.num_stages or (1 if workload.frozen else workload.num_ranks)
-        if num_pieces < wanted:
-            raise too_few_atoms(num_pieces, wanted)
-        for num_stages in self._stage_counts(num_pieces, counts[0]):
-            yield from (CutSpace(workload, num_stages, count) for count in counts)
-        for cuts in self._folded(counts[0]):
-            num_stages = len(cuts) - 1
-            yield from (CutSpace(workload, num_stages, count, start=cuts) for count in counts)
+            starts = [(len(fixed) - 1, fixed)]
+        else:
+            wanted = workload.num_stages or (1 if workload.frozen else workload.num_ranks)
+            if workload.num_pieces < wanted:
+                raise too_few_atoms(workload.num_pieces, wanted)
+            starts = [(number, None) for number in self._stage_counts(counts[0])]
+            starts += [(len(cuts) - 1, cuts) for cuts in self._folded(counts[0])]
+        return [
+            CutSpace(workload, number, count, start, is_fixed=fixed is not None)
+            for number, start in starts
+            for count in counts
+        ]
 
     def _folded(self, num_microbatches: int) -> list[tuple[int, ...]]:
         """Cuts with two stages on some ranks, if these may be faster."""
-        constraints, num_ranks = self._constraints, self._workload.num_ranks
-        is_free = constraints.schedule in _FOLDING and constraints.num_stages is None
-        if not is_free or not _SEARCHED < num_ranks <= self._most_folded:
+        workload = self._workload
+        is_free = workload.schedule in _FOLDING and workload.num_stages is None
+        if not is_free or not _SEARCHED < workload.num_ranks <= _MAX_FOLDED // self._share:
             return []
-        return folded_cuts(self._workload, num_microbatches)
+        return folded_cuts(workload, num_microbatches)
 
-    def _stage_counts(self, num_pieces: int, num_microbatches: int) -> list[int]:
+    def _stage_counts(self, num_microbatches: int) -> list[int]:
         """Numbers of stages: one per rank, and more (folded) if the most even cut doesn't fit."""
         workload = self._workload
-        num_ranks = workload.num_ranks
-        if self._constraints.num_stages is not None:
-            return [self._constraints.num_stages]
+        num_ranks, num_pieces = workload.num_ranks, workload.num_pieces
+        if workload.num_stages is not None:
+            return [workload.num_stages]
         if num_pieces < num_ranks:
             return [num_pieces]
-        even = cut_evenly(
-            atom_seconds(workload, num_microbatches), num_ranks, joined=joined_atoms(workload)
-        )
-        unlimited = CutSpace(workload, num_ranks, num_microbatches, even)
-        if num_ranks == 1 or self._constraints.schedule == ASYNCHRONOUS or unlimited.starts():
+        space = CutSpace(workload, num_ranks, num_microbatches)
+        unfolded = num_ranks == 1 or workload.schedule == ASYNCHRONOUS
+        if unfolded or replace(space, start=next(space.even())).starts():
             return [num_ranks]
         folded = sorted({num_ranks + 1, 2 * num_ranks - 1, 2 * num_ranks})
         return [num_ranks, *(count for count in folded if count <= num_pieces)]
 
     def _refine_best(self, found: Sequence[_Scored]) -> list[_Scored]:
         """Refine the best ones while there is time; the rest does not change."""
-        budget = self._refined_actions
+        budget = actions = _REFINED_ACTIONS // self._share
         refined = []
         for scored in found:
             num_actions = self._evaluator.num_actions(scored.layout)
             before = self._evaluator.num_simulated
             # No refinement takes more than a third of the time.
-            most = min(budget, self._refined_actions // 3) // num_actions
+            most = min(budget, actions // 3) // num_actions
             refined.append(self._refine(scored, most, self._effort(scored.layout)))
             budget -= num_actions * (self._evaluator.num_simulated - before)
         return refined
@@ -250,27 +307,46 @@ class _Planner:
         """Move boundaries as long as a simulation is faster; promising moves first."""
         best = self._look_again(scored)
         left = num_simulations
-        moves = self._moves(best)
+        moves = best.moves()
         while moves and left > 0:
             layout = moves.pop(0)
             # What cannot win needs no simulation.
-            if not layout.fits or max(layout.busy) >= best.seconds:
+            if layout.excess or busiest(layout) >= best.seconds:
                 continue
             left -= effort
             seconds = self._evaluator.estimate(layout, effort)
             if seconds < best.seconds:
-                best = replace(best, seconds=seconds, layout=layout)
-                moves = self._moves(best)
+                best = best._replace(seconds=seconds, layout=layout)
+                moves = best.moves()
         return best
 
-    def _moves(self, scored: _Scored) -> list[Layout]:
-        return sorted(scored.space.neighbours(scored.layout), key=excess_and_bound)
 
+def _reasons(layout: Layout, seconds: float, num_simulated: int, num_equal: int) -> list[str]:
+    """The reasons for a plan.
 
-def _seconds(scored: _Scored) -> float:
-    return scored.seconds
-
-
-def _simplicity(scored: _Scored) -> tuple[int, int, int, float]:
-    layout = scored.layout
-    return layout.num_microbatches, layout.cuts.num_stages, len(layout.split), scored.seconds
+    Args:
+        layout: Its layout.
+        seconds: Seconds of its steady step.
+        num_simulated: Number of simulations in the search.
+        num_equal: Number of layouts that are as fast, including this one.
+    """
+    workload = layout.workload
+    share = max(layout.busy) / seconds if seconds else 1.0
+    found = [
+        f"fastest of {num_simulated} simulations: the busiest rank works {share:.0%} of the step"
+    ]
+    if num_equal > 1:
+        found.append(f"the simplest of {num_equal} that are equally fast, within {TIE - 1:.0%}")
+    if layout.cuts.num_stages > workload.num_ranks and workload.partition == "auto":
+        found.append("stages are folded over the ranks, which makes them fit or more even")
+    if layout.costs.reduction:
+        longest = max(layout.costs.reduction) * 1e3
+        found.append(f"summing gradients over the replicas takes up to {longest:.1f} ms")
+    smallest, largest = workload.measured_sizes
+    size = min(workload.batch_sizes) // layout.num_microbatches
+    if not smallest <= size <= largest:
+        found.append(
+            f"units of {size} samples are extrapolated from those that were measured, of "
+            f"{smallest} to {largest}"
+        )
+    return found

@@ -1,13 +1,12 @@
-"""Measured costs of the atoms of a network."""
+"""Measured costs of the atoms of a network, and the step that networks take part in."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError
 
@@ -47,18 +46,6 @@ class AtomProfile:
     joined: bool = False
     recomputed: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> AtomProfile:
-        """Read what :meth:`to_dict` returned, even if JSON has turned the sizes into strings."""
-        values = dict(data)
-        for name in ("forward", "backward", "input_backward", "weight_backward"):
-            values[name] = {int(size): time for size, time in values.get(name, {}).items()}
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class NetworkProfile:
@@ -86,6 +73,11 @@ class NetworkProfile:
                 for atom, more in zip(self.atoms, more_bytes, strict=True)
             )
         )
+
+    @cached_property
+    def joined(self) -> frozenset[int]:
+        """The atoms that must stay with the next one."""
+        return frozenset(place for place, atom in enumerate(self.atoms) if atom.joined)
 
     @property
     def can_split(self) -> bool:
@@ -115,6 +107,7 @@ class NetworkProfile:
             tuple(replace(a, recomputed=place in atoms) for place, a in enumerate(self.atoms))
         )
 
+    @cached_property
     def saved_sums(self) -> tuple[int, ...]:
         """Running sums over the atoms, from 0: bytes per sample saved for the backward.
 
@@ -127,6 +120,7 @@ class NetworkProfile:
                 kept[place] = self.atoms[place - 1].output_bytes_per_sample
         return tuple(accumulate(kept, initial=0))
 
+    @cached_property
     def recompute_sums(self) -> tuple[int, ...]:
         """Running sums over the atoms, from 0: bytes per sample needed to recompute them."""
         needs = (atom.activation_bytes_per_sample * atom.recomputed for atom in self.atoms)
@@ -135,6 +129,50 @@ class NetworkProfile:
     def byte_sums(self, kind: str) -> tuple[int, ...]:
         """Running sums over the atoms, from 0, of an attribute in bytes."""
         return tuple(accumulate((getattr(atom, kind) for atom in self.atoms), initial=0))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A training step, and the costs of its networks on the device where they were measured.
+
+    Attributes:
+        student: Profile of the trainable network.
+        teacher: Profile of the forward-only network, or None.
+        num_calls: Calls per step of the student and of the teacher.
+        batch_sizes: Samples in each call of the student; the teacher's calls are the first of them.
+            A single number serves all calls.
+        paired: Whether the teacher's atoms are the student's first ones, and must lie on the same
+            ranks (an EMA); otherwise the teacher is cut where that is best.
+        optimizer_bytes_per_parameter_byte: 0 for SGD, 1 with momentum, 2 for Adam.
+        input_bytes_per_sample: One sample of a call's input.
+        update_seconds_per_byte: Of the optimizer step, per byte of trained parameters; a paired
+            teacher's update costs as much per byte.
+        frozen: Whether the teacher is the student's frozen part, which the rest of it reads.
+    """
+
+    student: NetworkProfile
+    teacher: NetworkProfile | None
+    num_calls: tuple[int, int]
+    batch_sizes: tuple[int, ...]
+    paired: bool = True
+    optimizer_bytes_per_parameter_byte: float = 1.0
+    input_bytes_per_sample: int = 0
+    update_seconds_per_byte: float = 0.0
+    frozen: bool = False
+
+
+def per_replica(batch_sizes: Sequence[int], num_replicas: int) -> tuple[int, ...]:
+    """Samples that one of several replicas gets of each call.
+
+    Raises:
+        ConfigurationError: The samples can't be divided evenly.
+    """
+    for size in batch_sizes:
+        if num_replicas < 1 or size % num_replicas:
+            raise ConfigurationError(
+                f"a batch of {size} samples cannot be divided evenly among {num_replicas} replicas"
+            )
+    return tuple(size // num_replicas for size in batch_sizes)
 
 
 def _seconds(atom: AtomProfile, kind: str, size: int) -> float:

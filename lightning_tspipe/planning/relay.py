@@ -1,4 +1,4 @@
-"""Automatic hybrid distribution: assign blocks to devices in blockwise distillation.
+"""Distribution of blocks over devices in blockwise distillation: Pipe-BD's modes, and baselines.
 
 Blocks don't wait for each other, so a step takes as long as its slowest stage (Jang et al.,
 *Pipe-BD*, DATE 2023, section 4.3). A stage is a range of blocks on a range of devices, which divide
@@ -9,18 +9,27 @@ the batch::
 
 The best distribution of the first n blocks over the first d devices is some last stage after the
 best distribution of fewer blocks over fewer devices: so trying every last stage is exact.
+
+A *pass* is one forward of the teacher with the work of the students beside it. Relaying needs one
+pass per batch; training block by block, as data parallelism does, one for each block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, starmap
+from typing import Literal
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.shares import largest_share
 from lightning_tspipe.planning.table import aligned
+
+Mode = Literal["tr", "dpu", "ahd", "ir", "dp", "ls"]
+MODES: tuple[Mode, ...] = ("tr", "dpu", "ahd", "ir", "dp", "ls")
+
+_REMEDY = "Use a smaller batch or a larger memory_limit, or let more devices share (mode='ahd')"
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,25 @@ class RelayProfile:
         activations = max(block.activation_bytes for block in blocks)
         return state + share * (activations + sum(block.input_bytes for block in blocks))
 
+    def priced(self, plan: RelayPlan, memory_limit: int | None = None) -> RelayPlan:
+        """A plan with the seconds and bytes of its stages filled in.
+
+        Raises:
+            PartitionError: A stage needs more than the limit.
+        """
+        stages = list(zip(plan.cuts[:-1], plan.cuts[1:], plan.widths, strict=True))
+        names = tuple(block.name for block in self.blocks)
+        held = tuple(self.stage_bytes(*stage) for stage in stages)
+        for (first, last, width), size in zip(stages, held, strict=True):
+            if memory_limit is not None and size > memory_limit:
+                raise PartitionError(
+                    f"the blocks {', '.join(names[first:last])} on one device need "
+                    f"{size / 1e6:.1f} MB where {width} share them, and a device may hold "
+                    f"{memory_limit / 1e6:.1f} MB. {_REMEDY}"
+                )
+        seconds = tuple(self.stage_seconds(*stage) for stage in stages)
+        return RelayPlan(plan.cuts, plan.widths, seconds, held, names)
+
 
 @dataclass(frozen=True)
 class RelayPlan:
@@ -169,93 +197,43 @@ class RelayPlan:
         return text
 
 
-def distributions(num_blocks: int, num_devices: int) -> Iterator[RelayPlan]:
-    """All ways to give contiguous blocks to contiguous devices.
-
-    >>> sum(1 for _ in distributions(3, 2))
-    3
-    """
-    for cuts, widths in _distributions(num_blocks, num_devices):
-        yield RelayPlan((*cuts, num_blocks), widths)
-
-
-def _distributions(
-    num_blocks: int, num_devices: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    if not num_blocks and not num_devices:
-        yield (), ()
-    for first in range(num_blocks):
-        for width in range(1, num_devices + 1):
-            for cuts, widths in _distributions(first, num_devices - width):
-                yield (*cuts, first), (*widths, width)
-
-
-def described(plan: RelayPlan, profile: RelayProfile) -> RelayPlan:
-    """A plan with the seconds and bytes of its stages filled in."""
-    stages = list(zip(plan.cuts[:-1], plan.cuts[1:], plan.widths, strict=True))
-    return RelayPlan(
-        plan.cuts,
-        plan.widths,
-        tuple(profile.stage_seconds(*stage) for stage in stages),
-        tuple(profile.stage_bytes(*stage) for stage in stages),
-        tuple(block.name for block in profile.blocks),
-    )
-
-
 def distribute(
     profile: RelayProfile,
     num_devices: int,
     *,
-    memory_limits: Sequence[int] | None = None,
+    memory_limit: int | None = None,
     max_width: int | None = None,
+    seconds: Callable[[int, int, int], float] | None = None,
 ) -> RelayPlan:
-    """The distribution whose slowest stage is fastest.
+    """The distribution whose slowest stage is fastest; of equals, the one with less work.
 
     Args:
         profile: The blocks.
         num_devices: Number of devices, all of which are used.
-        memory_limits: Bytes that each device may hold, in the order of the stages; None: any.
+        memory_limit: Bytes that each device may hold.
         max_width: Most devices that may share a stage; 1: none is shared.
+        seconds: Seconds of a stage, by its first block, the one after its last, and its width; by
+            default those of a stage that relays.
 
     Raises:
         PartitionError: There is no distribution: too few blocks, or too little memory.
     """
-    num_blocks = len(profile.blocks)
-    limits = list(memory_limits) if memory_limits is not None else [math.inf] * num_devices
+    num_blocks, seconds = len(profile.blocks), seconds or profile.stage_seconds
+    limit = math.inf if memory_limit is None else memory_limit
     widest = min(num_devices, max_width or num_devices, profile.batch_size)
     if num_blocks * widest < num_devices:
         raise PartitionError(
             f"{num_blocks} blocks for {num_devices} devices, of which at most {widest} may share "
-            "a block: use fewer devices, more blocks, or let more devices share one"
+            "a block: use fewer devices, more blocks, or let devices share blocks (mode='ahd')"
         )
-    _check_blocks(profile, max(limits), widest)
-
-    def fits(first: int, last: int, devices: range) -> bool:
-        room = min(limits[devices.start : devices.stop])
-        return profile.stage_bytes(first, last, len(devices)) <= room
-
-    found = fastest(num_blocks, num_devices, widest, profile.stage_seconds, fits)
-    if found is None:
-        raise PartitionError(_too_little(profile, num_devices, min(limits), widest))
-    return described(found, profile)
-
-
-def fastest(
-    num_blocks: int,
-    num_devices: int,
-    max_width: int,
-    seconds: Callable[[int, int, int], float],
-    fits: Callable[[int, int, range], bool],
-) -> RelayPlan | None:
-    """The distribution whose slowest stage is fastest; of equals, the one with less work.
-
-    Args:
-        num_blocks: Number of blocks.
-        num_devices: Number of devices, all of which are used.
-        max_width: Most devices that may share a stage.
-        seconds: Seconds of a stage, by its first block, the one after its last, and its width.
-        fits: Whether a stage fits the memory of a range of devices.
-    """
+    for index, block in enumerate(profile.blocks):
+        least = profile.stage_bytes(index, index + 1, widest)
+        if least > limit:
+            raise PartitionError(
+                f"block {index} ({block.name}) fits no device: it needs {least / 1e6:.1f} MB "
+                f"where {widest} devices share the batch, and each may hold {limit / 1e6:.1f} MB. "
+                f"{_REMEDY}"
+            )
     best: dict[tuple[int, int], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
         (0, 0): (0.0, 0.0, (), ())
     }
@@ -265,37 +243,115 @@ def fastest(
                 (max(known[0], taken), known[1] + width * taken,
                  (*known[2], first), (*known[3], width))
                 for first in range(blocks)
-                for width in range(1, min(max_width, devices) + 1)
+                for width in range(1, min(widest, devices) + 1)
                 if (known := best.get((first, devices - width))) is not None
-                and fits(first, blocks, range(devices - width, devices))
+                and profile.stage_bytes(first, blocks, width) <= limit
                 for taken in [seconds(first, blocks, width)]
             ]  # fmt: skip
             if found:
                 best[blocks, devices] = min(found)
     if (num_blocks, num_devices) not in best:
-        return None
+        raise PartitionError(
+            f"no distribution of {num_blocks} blocks over {num_devices} devices fits the memory: "
+            f"a device may hold {limit / 1e6:.1f} MB. Use more devices, or: {_REMEDY}"
+        )
     _, _, cuts, widths = best[num_blocks, num_devices]
-    return RelayPlan((*cuts, num_blocks), widths)
+    return profile.priced(RelayPlan((*cuts, num_blocks), widths))
 
 
-def _check_blocks(profile: RelayProfile, limit: float, widest: int) -> None:
-    for index, block in enumerate(profile.blocks):
-        least = profile.stage_bytes(index, index + 1, widest)
-        if least > limit:
-            raise PartitionError(
-                f"block {index} ({block.name}) fits no device: it needs {least / 1e6:.1f} MB "
-                f"where {widest} devices share the batch, and the largest may hold "
-                f"{limit / 1e6:.1f} MB. Use a smaller batch, smaller blocks, or a larger "
-                "memory_limit"
-            )
+@dataclass(frozen=True)
+class Work:
+    """The work of one stage in a pass.
+
+    Attributes:
+        first: The first block of the teacher that runs.
+        trained: The student's blocks; the teacher runs up to the last of them.
+        ranks: The ranks that share the stage.
+    """
+
+    first: int
+    trained: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def forwards(self) -> range:
+        """The teacher's blocks that run."""
+        return range(self.first, max(self.trained) + 1)
 
 
-def _too_little(profile: RelayProfile, num_devices: int, limit: float, widest: int) -> str:
-    least = sum(
-        profile.stage_bytes(index, index + 1, widest) for index in range(len(profile.blocks))
+@dataclass(frozen=True)
+class Pass:
+    """One forward of the teacher, divided into stages.
+
+    Attributes:
+        stages: The work of each stage.
+        is_relayed: Whether each stage gets the output of the one before; otherwise all of them get
+            the batch.
+    """
+
+    stages: tuple[Work, ...]
+    is_relayed: bool
+
+
+def passes(mode: Mode, plan: RelayPlan) -> tuple[Pass, ...]:
+    """The passes of a mode for each batch.
+
+    Args:
+        mode: ``tr``, ``dpu`` and ``ahd`` relay from stage to stage; ``ir`` relays within each
+            device, all of which share one stage; ``dp`` trains block by block, all devices sharing
+            each; ``ls`` gives whole blocks to devices that run the teacher from its first block.
+        plan: The distribution of the blocks; for ``ls`` one stage for each device.
+    """
+    everyone = tuple(rank for ranks in plan.ranks for rank in ranks)
+    num_blocks = plan.cuts[-1]
+    if mode == "dp":
+        return tuple(Pass((Work(0, (i,), everyone),), False) for i in range(num_blocks))
+    stages = tuple(
+        Work(first if mode != "ls" else 0, tuple(range(first, last)), ranks)
+        for (first, last), ranks in zip(pairwise(plan.cuts), plan.ranks, strict=True)
     )
-    return (
-        f"no distribution of {len(profile.blocks)} blocks over {num_devices} devices fits the "
-        f"memory: a device may hold {limit / 1e6:.1f} MB, and all blocks together need at least "
-        f"{least / 1e6:.1f} MB. Use more devices, a smaller batch, or a larger memory_limit"
+    return (Pass(stages, mode != "ls"),)
+
+
+def plan_mode(
+    mode: Mode,
+    profile: RelayProfile,
+    num_devices: int,
+    memory_limit: int | None = None,
+) -> RelayPlan:
+    """The distribution of blocks that a mode uses.
+
+    Raises:
+        PartitionError: There is no such distribution.
+    """
+    batch, blocks = profile.batch_size, profile.blocks
+    if mode in {"ir", "dp"}:
+        return profile.priced(RelayPlan((0, len(blocks)), (num_devices,)), memory_limit)
+    if mode != "ls":
+        width = None if mode == "ahd" else 1
+        return distribute(profile, num_devices, memory_limit=memory_limit, max_width=width)
+
+    def seconds(first: int, last: int, _width: int = 1) -> float:
+        """Of a device that has whole blocks, and runs the teacher from its first block."""
+        students = sum(block.student[batch] + block.update for block in blocks[first:last])
+        return sum(block.teacher[batch] for block in blocks[:last]) + students
+
+    found = distribute(
+        profile, num_devices, memory_limit=memory_limit, max_width=1, seconds=seconds
+    )
+    return replace(found, stage_seconds=tuple(starmap(seconds, pairwise(found.cuts))))
+
+
+def seconds_per_batch(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> float:
+    """Seconds per batch from the costs of the blocks alone, on devices that never wait."""
+    if mode != "dp":
+        return plan.step_seconds
+    width = plan.num_devices
+    share = largest_share(width, profile.batch_size)
+    return sum(
+        sum(other.teacher[share] for other in profile.blocks[: index + 1])
+        + block.student[share]
+        + block.update
+        + profile.reduction_seconds(index, index + 1, width)
+        for index, block in enumerate(profile.blocks)
     )

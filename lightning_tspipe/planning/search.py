@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.folding import fold
+from lightning_tspipe.planning.folding import Folding
 from lightning_tspipe.planning.layout import Cuts, Layout
-from lightning_tspipe.planning.partition import partition
+from lightning_tspipe.planning.partition import Chain, megabytes
 from lightning_tspipe.planning.placement import default_ranks
-from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 
 _MAX_ENUMERATED = 10_000
@@ -36,6 +35,8 @@ _UNEVEN = 1.02
 
 _STRIDES = (1, -1, 2, -2, 4, -4)
 
+_REMEDY = "Use more devices, smaller batches or a smaller network, or raise the limit"
+
 
 @dataclass(frozen=True)
 class CutSpace:
@@ -45,15 +46,15 @@ class CutSpace:
         workload: The step to cut.
         num_stages: Number of student stages.
         num_microbatches: Micro-batches per call; the balance depends on them slightly.
-        fixed: The student's cuts, if the user gave them.
         start: The student's cuts to start from, if they are known.
+        is_fixed: Whether the user gave them.
     """
 
     workload: Workload
     num_stages: int
     num_microbatches: int
-    fixed: tuple[int, ...] | None = None
     start: tuple[int, ...] | None = None
+    is_fixed: bool = False
 
     def layout(self, cuts: Cuts) -> Layout:
         """Price ``cuts``."""
@@ -66,23 +67,23 @@ class CutSpace:
             hints: Good layouts for another number of micro-batches, which replace a search.
         """
         layouts = (self.layout(cuts) for cuts in dict.fromkeys(self._candidates(hints)))
-        return sorted((layout for layout in layouts if layout.fits), key=_bound)[:MAX_STARTS]
+        return sorted((one for one in layouts if not one.excess), key=busiest)[:MAX_STARTS]
 
     def balanced(self) -> Layout:
         """The most even layout; it may not fit."""
         cuts = next(self._optimum(), None)
-        return self.layout(cuts or self._with_teacher(next(self._even())))
+        return self.layout(cuts or self._with_teacher(next(self.even())))
 
     def closest(self) -> Layout:
         """A layout that exceeds the memory as little as possible."""
-        if self.fixed is not None:
-            return self.layout(self._with_teacher(self.fixed))
+        if self.start is not None:
+            return self.layout(self._with_teacher(self.start))
         return min(self._climbed(), key=excess_and_bound)
 
     def neighbours(self, layout: Layout) -> Iterator[Layout]:
         """Layouts with one boundary moved a little."""
         cuts = layout.cuts
-        if self.fixed is None:
+        if not self.is_fixed:
             for student in _moved(cuts.student, self._positions, gap=1):
                 yield replace(layout, cuts=replace(cuts, student=student))
                 if cuts.teacher and self.workload.num_ranks == 2:
@@ -92,24 +93,19 @@ class CutSpace:
             yield replace(layout, cuts=replace(cuts, teacher=teacher))
 
     @property
-    def _positions(self) -> tuple[int, ...]:
+    def _positions(self) -> list[int]:
         """Positions where the student may be cut."""
-        joined = joined_atoms(self.workload)
-        return tuple(n for n in range(1, self.workload.student.num_atoms) if n - 1 not in joined)
+        workload = self.workload
+        return _between(range(1, workload.student.num_atoms), workload.joined)
 
     @property
-    def _teacher_positions(self) -> tuple[int, ...]:
+    def _teacher_positions(self) -> list[int]:
         """Positions where an independent teacher may be cut; its ends make empty parts."""
         teacher = self.workload.independent_teacher
-        if teacher is None:
-            return ()
-        joined = _joined(teacher)
-        return tuple(n for n in range(teacher.num_atoms + 1) if n - 1 not in joined)
+        return [] if teacher is None else _between(range(teacher.num_atoms + 1), teacher.joined)
 
     def _candidates(self, hints: Sequence[Layout]) -> Iterator[Cuts]:
-        if self.fixed is not None:
-            yield self._with_teacher(self.fixed)
-        elif self.start is not None:
+        if self.start is not None:
             yield self._with_teacher(self.start)
         elif self._is_small:
             for inner in combinations(self._positions, self.num_stages - 1):
@@ -135,13 +131,13 @@ class CutSpace:
         if self.num_stages > workload.num_ranks or workload.independent_teacher is not None:
             return
         try:
-            cuts = partition(
+            cuts = Chain(
                 atom_seconds(workload, self.num_microbatches),
                 self.num_stages,
                 speeds=self._of_stages(workload.ranks.speeds),
                 fits=self._fits,
-                joined=joined_atoms(workload),
-            )
+                joined=workload.joined,
+            ).cut()
         except PartitionError:
             return
         yield Cuts(cuts)
@@ -169,21 +165,21 @@ class CutSpace:
 
     def _climbed(self) -> list[Layout]:
         """Local optima of the bound, within the limits if possible."""
-        starts = [self.layout(self._with_teacher(cuts)) for cuts in dict.fromkeys(self._even())]
+        starts = [self.layout(self._with_teacher(cuts)) for cuts in dict.fromkeys(self.even())]
         if self.num_stages > _MAX_CLIMBED:
             return starts
         return [self._climb(start) for start in starts]
 
-    def _even(self) -> Iterator[tuple[int, ...]]:
+    def even(self) -> Iterator[tuple[int, ...]]:
         """Cuts whose stages take equally long, and cuts that fill the memories equally."""
         workload = self.workload
         seconds = atom_seconds(workload, self.num_microbatches)
         states = [stop - start for start, stop in pairwise(workload.state_sums)]
         limits = workload.memory_limits
         sizes = limits if all(map(math.isfinite, limits)) else [1.0] * workload.num_ranks
-        joined = joined_atoms(workload)
         for costs, rates in ((seconds, workload.ranks.speeds), (states, sizes)):
-            yield partition(costs, self.num_stages, speeds=self._of_stages(rates), joined=joined)
+            speeds = self._of_stages(rates)
+            yield Chain(costs, self.num_stages, speeds=speeds, joined=workload.joined).cut()
 
     def _climb(self, start: Layout) -> Layout:
         """Move to the best neighbour as long as one is better."""
@@ -200,11 +196,10 @@ class CutSpace:
         teacher = workload.independent_teacher
         if teacher is None:
             return Cuts(student)
-        alone = replace(workload, teacher=None)
+        alone = replace(workload, teacher=None, frozen=False)
         own = Layout(alone, Cuts(student), self.num_microbatches)
         sums = workload.units(self.num_microbatches).teacher
         num_units = workload.num_calls[1] * self.num_microbatches
-        held = workload.teacher_state_sums
         free = [
             min(workload.state_limit - state, limit - memory)
             for state, memory, limit in zip(
@@ -212,20 +207,24 @@ class CutSpace:
             )
         ]
         try:
-            bounds = partition(
+            bounds = Chain(
                 [num_units * (b - a) for a, b in pairwise(sums)],
                 workload.num_ranks,
-                memory=[round(b - a) for a, b in pairwise(held)],
-                memory_limits=[round(min(room, 2**62)) for room in free[::-1]],
+                memory=[b - a for a, b in pairwise(workload.teacher_sums)],
+                memory_limits=free[::-1],
                 loads=own.busy[::-1],
                 speeds=workload.ranks.speeds[::-1],
-                joined=_joined(teacher),
+                joined=teacher.joined,
                 allow_empty=True,
-            )
+            ).cut()
         except PartitionError:
-            # The student alone is too large for a rank, or leaves too little: see ``fits``.
+            # The student alone is too large for a rank, or leaves too little: see ``excess``.
             bounds = (*(0,) * workload.num_ranks, teacher.num_atoms)
         return Cuts(student, bounds)
+
+
+def _between(positions: range, joined: frozenset[int]) -> list[int]:
+    return [position for position in positions if position - 1 not in joined]
 
 
 def folded_cuts(workload: Workload, num_microbatches: int) -> list[tuple[int, ...]]:
@@ -240,25 +239,12 @@ def folded_cuts(workload: Workload, num_microbatches: int) -> list[tuple[int, ..
     busy = CutSpace(workload, num_ranks, num_microbatches).balanced().busy
     if max(busy) < _UNEVEN * sum(busy) / num_ranks:
         return []
+    seconds, speeds = atom_seconds(workload, num_microbatches), workload.ranks.speeds[::-1]
     found = (
-        fold(
-            atom_seconds(workload, num_microbatches),
-            workload.ranks.speeds[::-1],
-            num_stages,
-            joined=joined_atoms(workload),
-            limit=max(busy) / _UNEVEN,
-        )
+        Folding(seconds, speeds, num_stages, workload.joined).cut(max(busy) / _UNEVEN)
         for num_stages in range(num_ranks + 1, 2 * num_ranks + 1)
     )
     return list(dict.fromkeys(cuts for cuts in found if cuts is not None))
-
-
-def joined_atoms(workload: Workload) -> frozenset[int]:
-    """Atoms of the student that must stay with the next one, as must their paired atoms."""
-    joined = _joined(workload.student)
-    if workload.paired and workload.teacher is not None:
-        joined |= _joined(workload.teacher)
-    return joined
 
 
 def atom_seconds(workload: Workload, num_microbatches: int) -> list[float]:
@@ -275,20 +261,52 @@ def atom_seconds(workload: Workload, num_microbatches: int) -> list[float]:
     ]
 
 
-def _joined(network: NetworkProfile) -> frozenset[int]:
-    return frozenset(place for place, atom in enumerate(network.atoms) if atom.joined)
-
-
-def _bound(layout: Layout) -> float:
+def busiest(layout: Layout) -> float:
+    """Seconds that the busiest rank works: no schedule is faster."""
     return max(layout.busy)
 
 
 def excess_and_bound(layout: Layout) -> tuple[float, float, float]:
     """Bytes above the limits, seconds of the busiest rank, and the imbalance, to be minimised."""
-    workload, limits = layout.workload, layout.workload.memory_limits
-    over = [max(0, held - workload.state_limit) for held in layout.state_bytes]
-    over += [max(0, held - most) for held, most in zip(layout.memory_bytes, limits, strict=True)]
-    return (sum(over), max(layout.busy), sum(time * time for time in layout.busy))
+    return layout.excess, max(layout.busy), sum(time * time for time in layout.busy)
+
+
+def does_not_fit(closest: Layout) -> PartitionError:
+    """The error that names the atom that no rank can hold, or else the rank without memory.
+
+    Args:
+        closest: The layout that exceeds the limits least.
+    """
+    workload = closest.workload
+    limit = min(workload.state_limit, max(workload.memory_limits))
+    teacher = workload.independent_teacher
+    atoms = [*workload.student.atoms, *(() if teacher is None else teacher.atoms)]
+    sizes = [stop - start for start, stop in pairwise(workload.state_sums)]
+    sizes += [stop - start for start, stop in pairwise(workload.teacher_sums)]
+    for atom, size in zip(atoms, sizes, strict=False):  # a paired teacher's is counted already
+        if size > limit:
+            return PartitionError(
+                f"atom {atom.name!r} alone needs {megabytes(size)} for its parameters, gradients "
+                f"and optimizer state, and a rank may hold {megabytes(limit)}. An atom is never "
+                f"divided. {_REMEDY}"
+            )
+    held, limits, what = closest.memory_bytes, workload.memory_limits, "state and activations"
+    if max(closest.state_bytes) > workload.state_limit:
+        held, limits = closest.state_bytes, (workload.state_limit,) * workload.num_ranks
+        what = "parameters, gradients and optimizer state"
+    rank = max(range(workload.num_ranks), key=lambda rank: held[rank] - limits[rank])
+
+    def needed(atom: int) -> float:
+        sums = workload.state_sums, workload.activation_sums
+        return sum(each[atom + 1] - each[atom] for each in sums)
+
+    here = [part for part in closest.student_parts if part[2] == rank]
+    largest = max((n for start, stop, _ in here for n in range(start, stop)), key=needed)
+    return PartitionError(
+        f"rank {rank} would need {megabytes(held[rank])} for {what}, and may hold "
+        f"{megabytes(limits[rank])}; its largest atom is {workload.student.atoms[largest].name!r}: "
+        f"{megabytes(needed(largest))}. {_REMEDY}"
+    )
 
 
 def _moved(cuts: tuple[int, ...], positions: Sequence[int], gap: int) -> Iterator[tuple[int, ...]]:

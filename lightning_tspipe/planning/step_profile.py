@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link
-from lightning_tspipe.planning.constraints import Constraints
+from lightning_tspipe.planning.plain import from_text, to_plain
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.planner import plan
-from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
-from lightning_tspipe.planning.step import Step, per_replica
+from lightning_tspipe.planning.planner import TIE, plan
+from lightning_tspipe.planning.profile import NetworkProfile, Step
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
@@ -49,7 +48,7 @@ class StepProfile(Step):
             frozen=True,
         )
 
-    def plan(self, num_ranks: int, *, thorough: bool = True, **options: Any) -> Plan:  # noqa: ANN401 - as in `problem`
+    def plan(self, num_ranks: int, *, thorough: bool = True, **options: Any) -> Plan:  # noqa: ANN401 - as below
         """The fastest plan over ``num_ranks`` ranks.
 
         Args:
@@ -61,7 +60,7 @@ class StepProfile(Step):
             PartitionError: Too few atoms, or no cut fits: names the atom and the amount.
             ConfigurationError: An impossible option.
         """
-        return plan(*self.problem(num_ranks, **options), thorough=thorough)
+        return plan(self.problem(num_ranks, **options), thorough=thorough)
 
     def problem(  # noqa: PLR0913 - what is converted, and the rest
         self,
@@ -73,9 +72,9 @@ class StepProfile(Step):
         memory_limit: int | None = None,
         state_limit: int | None = None,
         weights: str = "pipeoptim",
-        **options: Any,  # noqa: ANN401 - fields of two classes
-    ) -> tuple[Workload, Constraints]:
-        """The problem to solve: one replica's work, and the user's constraints.
+        **options: Any,  # noqa: ANN401 - fields of a class
+    ) -> Workload:
+        """The problem to solve: one replica's work, and what the user decided.
 
         Args:
             num_ranks: Ranks of the pipeline.
@@ -86,17 +85,21 @@ class StepProfile(Step):
             memory_limit: Bytes per rank for state and activations.
             state_limit: Bytes per rank for parameters, gradients and optimizer state.
             weights: The weight policy, for schedule "1f1b".
-            options: Other fields of :class:`~.workload.Workload` and
-                :class:`~.constraints.Constraints`.
+            options: Other fields of :class:`~.workload.Workload`.
 
         Raises:
             ConfigurationError: The samples can't be divided evenly.
         """
-        names = {field.name for field in fields(Constraints)} & options.keys()
-        constraints = Constraints(**{name: options.pop(name) for name in names})
         step = {field.name: getattr(self, field.name) for field in fields(Step)}
-        step["batch_sizes"] = per_replica(self.batch_sizes, num_replicas)
-        workload = Workload(
+        for size in self.batch_sizes:
+            if num_replicas < 1 or size % num_replicas:
+                raise ConfigurationError(
+                    f"a batch of {size} samples cannot be divided evenly among {num_replicas} "
+                    "replicas"
+                )
+        step["batch_sizes"] = tuple(size // num_replicas for size in self.batch_sizes)
+        is_asynchronous = options.get("schedule") == ASYNCHRONOUS
+        return Workload(
             **step,
             **options,
             num_ranks=num_ranks,
@@ -104,9 +107,8 @@ class StepProfile(Step):
             cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
             memory_limit=math.inf if memory_limit is None else memory_limit,
             state_limit=math.inf if state_limit is None else state_limit,
-            weights=weights if constraints.schedule == ASYNCHRONOUS else None,
+            weights=weights if is_asynchronous else None,
         )
-        return workload, constraints
 
     def with_batch(self, samples: int) -> StepProfile:
         """The same step with ``samples`` in its largest calls, the others in proportion.
@@ -122,11 +124,7 @@ class StepProfile(Step):
 
     def to_json(self) -> str:
         """Everything, as JSON that :meth:`from_json` reads."""
-        data = {name: getattr(self, name) for name in _PLAIN}
-        for name in ("student", "teacher"):
-            network: NetworkProfile | None = getattr(self, name)
-            data[name] = None if network is None else [atom.to_dict() for atom in network.atoms]
-        return json.dumps(data)
+        return json.dumps(to_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> StepProfile:
@@ -135,30 +133,33 @@ class StepProfile(Step):
         Raises:
             ConfigurationError: The text is not a profile.
         """
+        return from_text(cls, text, "profile", "--save-profile")
+
+
+def keep_or_recompute(
+    profile: StepProfile, plan: Callable[[StepProfile], Plan]
+) -> tuple[StepProfile, Plan]:
+    """The faster of two plans within the memory: all activations saved, or all recomputed.
+
+    Recomputing costs additional forwards. That pays off if the memory otherwise rules out faster
+    plans: more even cuts, or more micro-batches in flight.
+
+    Args:
+        profile: The step, with activations saved.
+        plan: Plans a step.
+
+    Returns:
+        The profile of the chosen plan, and the plan; without recomputing if both are equally fast.
+
+    Raises:
+        PartitionError: Neither fits.
+    """
+    again = profile.recomputing(range(profile.student.num_atoms))
+    found: list[tuple[StepProfile, Plan]] = []
+    for way in (profile, again):
         try:
-            data = json.loads(text)
-            values = {name: data[name] for name in _PLAIN}
-            values["num_calls"] = tuple(values["num_calls"])
-            values["batch_sizes"] = tuple(values["batch_sizes"])
-            for name in ("student", "teacher"):
-                values[name] = None if data[name] is None else _network(data[name])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(
-                f"not a profile ({type(error).__name__}: {error}); `tspipe plan --save-profile` "
-                "writes one"
-            ) from error
-        return cls(**values)
-
-
-_PLAIN = (
-    "num_calls",
-    "batch_sizes",
-    "paired",
-    "optimizer_bytes_per_parameter_byte",
-    "input_bytes_per_sample",
-    "update_seconds_per_byte",
-)
-
-
-def _network(atoms: Sequence[dict[str, Any]]) -> NetworkProfile:
-    return NetworkProfile(tuple(AtomProfile.from_dict(atom) for atom in atoms))
+            found.append((way, plan(way)))
+        except PartitionError:
+            if way is again and not found:
+                raise
+    return min(found, key=lambda one: one[1].step_seconds * (TIE if one[0] is again else 1.0))

@@ -1,4 +1,7 @@
-"""Running sums over the profiles of a step, so that any cut is priced in a few additions."""
+"""A step to be planned: what it costs on which devices, and what the user decided.
+
+Costs are running sums over the atoms, so that any cut is priced in a few additions.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,30 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, combinations
+from typing import Literal
 
-from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Ranks
-from lightning_tspipe.planning.profile import NetworkProfile
-from lightning_tspipe.planning.step import Step
+from lightning_tspipe.planning.profile import NetworkProfile, Step
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
+
+_LEAST_TRIED = 8
+"""Numbers of micro-batches up to at least this one are tried; deep pipelines need more."""
+
+_MOST_PER_RANK = 6
+"""Most micro-batches per rank between two epochs: as many as PipeTransformer tries."""
+
+_MAX_ACTIONS = 12_000
+"""Most actions of a step: its schedule must be found in seconds, and run in Python."""
+
+_MAX_SUBSETS = 3
+"""Most stages of which all subsets are tried as those whose backward is split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload(Step):
-    """A step of one replica, and the devices that have to do it.
+    """A step of one replica, the devices that have to do it, and the user's decisions.
 
     Attributes:
         num_ranks: Ranks of the pipeline.
@@ -24,10 +41,14 @@ class Workload(Step):
         cluster: Devices and links; None for equal devices and links that cost nothing.
         num_replicas: Replicas of the pipeline: together they have the cluster's devices, and
             gradients are summed over them.
-        loss_seconds: The loss of the whole batch.
-        data_seconds: Reading a batch.
         action_overhead: Seconds that running any one action costs besides its computation.
         weights: The weight policy of an asynchronous schedule; else None.
+        schedule: Name of the schedule.
+        num_microbatches: Micro-batches per call; "auto" leaves it to the planner, here and below.
+        partition: Number of atoms in each stage of the student.
+        split: Whether backwards run in halves; "auto" decides by cost, for "tspipe" only.
+        num_stages: Stages of the student; None: one for each rank, or, behind a frozen part, fewer
+            if it has not as many atoms.
     """
 
     num_ranks: int
@@ -35,10 +56,13 @@ class Workload(Step):
     state_limit: float = math.inf
     cluster: Cluster | None = None
     num_replicas: int = 1
-    loss_seconds: float = 0.0
-    data_seconds: float = 0.0
     action_overhead: float = 0.0
     weights: str | None = None
+    schedule: str = "tspipe"
+    num_microbatches: int | Literal["auto"] = "auto"
+    partition: Sequence[int] | Literal["auto"] = "auto"
+    split: bool | Literal["auto"] = "auto"
+    num_stages: int | None = None
     _units: dict[int, UnitSums] = field(default_factory=dict, repr=False, compare=False)
 
     def samples(self, *, teacher: bool = False) -> tuple[int, ...]:
@@ -93,63 +117,131 @@ class Workload(Step):
         return self.student.byte_sums("parameter_bytes")
 
     @cached_property
+    def gradient_sums(self) -> tuple[int, ...]:
+        """Running sums over the student's atoms: bytes of the gradients."""
+        return self.student.byte_sums("trainable_bytes")
+
+    @cached_property
+    def teacher_sums(self) -> tuple[int, ...]:
+        """Running sums over the teacher's atoms: bytes of its parameters; () without one."""
+        return () if self.teacher is None else self.teacher.byte_sums("parameter_bytes")
+
+    @cached_property
     def state_sums(self) -> tuple[float, ...]:
         """Running sums over the student's atoms: bytes of parameters, gradients, optimizer state.
 
         Includes the parameters of a paired teacher.
         """
-        held, trained = self.parameter_sums, self.gradient_sums
-        sums = [
-            everything + (1 + self.optimizer_bytes_per_parameter_byte) * part
-            for everything, part in zip(held, trained, strict=True)
-        ]
-        if self.paired and self.teacher is not None:
-            copies = self.teacher.byte_sums("parameter_bytes")
-            sums = [own + copies[min(atom, len(copies) - 1)] for atom, own in enumerate(sums)]
-        return tuple(sums)
-
-    @cached_property
-    def teacher_state_sums(self) -> tuple[float, ...]:
-        """Running sums over an independent teacher's atoms: bytes of its parameters."""
-        teacher = self.independent_teacher
-        return () if teacher is None else tuple(map(float, teacher.byte_sums("parameter_bytes")))
+        rate = 1 + self.optimizer_bytes_per_parameter_byte
+        copies = self.teacher_sums if self.paired and self.teacher_sums else (0,)
+        return tuple(
+            own + rate * trained + copies[min(atom, len(copies) - 1)]
+            for atom, (own, trained) in enumerate(
+                zip(self.parameter_sums, self.gradient_sums, strict=True)
+            )
+        )
 
     @cached_property
     def activation_sums(self) -> tuple[float, ...]:
         """Running sums of the activations saved for the backward, of all units of a batch."""
         samples = sum(self.samples())
-        return tuple(float(samples * amount) for amount in self.student.saved_sums())
-
-    @cached_property
-    def recompute_sums(self) -> tuple[int, ...]:
-        """Running sums of the bytes needed to recompute atoms, per sample of one unit."""
-        return self.student.recompute_sums()
+        return tuple(float(samples * amount) for amount in self.student.saved_sums)
 
     def recompute_bytes(self, start: int, stop: int, num_microbatches: int) -> float:
         """Bytes that the backward of one unit needs to recompute atoms."""
         samples = math.ceil(max(self.samples()) / num_microbatches)
-        return float(samples * (self.recompute_sums[stop] - self.recompute_sums[start]))
+        sums = self.student.recompute_sums
+        return float(samples * (sums[stop] - sums[start]))
 
     @cached_property
-    def gradient_sums(self) -> tuple[float, ...]:
-        """Running sums over the student's atoms: bytes of the gradients."""
-        return tuple(map(float, self.student.byte_sums("trainable_bytes")))
+    def joined(self) -> frozenset[int]:
+        """Atoms of the student that must stay with the next one, as must their paired atoms."""
+        if self.teacher is None or not self.paired:
+            return self.student.joined
+        return self.student.joined | self.teacher.joined
 
-    @cached_property
-    def update_sums(self) -> tuple[float, ...]:
-        """Running sums over the student's atoms: seconds of the optimizer step."""
-        rate = self.update_seconds_per_byte
-        return tuple(rate * amount for amount in self.student.byte_sums("trainable_bytes"))
+    @property
+    def num_pieces(self) -> int:
+        """The largest number of stages that the student can be cut into."""
+        return self.student.num_atoms - len(self.joined)
 
-    @cached_property
-    def effect_sums(self) -> tuple[float, ...]:
-        """Running sums over the student's atoms: seconds of a paired teacher's update."""
-        if not self.paired or self.teacher is None:
-            return (0.0,) * (self.student.num_atoms + 1)
-        sums = self.teacher.byte_sums("parameter_bytes")
-        rate = self.update_seconds_per_byte
-        last = len(sums) - 1
-        return tuple(rate * sums[min(atom, last)] for atom in range(self.student.num_atoms + 1))
+    # What the user decided, and what is left to try
+
+    def given_cuts(self) -> tuple[int, ...] | None:
+        """First atom of each student stage, and the number of atoms; None to choose.
+
+        Raises:
+            ConfigurationError: A rank without a stage, or a stage without an atom.
+            PartitionError: The numbers don't add up to the student's atoms; names them.
+        """
+        if self.partition == "auto":
+            return None
+        counts, num_atoms = list(self.partition), self.student.num_atoms
+        if any(count < 1 for count in counts) or len(counts) < self.num_ranks:
+            raise ConfigurationError(
+                f"partition={counts}: give at least one atom to each stage, and at least "
+                f"{self.num_ranks} stages, one for each device"
+            )
+        if sum(counts) != num_atoms:
+            names = ", ".join(atom.name for atom in self.student.atoms)
+            raise PartitionError(
+                f"partition={counts} cuts {sum(counts)} atoms, and the student has {num_atoms}: "
+                f"{names}"
+            )
+        return tuple(accumulate(counts, initial=0))
+
+    def microbatch_counts(self) -> tuple[int, ...]:
+        """Numbers of micro-batches to try, whose units were measured.
+
+        Deep pipelines and fast teachers, which must fill the bubble, need more.
+        """
+        if self.num_microbatches != "auto":
+            return (self.num_microbatches,)
+        if self.schedule in {"sequential", ASYNCHRONOUS}:
+            return (1,)
+        smallest, _ = self.measured_sizes
+        samples = min(self.batch_sizes)
+        actions = self.num_ranks * (3 * self.num_calls[0] + self.num_calls[1])
+        most = max(1, min(samples // smallest, _MAX_ACTIONS // actions))
+        if self.frozen:  # all ranks wait for this plan
+            most = min(most, max(_LEAST_TRIED, _MOST_PER_RANK * self.num_ranks))
+        wanted = min(most, max(_LEAST_TRIED, self._filling()))
+        powers = (2**power for power in range(most.bit_length()))
+        return tuple(n for n in powers if n < 2 * wanted)
+
+    def splits(self, num_stages: int) -> tuple[frozenset[int], ...]:
+        """Sets of stages whose backward is split; never stage 0, for which nobody waits."""
+        later = frozenset(range(1, num_stages))
+        if self.student.recomputed:
+            return (frozenset(),)  # each half would run the stage again
+        if self.split != "auto":
+            return (later if self.split else frozenset(),)
+        if self.schedule != "tspipe" or not self.student.can_split:
+            return (frozenset(),)
+        if len(later) <= _MAX_SUBSETS:
+            return tuple(
+                frozenset(chosen)
+                for size in range(num_stages)
+                for chosen in combinations(sorted(later), size)
+            )
+        odd = frozenset(range(1, num_stages, 2))
+        return frozenset(), frozenset({num_stages - 1}), odd, later
+
+    def _filling(self) -> int:
+        """The number of micro-batches with which the teacher fills the bubble of the first stage.
+
+        ``V u t_T >= (P - 1) (t_S + t_B)``, in seconds of all stages and with whole backwards, which
+        need the most (TSPipe, section 3.2); in whole units, and with a teacher forward instead of
+        ``t_S`` if that is longer, since a slow teacher reaches the next stage later. Without a
+        teacher, four times as many units as ranks leave a bubble of a fifth.
+        """
+        sums = self.units(1)
+        teacher = sums.teacher[-1] if sums.teacher else 0.0
+        if not teacher or not self.num_calls[1]:
+            return 4 * self.num_ranks // self.num_calls[0]
+        units = (max(sums.forward[-1], teacher) + sums.backward[-1]) / teacher
+        needed = (self.num_ranks - 1) * math.ceil(min(units, _MAX_ACTIONS))
+        return math.ceil(needed / self.num_calls[1])
 
 
 @dataclass(frozen=True)
@@ -178,17 +270,20 @@ class UnitSums:
         student, teacher = workload.student, workload.teacher
         own = _unit_sizes(workload.samples(), num_microbatches)
         other = _unit_sizes(workload.samples(teacher=True), num_microbatches)
-        backward = _mean_sums(student, "backward", own)
-        half = tuple(amount / 2 for amount in backward)
-        split = student.can_split
+        forward, backward, first, second = (_mean_sums(student, kind, own) for kind in _KINDS)
+        if not student.can_split:
+            first = second = tuple(amount / 2 for amount in backward)
         return cls(
-            forward=_mean_sums(student, "forward", own),
-            backward=backward,
-            input_backward=_mean_sums(student, "input_backward", own) if split else half,
-            weight_backward=_mean_sums(student, "weight_backward", own) if split else half,
+            forward,
+            backward,
+            first,
+            second,
             teacher=() if teacher is None else _mean_sums(teacher, "forward", other),
             samples=(_mean(own), _mean(other)),
         )
+
+
+_KINDS = ("forward", "backward", "input_backward", "weight_backward")
 
 
 def _unit_sizes(calls: Sequence[int], num_microbatches: int) -> list[int]:

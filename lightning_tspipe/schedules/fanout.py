@@ -22,10 +22,13 @@ step, after the heads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.schedules.phases import assemble, forwards, losses
 
 
 def distance(stage: int, depth: int) -> int:
@@ -43,46 +46,28 @@ def fanout(pipeline: Pipeline, *, before: int, following: int, depth: int) -> Sc
         following: Number of batches after this one that are available, at most ``depth``.
         depth: How many batches the trunk's first stage runs ahead; 0: none.
     """
-    return Schedule(
-        pipeline,
-        tuple(
-            tuple(_rank(pipeline, rank, before, following, depth))
-            for rank in range(pipeline.num_ranks)
-        ),
+    trunk = list(_trunk(pipeline, before, following, depth))
+    heads = list(forwards(pipeline))
+    body = chain(
+        (action for action, is_early in trunk if is_early),
+        heads,
+        losses(pipeline),
+        (replace(action, op=Op.BACKWARD) for action in heads),
+        (action for action, is_early in trunk if not is_early),
     )
-
-
-def _rank(
-    pipeline: Pipeline, rank: int, before: int, following: int, depth: int
-) -> Iterator[Action]:
-    trunk = list(_trunk(pipeline, rank, before, following, depth))
-    early = [action for action, is_early in trunk if is_early]
-    yield Action(Op.EFFECTS, rank)
-    if rank == pipeline.data_rank:
-        yield Action(Op.DATA, rank)
-        for batch in _batches(0, before, following, depth):
-            if batch:
-                yield Action(Op.DATA, rank, batch=batch)
-    yield from early
-    heads = pipeline.stages_of(rank)
-    units = range(pipeline.student.num_units)
-    yield from (Action(Op.FORWARD, head, unit) for head in heads for unit in units)
-    if heads:
-        yield Action(Op.LOSS, rank)
-    yield from (Action(Op.BACKWARD, head, unit) for head in heads for unit in units)
-    yield from (action for action, is_early in trunk if not is_early)
-    yield Action(Op.OPTIMIZER, rank)
+    ahead = (batch for batch in _batches(0, before, following, depth) if batch)
+    return assemble(pipeline, body, batches=(0, *ahead))
 
 
 def _trunk(
-    pipeline: Pipeline, rank: int, before: int, following: int, depth: int
+    pipeline: Pipeline, before: int, following: int, depth: int
 ) -> Iterator[tuple[Action, bool]]:
-    """The rank's forwards of the trunk, and whether each comes before its heads.
+    """The forwards of the trunk, and whether each comes before the heads of its rank.
 
     Those that depend on another rank's work in this step come after the heads, to avoid waiting.
     """
     layout = pipeline.layout(Op.TEACHER)
-    for stage in (s for s in range(layout.num_stages) if layout.ranks[s] == rank):
+    for stage, rank in enumerate(layout.ranks):
         made = _batches(stage - 1, before, following, depth) if stage else range(0)
         for batch in _batches(stage, before, following, depth):
             is_early = batch == 0 or batch not in made or layout.ranks[stage - 1] == rank

@@ -14,12 +14,12 @@ from itertools import chain
 
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules.phases import assemble, backwards, forwards, loss, teachers
+from lightning_tspipe.schedules.phases import assemble, backwards, forwards, losses, teachers
 
 
 def gpipe(pipeline: Pipeline) -> Schedule:
     """All teacher forwards of the batch, all student forwards, the loss, all backwards."""
     body = chain(
-        teachers(pipeline, batch=0), forwards(pipeline), [loss(pipeline)], backwards(pipeline)
+        teachers(pipeline, batch=0), forwards(pipeline), losses(pipeline), backwards(pipeline)
     )
-    return assemble(pipeline, body, teacher_next=False)
+    return assemble(pipeline, body)

@@ -15,12 +15,13 @@ that; at the end of an epoch, forwards of batches that don't exist are omitted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 
 from lightning_tspipe.errors import ScheduleError
-from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.schedules.phases import assemble, backwards, forwards, losses, teachers
 
 
 def one_f_one_b(pipeline: Pipeline, *, fresh: bool, ahead: int) -> Schedule:
@@ -34,29 +35,22 @@ def one_f_one_b(pipeline: Pipeline, *, fresh: bool, ahead: int) -> Schedule:
     Raises:
         ScheduleError: The stages don't run from the last rank down to rank 0.
     """
-    check_stages(pipeline)
-    ranks = []
-    for rank in range(pipeline.num_ranks):
-        batches = [batch for batch in range(0 if fresh else rank, rank + 1) if batch <= ahead]
-        actions = [Action(Op.EFFECTS, rank)]
-        if rank == pipeline.data_rank:
-            actions += [Action(Op.DATA, rank, batch=batch) for batch in batches]
-        for batch in batches:
-            actions += _forwards(Op.TEACHER, pipeline.teacher, rank, batch)
-            actions += _forwards(Op.FORWARD, pipeline.student, rank, batch)
-        if rank == pipeline.loss_rank:
-            actions.append(Action(Op.LOSS, rank))
-        backwards = reversed(list(_forwards(Op.BACKWARD, pipeline.student, rank, 0)))
-        ranks.append((*actions, *backwards, Action(Op.OPTIMIZER, rank)))
-    return Schedule(pipeline, tuple(ranks), asynchronous=True)
+    _check_stages(pipeline)
+    # Rank w runs forwards w batches ahead; those before that only to fill the pipeline.
+    batches = range(min(pipeline.num_ranks, ahead + 1))
+    body = [
+        action
+        for batch in batches
+        for action in (*teachers(pipeline, batch=batch), *forwards(pipeline, batch=batch))
+        if pipeline.rank_of(action) == batch or (fresh and pipeline.rank_of(action) > batch)
+    ]
+    read = [batch for batch in batches if fresh or batch == pipeline.data_rank]
+    whole = chain(body, losses(pipeline), backwards(pipeline))
+    return replace(assemble(pipeline, whole, batches=read), asynchronous=True)
 
 
-def check_stages(pipeline: Pipeline) -> None:
-    """Refuse a pipeline in which a batch does not go from rank to rank.
-
-    Raises:
-        ScheduleError: Says how stages must be placed.
-    """
+def _check_stages(pipeline: Pipeline) -> None:
+    """Refuse a pipeline in which a batch does not go from rank to rank."""
     if pipeline.student.ranks != tuple(reversed(range(pipeline.num_ranks))):
         raise ScheduleError(
             f"schedule 1f1b has one stage of the student on each of {pipeline.num_ranks} ranks, "
@@ -67,12 +61,3 @@ def check_stages(pipeline: Pipeline) -> None:
     teacher = pipeline.teacher.ranks if pipeline.teacher is not None else ()
     if list(teacher) != sorted(teacher, reverse=True):
         raise ScheduleError(f"schedule 1f1b: the teacher goes back, through ranks {teacher}")
-
-
-def _forwards(op: Op, layout: NetworkLayout | None, rank: int, batch: int) -> Iterator[Action]:
-    if layout is None:
-        return
-    for stage, owner in enumerate(layout.ranks):
-        if owner == rank:
-            for unit in range(layout.num_units):
-                yield Action(op, stage, unit, batch)

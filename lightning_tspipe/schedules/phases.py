@@ -7,35 +7,37 @@ each rank takes its own part of it. So several stages on one rank are merged wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 
 
-def assemble(pipeline: Pipeline, body: Iterable[Action], *, teacher_next: bool) -> Schedule:
-    """Give each rank its part of ``body``, between effects and data, and the optimizer."""
-    ranks = [opening(pipeline, rank, teacher_next=teacher_next) for rank in _ranks(pipeline)]
-    for action in body:
-        ranks[pipeline.rank_of(action)].append(action)
-    for rank, actions in enumerate(ranks):
-        actions.append(Action(Op.OPTIMIZER, rank))
-    return Schedule(pipeline, tuple(map(tuple, ranks)))
+def assemble(
+    pipeline: Pipeline, body: Iterable[Action], *, batches: Iterable[int] = (0,)
+) -> Schedule:
+    """Give each rank its part of ``body``, between effects and data, and the optimizer.
+
+    Args:
+        pipeline: The pipeline.
+        body: The actions of all ranks.
+        batches: The batches that are read, as offsets from the batch of this step.
+    """
+    ranks = range(pipeline.num_ranks)
+    effects = (Action(Op.EFFECTS, rank) for rank in ranks)
+    updates = (Action(Op.OPTIMIZER, rank) for rank in ranks)
+    return _divided(pipeline, chain(effects, _data(pipeline, batches), body, updates))
 
 
-def opening(pipeline: Pipeline, rank: int, *, teacher_next: bool) -> list[Action]:
-    """The first actions of a rank's step: the effects, and on the data rank the data."""
-    actions = [Action(Op.EFFECTS, rank)]
-    if rank == pipeline.data_rank:
-        actions.append(Action(Op.DATA, rank))
-        if teacher_next and pipeline.teacher is not None:
-            actions.append(Action(Op.DATA, rank, batch=1))
-    return actions
+def teacher_only(pipeline: Pipeline) -> Schedule:
+    """The teacher of the next batch and nothing else, as run by the step before."""
+    return _divided(pipeline, chain(_data(pipeline, (1,)), teachers(pipeline, batch=1)))
 
 
-def forwards(pipeline: Pipeline) -> Iterator[Action]:
+def forwards(pipeline: Pipeline, *, batch: int = 0) -> Iterator[Action]:
     """All student forwards, stage after stage."""
-    return _grid(Op.FORWARD, pipeline.student, 0)
+    return _grid(Op.FORWARD, pipeline.student, batch)
 
 
 def teachers(pipeline: Pipeline, *, batch: int) -> Iterator[Action]:
@@ -45,29 +47,26 @@ def teachers(pipeline: Pipeline, *, batch: int) -> Iterator[Action]:
 
 def backwards(pipeline: Pipeline) -> Iterator[Action]:
     """All backwards, in exactly the reverse order of the forwards."""
-    for action in reversed(list(forwards(pipeline))):
-        yield Action(Op.BACKWARD, action.stage, action.unit)
+    return reversed(list(_grid(Op.BACKWARD, pipeline.student, 0)))
 
 
-def teacher_only(pipeline: Pipeline) -> Schedule:
-    """The teacher of the next batch and nothing else, as run by the step before."""
-    ranks: list[list[Action]] = [[] for _ in _ranks(pipeline)]
-    ranks[pipeline.data_rank].append(Action(Op.DATA, pipeline.data_rank, batch=1))
-    for action in teachers(pipeline, batch=1):
-        ranks[pipeline.rank_of(action)].append(action)
-    return Schedule(pipeline, tuple(map(tuple, ranks)))
-
-
-def loss(pipeline: Pipeline) -> Action:
-    """The loss of the whole batch."""
-    return Action(Op.LOSS, pipeline.loss_rank)
+def losses(pipeline: Pipeline) -> Iterator[Action]:
+    """The loss of the whole batch, on each rank that has one."""
+    return (Action(Op.LOSS, rank) for rank in pipeline.loss_ranks)
 
 
 def _grid(op: Op, layout: NetworkLayout, batch: int) -> Iterator[Action]:
     for stage in range(layout.num_stages):
-        for unit in range(layout.num_units):
+        for unit in layout.units_of(stage):
             yield Action(op, stage, unit, batch)
 
 
-def _ranks(pipeline: Pipeline) -> range:
-    return range(pipeline.num_ranks)
+def _data(pipeline: Pipeline, batches: Iterable[int]) -> Iterator[Action]:
+    return (Action(Op.DATA, pipeline.data_rank, batch=batch) for batch in batches)
+
+
+def _divided(pipeline: Pipeline, actions: Iterable[Action]) -> Schedule:
+    ranks: list[list[Action]] = [[] for _ in range(pipeline.num_ranks)]
+    for action in actions:
+        ranks[pipeline.rank_of(action)].append(action)
+    return Schedule(pipeline, tuple(map(tuple, ranks)))

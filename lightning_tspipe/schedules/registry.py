@@ -77,13 +77,16 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
     """Build one step of an epoch.
 
     Args:
-        name: As for :func:`build_schedule`.
+        name: ``"tspipe"`` (the best order that runs ahead), one of :data:`FIXED`, or ``"1f1b"``.
         pipeline: The pipeline.
         costs: Costs by which ``"tspipe"`` chooses its order.
         fresh: Whether nothing of this batch was done in a step before.
         ahead: Number of following batches that may be worked on.
         split: Student stages whose backward runs in two halves.
         depth: For heads, how many batches their trunk runs ahead.
+
+    Raises:
+        ScheduleError: There is no such schedule, or its stages must be placed otherwise.
     """
     if pipeline.coupling is Coupling.FANOUT:
         depth = depth if runs_ahead(name) and pipeline.num_ranks > 1 else 0
@@ -91,46 +94,19 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
         return fanout(pipeline, before=before, following=min(depth, ahead), depth=depth)
     if name == ASYNCHRONOUS:
         return one_f_one_b(pipeline, fresh=fresh, ahead=ahead)
+    if not runs_ahead(name):
+        return split_backward(FIXED[name](pipeline), split)
     has_teacher = pipeline.teacher is not None
-    return build_schedule(
-        name, pipeline, costs,
+    return synthesize(
+        pipeline, costs,
         teacher_now=has_teacher and fresh, teacher_next=has_teacher and ahead > 0, split=split,
     )  # fmt: skip
 
 
-def build_schedule(  # noqa: PLR0913 -- what one step is, in full
-    name: str,
-    pipeline: Pipeline,
-    costs: CostTable,
-    *,
-    teacher_now: bool,
-    teacher_next: bool,
-    split: frozenset[int] = frozenset(),
+def steady_step(
+    name: str, pipeline: Pipeline, costs: CostTable, split: frozenset[int], *, ahead: bool = True
 ) -> Schedule:
-    """Build one step.
-
-    Args:
-        name: ``"tspipe"`` (the best order that runs ahead), one of :data:`FIXED`, or ``"1f1b"``
-            (a step of the steady state).
-        pipeline: The pipeline. Without a teacher the two flags have no effect.
-        costs: Costs by which ``"tspipe"`` chooses its order.
-        teacher_now: Whether the teacher of this batch runs in this step: in the first after a
-            drain, or without running ahead.
-        teacher_next: Whether the teacher of the next batch runs ahead in this step.
-        split: Student stages whose backward runs in two halves.
-
-    Raises:
-        ScheduleError: An unknown name, or running ahead with a schedule that does not.
-    """
-    if name == ASYNCHRONOUS:
-        return one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks)
-    if runs_ahead(name):
-        return synthesize(
-            pipeline, costs, teacher_now=teacher_now, teacher_next=teacher_next, split=split
-        )
-    if pipeline.teacher is not None and (teacher_next or not teacher_now):
-        raise ScheduleError(
-            f"{name} runs the teacher in the step of its batch; "
-            "build it with teacher_now=True, teacher_next=False"
-        )
-    return split_backward(FIXED[name](pipeline), split)
+    """Build a step that repeats; ``ahead``: whether the teacher may run early, as in training."""
+    early = name == ASYNCHRONOUS or (ahead and runs_ahead(name))
+    number = pipeline.num_ranks if early else 0
+    return build_step(name, pipeline, costs, fresh=not early, ahead=number, split=split)

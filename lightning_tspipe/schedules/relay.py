@@ -26,11 +26,12 @@ With a single stage, shared by all, nothing is relayed between ranks (internal r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import chain
 
-from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.schedules.phases import assemble, backwards, forwards, losses, teachers
 
 
 def relay_pipeline(groups: Sequence[Sequence[int]], *, is_relayed: bool = True) -> Pipeline:
@@ -40,37 +41,16 @@ def relay_pipeline(groups: Sequence[Sequence[int]], *, is_relayed: bool = True) 
         groups: The ranks that share each stage.
         is_relayed: Whether each stage gets the output of the one before.
     """
-    layout = NetworkLayout.shared(groups)
-    num_ranks = sum(map(len, groups))
-    return Pipeline(
-        num_ranks,
-        layout,
-        layout,
-        num_ranks - 1,
-        coupling=Coupling.BLOCKWISE,
-        is_relayed=is_relayed,
-    )
+    ranks, num_ranks = tuple(group[0] for group in groups), sum(map(len, groups))
+    outputs = frozenset(range(len(groups)))
+    layout = NetworkLayout(ranks, 1, 1, outputs, tuple(map(tuple, groups)))
+    blockwise = Coupling.BLOCKWISE
+    return Pipeline(num_ranks, layout, layout, num_ranks - 1, 0, blockwise, is_relayed)
 
 
 def relay(pipeline: Pipeline) -> Schedule:
     """One step of every rank."""
-    ranks = range(pipeline.num_ranks)
-    return Schedule(pipeline, tuple(tuple(_rank(pipeline, rank)) for rank in ranks))
-
-
-def _rank(pipeline: Pipeline, rank: int) -> Iterator[Action]:
-    layout = pipeline.student
-    cells = [
-        (stage, unit)
-        for stage in pipeline.stages_of(rank)
-        for unit in layout.units_of(stage)
-        if layout.holder(stage, unit) == rank
-    ]
-    yield Action(Op.EFFECTS, rank)
-    if rank == pipeline.data_rank:
-        yield Action(Op.DATA, rank)
-    yield from (Action(Op.TEACHER, *cell) for cell in cells)
-    yield from (Action(Op.FORWARD, *cell) for cell in cells)
-    yield Action(Op.LOSS, rank)
-    yield from (Action(Op.BACKWARD, *cell) for cell in cells)
-    yield Action(Op.OPTIMIZER, rank)
+    body = chain(
+        teachers(pipeline, batch=0), forwards(pipeline), losses(pipeline), backwards(pipeline)
+    )
+    return assemble(pipeline, body)

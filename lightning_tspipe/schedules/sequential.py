@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Coupling, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules.phases import assemble, loss
+from lightning_tspipe.schedules.phases import assemble, losses
 
 
 def sequential(pipeline: Pipeline) -> Schedule:
@@ -30,7 +30,7 @@ def sequential(pipeline: Pipeline) -> Schedule:
         for action in reversed(forwards)
         if action.op is Op.FORWARD
     ]
-    return assemble(pipeline, [*forwards, loss(pipeline), *backwards], teacher_next=False)
+    return assemble(pipeline, [*forwards, *losses(pipeline), *backwards])
 
 
 def _forwards(pipeline: Pipeline) -> Iterator[Action]:

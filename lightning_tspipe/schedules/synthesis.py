@@ -47,14 +47,28 @@ def synthesize(
         split: Student stages whose backward runs in two halves.
     """
     costs.check(pipeline)
-    # Ties go to the order that comes first: the paper's.
-    best, _ = min(
-        candidates(
-            pipeline, costs, teacher_now=teacher_now, teacher_next=teacher_next, split=split
-        ),
-        key=lambda scored: scored[1],
+    fixed = split_backward(
+        tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next), split
     )
-    return best
+    graph = StepGraph.of(lower(fixed))
+    # The first and the last step of an epoch don't repeat.
+    repeats = pipeline.teacher is None or teacher_now != teacher_next
+    score = graph_step_time if repeats else graph_seconds
+    found = {fixed.ranks: score(graph, costs)}
+    policies = _policies(pipeline, split, ahead=teacher_next)
+    if len(graph.actions) > _MANY_ACTIONS:
+        policies = islice(policies, _FEW_POLICIES)
+    listed = (
+        list_schedule([graph] * (_STEPS if repeats else 1), costs, policy)[
+            _MIDDLE if repeats else 0
+        ]
+        for policy in policies
+    )
+    for order in chain([_ahead_last(fixed)], listed):
+        if order not in found:
+            found[order] = score(StepGraph.of(lower(Schedule(pipeline, order))), costs)
+    # Ties go to the order that comes first: the paper's.
+    return Schedule(pipeline, min(found, key=lambda order: found[order]))
 
 
 def estimate_step_time(graph: StepGraph, costs: CostTable, num_policies: int = 1) -> float:
@@ -71,40 +85,6 @@ def estimate_step_time(graph: StepGraph, costs: CostTable, num_policies: int = 1
         list_step_time([graph] * _STEPS, costs, policy)
         for policy in islice(policies, max(1, num_policies))
     )
-
-
-def candidates(
-    pipeline: Pipeline,
-    costs: CostTable,
-    *,
-    teacher_now: bool,
-    teacher_next: bool,
-    split: frozenset[int] = frozenset(),
-) -> Iterator[tuple[Schedule, float]]:
-    """Orders with their simulated steady step times: the paper's, GPipe's, list schedules."""
-    fixed = split_backward(
-        tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next), split
-    )
-    graph = StepGraph.of(lower(fixed))
-    # The first and the last step of an epoch don't repeat.
-    repeats = pipeline.teacher is None or teacher_now != teacher_next
-    score = graph_step_time if repeats else graph_seconds
-    yield fixed, score(graph, costs)
-    seen = {fixed.ranks}
-    policies = _policies(pipeline, split, ahead=teacher_next)
-    if len(graph.actions) > _MANY_ACTIONS:
-        policies = islice(policies, _FEW_POLICIES)
-    listed = (
-        list_schedule([graph] * (_STEPS if repeats else 1), costs, policy)[
-            _MIDDLE if repeats else 0
-        ]
-        for policy in policies
-    )
-    for order in chain([_ahead_last(fixed)], listed):
-        if order not in seen:
-            seen.add(order)
-            schedule = Schedule(pipeline, order)
-            yield schedule, score(StepGraph.of(lower(schedule)), costs)
 
 
 def _ahead_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:

@@ -24,7 +24,7 @@ from itertools import chain
 from lightning_tspipe.ir.action import Action
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules.phases import assemble, backwards, forwards, loss, teachers
+from lightning_tspipe.schedules.phases import assemble, backwards, forwards, losses, teachers
 
 
 def tspipe(pipeline: Pipeline, *, teacher_now: bool, teacher_next: bool) -> Schedule:
@@ -35,12 +35,13 @@ def tspipe(pipeline: Pipeline, *, teacher_now: bool, teacher_next: bool) -> Sche
         teacher_now: Whether the teacher of this batch runs in this step, since nothing ran ahead.
         teacher_next: Whether the teacher of the next batch runs ahead in this step.
     """
-    now = teachers(pipeline, batch=0) if teacher_now else iter(())
-    ahead = list(teachers(pipeline, batch=1)) if teacher_next else []
+    now = teachers(pipeline, batch=0) if teacher_now else ()
+    has_next = teacher_next and pipeline.teacher is not None
+    ahead = list(teachers(pipeline, batch=1)) if has_next else []
     early = [action for action in ahead if _fills_the_bubble(action, pipeline)]
     late = [action for action in ahead if not _fills_the_bubble(action, pipeline)]
-    body = chain(now, forwards(pipeline), early, [loss(pipeline)], backwards(pipeline), late)
-    return assemble(pipeline, body, teacher_next=teacher_next)
+    body = chain(now, forwards(pipeline), early, losses(pipeline), backwards(pipeline), late)
+    return assemble(pipeline, body, batches=(0, 1) if has_next else (0,))
 
 
 def _fills_the_bubble(action: Action, pipeline: Pipeline) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
@@ -51,6 +50,8 @@ _CAUSES = {
     "clip": Cause.OPTIMIZER,
     "reduce": Cause.OPTIMIZER,
 }
+_REASONS = {Op.DATA: "load", Op.OPTIMIZER: "reduce"}
+"""Why a rank waits before these actions, where pauses were not recorded."""
 _LEAST_PRINTED = 5e-5
 """Seconds."""
 
@@ -102,9 +103,8 @@ class Attribution:
 
     def seconds(self, rank: int, cause: Cause | None = None) -> float:
         """Idle seconds per step of one rank; None: of all causes together."""
-        if cause is None:
-            return sum(self._seconds.get((rank, each), 0.0) for each in Cause)
-        return self._seconds.get((rank, cause), 0.0)
+        idle = (i for i in self.idle if i.rank == rank and cause in {None, i.cause})
+        return sum(each.seconds for each in idle) / self.num_steps
 
     def share(self, rank: int, cause: Cause | None = None) -> float:
         """Idle time as a share of the rank's time."""
@@ -124,14 +124,6 @@ class Attribution:
                 _, before = found.get(key, (idle.awaited, 0.0))
                 found[key] = (idle.awaited, before + idle.seconds / self.num_steps)
         return tuple(sorted(found.values(), key=lambda item: -item[1])[:most])
-
-    @cached_property
-    def _seconds(self) -> dict[tuple[int, Cause], float]:
-        found: dict[tuple[int, Cause], float] = {}
-        for idle in self.idle:
-            key = (idle.rank, idle.cause)
-            found[key] = found.get(key, 0.0) + idle.seconds / self.num_steps
-        return found
 
     def __str__(self) -> str:
         rows = [["idle, ms per step", *(cause.value for cause in Cause), "together"]]
@@ -195,85 +187,60 @@ class _Walk:
 
     def __init__(self, timeline: Timeline, pipeline: Pipeline) -> None:
         self._timeline = timeline
-        self._producers = _Producers(timeline, pipeline)
+        self._pipeline = pipeline
         self._pauses: dict[int, list[Pause]] = {}
         for pause in sorted(timeline.pauses, key=lambda pause: pause.start):
             self._pauses.setdefault(pause.rank, []).append(pause)
+        spans = sorted(timeline.spans, key=lambda span: span.end)
+        self._actions = {text: Action.parse(text) for text in {span.action for span in spans}}
+        halves = (a for a in self._actions.values() if a.op is Op.INPUT_BACKWARD)
+        self._split = frozenset(action.stage for action in halves)
+        # Of an action with several spans (a loss and its backward), the last.
+        self._spans = {(span.step, self._actions[span.action]): span for span in spans}
+        self._last = spans[-1] if spans else None
 
     def idle(self, rank: int) -> Iterator[Idle]:
-        """The intervals of a rank's idle time."""
+        """The intervals of a rank's idle time, within its steady window."""
         first, last = self._timeline.windows[rank]
-        for opened, closed, before in self._gaps(rank, last):
-            start, end = max(opened, first), min(closed, last)
-            if start < end:
-                is_recorded = bool(self._timeline.pauses) and before is not None
-                pieces = self._recorded if is_recorded else self._deduced
-                yield from (piece for piece in pieces(rank, start, end, before) if piece.seconds)
-
-    def _gaps(self, rank: int, last: float) -> Iterator[tuple[float, float, Span | None]]:
-        """Start, end, and the action that ended the gap; None for the end of the recording."""
         reached = self._timeline.start
-        for span in self._timeline.of_rank(rank):
-            if span.start > reached:
-                yield reached, span.start, span
-            reached = max(reached, span.end)
-        yield reached, last, None
+        for span in (*self._timeline.of_rank(rank), None):  # None: the end of the recording
+            start, end = max(reached, first), min(last if span is None else span.start, last)
+            if start < end:
+                yield from (i for i in self._gap(rank, start, end, span) if i.seconds > 0)
+            reached = max(reached, start if span is None else span.end)
 
-    def _deduced(self, rank: int, start: float, end: float, before: Span | None) -> Iterator[Idle]:
-        """Causes of a gap, if only the spans are known."""
-        awaited = self._producers.awaited(rank, before)
-        if before is not None and before.op == Op.DATA.value:
-            yield Idle(rank, start, end, Cause.LOADER)
-        elif before is not None and before.op == Op.OPTIMIZER.value:
-            yield Idle(rank, start, end, Cause.OPTIMIZER)
-        elif awaited is None:
-            yield Idle(rank, start, end, Cause.TRAINER)
-        else:
-            rest = Cause.TRAINER if _is_effects(before) else Cause.TRANSFER
-            yield from _split(rank, start, end, awaited, rest)
-
-    def _recorded(self, rank: int, start: float, end: float, before: Span | None) -> Iterator[Idle]:
-        """Causes of a gap, if pauses were recorded; the Trainer works between them."""
+    def _gap(self, rank: int, start: float, end: float, before: Span | None) -> Iterator[Idle]:
+        """Causes of a gap that ends with the action ``before``: the Trainer, but for pauses."""
         reached = start
-        awaited = self._producers.awaited(rank, before)
-        for pause in self._pauses.get(rank, ()):
+        awaited = self._awaited(rank, before)
+        for pause in self._pauses_in(rank, start, end, before, awaited):
             first, last = max(pause.start, reached), min(pause.end, end)
             if first >= last:
                 continue
             yield Idle(rank, reached, first, Cause.TRAINER)
+            reached = first
             if pause.reason == "receive" and awaited is not None:
-                yield from _split(rank, first, last, awaited, Cause.TRANSFER)
-            else:
-                yield Idle(rank, first, last, _CAUSES.get(pause.reason, Cause.TRAINER))
+                reached = min(max(awaited.end, first), last)
+                yield Idle(rank, first, reached, Cause.WAITING, awaited)
+            yield Idle(rank, reached, last, _CAUSES.get(pause.reason, Cause.TRAINER))
             reached = last
         yield Idle(rank, reached, end, Cause.TRAINER)
 
+    def _pauses_in(
+        self, rank: int, start: float, end: float, before: Span | None, awaited: Span | None
+    ) -> list[Pause]:
+        """The pauses that were recorded; else one that explains the gap before an action."""
+        if self._pauses and before is not None:
+            return self._pauses.get(rank, [])
+        op = None if before is None else Op(before.op)
+        if op in _REASONS:
+            return [Pause(rank, _REASONS[op], start, end)]
+        if awaited is None:
+            return []
+        # Behind what the effects wait for, nothing is sent.
+        return [Pause(rank, "receive", start, awaited.end if op is Op.EFFECTS else end)]
 
-def _split(rank: int, start: float, end: float, awaited: Span, rest: Cause) -> Iterator[Idle]:
-    """Split a gap: waiting for an action until it ended, then another cause."""
-    ended = min(max(awaited.end, start), end)
-    yield Idle(rank, start, ended, Cause.WAITING, awaited)
-    yield Idle(rank, ended, end, rest)
-
-
-def _is_effects(span: Span | None) -> bool:
-    return span is not None and span.op == Op.EFFECTS.value
-
-
-class _Producers:
-    """Finds the spans that an action waited for."""
-
-    def __init__(self, timeline: Timeline, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        spans = sorted(timeline.spans, key=lambda span: span.end)
-        actions = {text: Action.parse(text) for text in {span.action for span in spans}}
-        self._actions = actions
-        self._split = frozenset(a.stage for a in actions.values() if a.op is Op.INPUT_BACKWARD)
-        # Of an action with several spans (a loss and its backward), the last.
-        self._spans = {(span.step, actions[span.action]): span for span in spans}
-        self._last = spans[-1] if spans else None
-
-    def awaited(self, rank: int, span: Span | None) -> Span | None:
+    def _awaited(self, rank: int, span: Span | None) -> Span | None:
         """The last span to end among those that ``span`` needs from other ranks.
 
         At the end of a recording, a rank waits for the last of all actions.
@@ -288,8 +255,7 @@ class _Producers:
         if action.op is Op.EFFECTS:
             # They read the metadata of the batch, which the data rank sends to the others.
             return [Action(Op.DATA, self._pipeline.data_rank)]
-        needs = depends_on(action, self._pipeline, self._split)
-        return [need.producer for need in needs]
+        return [need.producer for need in depends_on(action, self._pipeline, self._split)]
 
     def _find(self, step: int, action: Action) -> Span | None:
         """The span of an action that the given step needs."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message
-from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.ir.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,10 @@ class CostTable:
         Raises:
             ScheduleError: The number of stages or ranks differs.
         """
-        num_ranks = pipeline.num_ranks
+        num_ranks, teacher = pipeline.num_ranks, pipeline.teacher
         for name, number, expected in (
             ("student stages", len(self.student), pipeline.student.num_stages),
-            ("teacher stages", len(self.teacher), _num_stages(pipeline.teacher)),
+            ("teacher stages", len(self.teacher), teacher.num_stages if teacher else 0),
             ("optimizer ranks", len(self.optimizer), num_ranks),
             ("effects ranks", len(self.effects), num_ranks),
             ("ranks' nodes", len(self.nodes) or num_ranks, num_ranks),
@@ -116,20 +116,14 @@ class CostTable:
 
     def seconds(self, action: Action) -> float:
         """Seconds that ``action`` takes."""
-        stage = action.stage
-        match action.op:
-            case Op.TEACHER:
-                return self.teacher[stage].forward
-            case Op.EFFECTS:
-                return self.effects[stage]
-            case Op.OPTIMIZER:
-                return self.optimizer[stage]
-            case Op.DATA:
-                return self.data
-            case Op.LOSS:
-                return self.loss
-            case _:
-                return float(getattr(self.student[stage], _FIELDS[action.op]))
+        if action.op is Op.DATA:
+            return self.data
+        if action.op is Op.LOSS:
+            return self.loss
+        if action.op.is_rank_wide:
+            costs = self.effects if action.op is Op.EFFECTS else self.optimizer
+            return costs[action.stage]
+        return float(getattr(self._stage(action), _FIELDS[action.op]))
 
     def message_bytes(self, message: Message) -> int:
         """Size of ``message`` in bytes."""
@@ -154,18 +148,6 @@ class CostTable:
             return self.inter_node_latency, self.inter_node_bandwidth
         return self.latency, self.bandwidth
 
-    def occupancy_seconds(self, message: Message) -> float:
-        """Seconds that ``message`` occupies its link, for which the next one waits."""
-        return self.message_bytes(message) / self.link(message.source, message.target)[1]
-
-    def latency_seconds(self, message: Message) -> float:
-        """Seconds from the end of sending ``message`` to its arrival."""
-        return self.link(message.source, message.target)[0]
-
-    def transfer_seconds(self, message: Message) -> float:
-        """Seconds from sending ``message`` over an idle link to its arrival."""
-        return self.latency_seconds(message) + self.occupancy_seconds(message)
-
     def _stage(self, action: Action) -> StageCost:
         network = self.teacher if action.op is Op.TEACHER else self.student
         return network[action.stage]
@@ -173,11 +155,8 @@ class CostTable:
 
 _FIELDS = {
     Op.FORWARD: "forward",
+    Op.TEACHER: "forward",
     Op.BACKWARD: "backward",
     Op.INPUT_BACKWARD: "input_backward",
     Op.WEIGHT_BACKWARD: "weight_backward",
 }
-
-
-def _num_stages(layout: NetworkLayout | None) -> int:
-    return 0 if layout is None else layout.num_stages

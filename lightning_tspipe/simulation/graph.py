@@ -12,14 +12,13 @@ teacher forwards that ran ahead).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import chain
 
 from lightning_tspipe.ir.action import Action
 from lightning_tspipe.ir.lowering import Program
-from lightning_tspipe.simulation.cost import CostTable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepGraph:
     """One step, all ranks.
 
@@ -32,7 +31,6 @@ class StepGraph:
         sends: For each action, the messages sent right after it: (slot, target rank, message).
         arrivals: Slot of the message of each (producer, consumer) pair.
         index: Slot of each action.
-        num_slots: Number of actions and messages.
     """
 
     program: Program
@@ -43,33 +41,36 @@ class StepGraph:
     sends: tuple[tuple[tuple[int, int, int], ...], ...]
     arrivals: dict[tuple[Action, Action], int]
     index: dict[Action, int]
-    num_slots: int
 
     @classmethod
     def of(cls, program: Program) -> StepGraph:
         """Number the actions and messages of ``program``."""
-        actions = tuple(action for rank in program.schedule.ranks for action in rank)
+        actions = tuple(chain.from_iterable(program.schedule.ranks))
         index = {action: slot for slot, action in enumerate(actions)}
-        starts = [0, *accumulate(map(len, program.schedule.ranks))]
-        num_actions = len(actions)
         arrivals = {
-            (message.producer, message.consumer): num_actions + place
-            for place, message in enumerate(program.messages)
+            (message.producer, message.consumer): slot
+            for slot, message in enumerate(program.messages, start=len(actions))
         }
         sends: list[list[tuple[int, int, int]]] = [[] for _ in actions]
         for place, message in enumerate(program.messages):
-            sends[index[message.producer]].append((num_actions + place, message.target, place))
-        waits, carried = _waits(program, index, arrivals)
+            slot = len(actions) + place
+            sends[index[message.producer]].append((slot, message.target, place))
+        needs = [[need.producer for need in program.needs[action]] for action in actions]
         return cls(
             program=program,
             actions=actions,
-            ranks=tuple(tuple(range(first, last)) for first, last in pairwise(starts)),
-            waits=waits,
-            carried=carried,
+            ranks=tuple(tuple(map(index.__getitem__, r)) for r in program.schedule.ranks),
+            waits=tuple(
+                tuple(arrivals.get((one, action), index[one]) for one in ones if one in index)
+                for action, ones in zip(actions, needs, strict=True)
+            ),
+            carried=tuple(
+                tuple((_next_batch(one), _next_batch(action)) for one in ones if one not in index)
+                for action, ones in zip(actions, needs, strict=True)
+            ),
             sends=tuple(map(tuple, sends)),
             arrivals=arrivals,
             index=index,
-            num_slots=num_actions + len(program.messages),
         )
 
     def carried_slots(self, before: StepGraph) -> tuple[tuple[int, ...], ...]:
@@ -87,32 +88,6 @@ class StepGraph:
         """The slot that ``consumer`` waits for; None if this step doesn't run ``producer``."""
         slot = self.arrivals.get((producer, consumer))
         return self.index.get(producer) if slot is None else slot
-
-    def seconds(self, costs: CostTable) -> list[float]:
-        """Seconds of every action."""
-        return [costs.seconds(action) for action in self.actions]
-
-    def occupancy(self, costs: CostTable) -> list[float]:
-        """Seconds that every message occupies its link."""
-        return [costs.occupancy_seconds(message) for message in self.program.messages]
-
-
-def _waits(
-    program: Program, index: dict[Action, int], arrivals: dict[tuple[Action, Action], int]
-) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[tuple[Action, Action], ...], ...]]:
-    waits: list[tuple[int, ...]] = []
-    carried: list[tuple[tuple[Action, Action], ...]] = []
-    for action in index:
-        here, before = [], []
-        for dependency in program.needs[action]:
-            producer = dependency.producer
-            if producer in index:
-                here.append(arrivals.get((producer, action), index[producer]))
-            else:
-                before.append((_next_batch(producer), _next_batch(action)))
-        waits.append(tuple(here))
-        carried.append(tuple(before))
-    return tuple(waits), tuple(carried)
 
 
 def _next_batch(action: Action) -> Action:

@@ -3,23 +3,36 @@
 A rank starts its next action as soon as the one before has ended and everything that it waits for
 is available. A message leaves when its producer ends, queues for its link, and takes ``bytes /
 bandwidth + latency``. There is no barrier between steps: a rank begins step n + 1 right after its
-own optimizer step n.
+own optimizer step n. With replicas of the pipeline, that step waits until the rank's gradients are
+summed over them.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Sequence
+from functools import cache, partial
+from itertools import pairwise
 
 from lightning_tspipe.errors import ScheduleError
+from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.ledger import UNKNOWN, Ledger
 from lightning_tspipe.simulation.timeline import Span, Timeline
 
 STEADY_STEPS = 6
 """Steps after which a pipeline is in its steady state."""
+
+UNKNOWN = math.inf
+"""The time of an event that has not happened yet."""
+
+NUM_BUCKETS = 8
+"""Number of equal parts in which a rank's gradients are computed and reduced over replicas."""
+
+_GRADIENTS = frozenset({Op.BACKWARD, Op.WEIGHT_BACKWARD})
 
 
 def simulate(steps: Sequence[Program], costs: CostTable) -> Timeline:
@@ -35,10 +48,15 @@ def simulate(steps: Sequence[Program], costs: CostTable) -> Timeline:
     if not steps:
         return Timeline((), 0)
     costs.check(steps[0].schedule.pipeline)
-    distinct = {id(program): StepGraph.of(program) for program in steps}
-    walk = _Walk([distinct[id(program)] for program in steps], costs)
-    walk.run()
-    return walk.timeline()
+    walk = Walk(list(map(cache(StepGraph.of), steps)), costs)
+    spans = [
+        Span(rank, str(action), action.op.value, step, walk.starts[step][slot], end)
+        for step, graph in enumerate(walk.graphs)
+        for rank, slots in enumerate(graph.ranks)
+        for slot in slots
+        for action, end in [(graph.actions[slot], walk.slots[step][slot])]
+    ]
+    return Timeline(tuple(spans), len(walk.free), steps[0].schedule.pipeline)
 
 
 def steady_step_time(schedule: Schedule, costs: CostTable) -> float:
@@ -52,86 +70,148 @@ def steady_step_time(schedule: Schedule, costs: CostTable) -> float:
 
 def graph_step_time(graph: StepGraph, costs: CostTable) -> float:
     """As :func:`steady_step_time`, for a step that is numbered already."""
-    walk = _Walk([graph] * STEADY_STEPS, costs)
-    walk.run()
+    ends = Walk([graph] * STEADY_STEPS, costs).step_ends
     # The first half of the steps is a warm-up.
     half = STEADY_STEPS // 2
-    return (walk.step_ends[-1] - walk.step_ends[-1 - half]) / half
+    return (ends[-1] - ends[-1 - half]) / half
 
 
 def graph_seconds(graph: StepGraph, costs: CostTable) -> float:
     """Seconds of one step that starts with every rank idle."""
-    walk = _Walk([graph], costs)
-    walk.run()
-    return walk.step_ends[-1]
+    return Walk([graph], costs).step_ends[-1]
 
 
-class _Walk:
-    """Walks all ranks; ``step_ends`` is when each step's last rank is done."""
+class _Prices:
+    """Seconds of a step's actions, and of its messages on their links."""
+
+    def __init__(self, graph: StepGraph, costs: CostTable) -> None:
+        messages = graph.program.messages
+        links = [costs.link(message.source, message.target) for message in messages]
+        self.actions = [costs.seconds(action) for action in graph.actions]
+        self.latencies = [latency for latency, _ in links]
+        self.occupancy = [
+            costs.message_bytes(message) / bandwidth
+            for message, (_, bandwidth) in zip(messages, links, strict=True)
+        ]
+
+
+class Walk:
+    """Walks all ranks through consecutive steps, each rank in its order.
+
+    Whenever a rank's action ends, or something arrives at an idle rank, the rank chooses what it
+    runs next; a subclass may choose by another rule.
+
+    Args:
+        graphs: One per step. Equal steps should be the same object: their costs are read once.
+        costs: Costs of the pipeline.
+
+    Attributes:
+        slots: For each step, the times of its slots, in seconds from 0.
+        starts: For each step, the start of each action.
+        orders: For each step and rank, the slots of the actions that ran.
+        free: For each rank, the end of its last action.
+        step_ends: When each step's last rank is done.
+
+    Raises:
+        ScheduleError: The schedule deadlocks.
+    """
 
     def __init__(self, graphs: Sequence[StepGraph], costs: CostTable) -> None:
-        self._graphs = graphs
-        self._ledger = Ledger(graphs, costs)
-        self._num_ranks = len(graphs[0].ranks)
-        self._place = [(0, 0)] * self._num_ranks
+        ranks = range(len(graphs[0].ranks))
+        self.graphs = graphs
+        self.prices = list(map(cache(partial(_Prices, costs=costs)), graphs))
+        carried = cache(StepGraph.carried_slots)
+        # Results of a step before the first one count as available from the start.
+        nothing: tuple[tuple[int, ...], ...] = ((),) * len(graphs[0].actions)
+        pairs = pairwise(graphs)
+        self._carried = [nothing, *(carried(graph, before) for before, graph in pairs)]
+        self.slots = [[UNKNOWN] * (len(graph.actions) + len(graph.arrivals)) for graph in graphs]
+        self.starts = [[UNKNOWN] * len(graph.actions) for graph in graphs]
+        self.orders: list[list[list[int]]] = [[[] for _ in ranks] for _ in graphs]
+        self.free = [0.0 for _ in ranks]
+        self.step = [0 for _ in ranks]
         self.step_ends = [0.0] * len(graphs)
+        self._events = [(0.0, rank) for rank in ranks]
+        self._links: dict[tuple[int, int], float] = {}
+        self._reduction = costs.reduction if any(costs.reduction) else ()
+        self._reduced = [0.0 for _ in ranks]
+        self._run()
 
-    def run(self) -> None:
-        """Walk until every rank is done.
+    def choose(self, rank: int, now: float) -> int | None:
+        """The next action of an idle rank; None: sleep until something arrives."""
+        step = self.step[rank]
+        slot = self.graphs[step].ranks[rank][len(self.orders[step][rank])]
+        return slot if self.ready(step, slot) <= now else None
 
-        Raises:
-            ScheduleError: No rank can move.
-        """
-        waiting = list(range(self._num_ranks))
-        while waiting:
-            moved = [rank for rank in waiting if self._walk(rank)]
-            waiting = [rank for rank in waiting if self._place[rank][0] < len(self._graphs)]
-            if waiting and not moved:
-                raise ScheduleError(self._deadlock(waiting))
+    def ready(self, step: int, slot: int) -> float:
+        """Time when all dependencies of an action are available, or ``UNKNOWN``."""
+        graph, times = self.graphs[step], self.slots[step]
+        ready = 0.0
+        for wait in graph.waits[slot]:
+            ready = max(ready, times[wait])
+        for wait in self._carried[step][slot]:
+            ready = max(ready, self.slots[step - 1][wait])
+        if self._reduction and graph.actions[slot].op is Op.OPTIMIZER:
+            ready = max(ready, self._reduced[graph.actions[slot].stage])
+        return ready
 
-    def timeline(self) -> Timeline:
-        """The timeline of everything that ran."""
-        ledger = self._ledger
-        spans = [
-            Span(rank, str(action), action.op.value, step, ledger.starts[step][slot], end)
-            for step, graph in enumerate(self._graphs)
-            for rank, slots in enumerate(graph.ranks)
-            for slot in slots
-            for action, end in [(graph.actions[slot], ledger.slots[step][slot])]
+    def _run(self) -> None:
+        while self._events:
+            now, rank = heapq.heappop(self._events)
+            # An event while the rank is busy is dropped: the end of its action is an event too.
+            if now >= self.free[rank] and self.step[rank] < len(self.graphs):
+                slot = self.choose(rank, now)
+                if slot is not None:
+                    self._start(rank, now, slot)
+        waiting = [rank for rank, step in enumerate(self.step) if step < len(self.graphs)]
+        if waiting:
+            raise ScheduleError("the schedule deadlocks: " + "; ".join(map(self._blocked, waiting)))
+
+    def _start(self, rank: int, start: float, slot: int) -> None:
+        """Run an action, and send its messages."""
+        step = self.step[rank]
+        graph, prices, times = self.graphs[step], self.prices[step], self.slots[step]
+        end = start + prices.actions[slot]
+        self.starts[step][slot] = start
+        times[slot] = self.free[rank] = end
+        heapq.heappush(self._events, (end, rank))
+        for arrival, target, message in graph.sends[slot]:
+            # Messages of one link queue for its bandwidth; their latencies overlap.
+            idle = self._links.get((rank, target), 0.0)
+            sent = max(end, idle) + prices.occupancy[message]
+            self._links[rank, target] = sent
+            times[arrival] = sent + prices.latencies[message]
+            heapq.heappush(self._events, (times[arrival], target))
+        if self._reduction and graph.actions[slot].op in _GRADIENTS:
+            self._reduced[rank] = _reduced_at(start, end, self._reduction[rank])
+            heapq.heappush(self._events, (self._reduced[rank], rank))
+        order = self.orders[step][rank]
+        order.append(slot)
+        if len(order) == len(graph.ranks[rank]):
+            self.step_ends[step] = max(self.step_ends[step], end)
+            self.step[rank] += 1
+
+    def _blocked(self, rank: int) -> str:
+        """Says what a rank waits for."""
+        step = self.step[rank]
+        graph = self.graphs[step]
+        action = graph.actions[graph.ranks[rank][len(self.orders[step][rank])]]
+        missing = [
+            str(need.producer)
+            for need in graph.program.needs[action]
+            if (slot := graph.slot_of(need.producer, need.consumer)) is not None
+            and self.slots[step][slot] == UNKNOWN
         ]
-        return Timeline(tuple(spans), self._num_ranks, self._graphs[0].program.schedule.pipeline)
+        what = ", ".join(missing) or "the step before"
+        return f"rank {rank} at {action} (step {step}) waits for {what}"
 
-    def _walk(self, rank: int) -> bool:
-        """Run ``rank`` until it must wait; returns whether it moved."""
-        origin = self._place[rank]
-        step, place = origin
-        ledger = self._ledger
-        while step < len(self._graphs):
-            order = self._graphs[step].ranks[rank]
-            while place < len(order):
-                ready = ledger.ready(step, order[place])
-                if ready == UNKNOWN:
-                    self._place[rank] = (step, place)
-                    return (step, place) != origin
-                ledger.book(rank, step, order[place], max(ready, ledger.free[rank]))
-                place += 1
-            self.step_ends[step] = max(self.step_ends[step], ledger.free[rank])
-            step, place = step + 1, 0
-        self._place[rank] = (step, place)
-        return True
 
-    def _deadlock(self, waiting: Sequence[int]) -> str:
-        blocked = []
-        for rank in waiting:
-            step, place = self._place[rank]
-            graph = self._graphs[step]
-            action = graph.actions[graph.ranks[rank][place]]
-            missing = [
-                str(need.producer)
-                for need in graph.program.needs[action]
-                if (slot := graph.slot_of(need.producer, need.consumer)) is not None
-                and self._ledger.slots[step][slot] == UNKNOWN
-            ]
-            what = ", ".join(missing) or "the step before"
-            blocked.append(f"rank {rank} at {action} (step {step}) waits for {what}")
-        return "the schedule deadlocks: " + "; ".join(blocked)
+def _reduced_at(start: float, end: float, seconds: float) -> float:
+    """Time when the gradients are reduced over the replicas, given a rank's last backward.
+
+    Gradients are sent in buckets during the backward, as in DistributedDataParallel (Li et al.,
+    VLDB 2020, section 3.2): the last bucket leaves at the end, unless the link has been busy since
+    the first one. Actions after the last backward, the teacher's forwards, hide the rest.
+    """
+    bucket = 1 / NUM_BUCKETS
+    return max(end + bucket * seconds, start + bucket * (end - start) + seconds)

@@ -14,15 +14,12 @@ that it has read, if there is room::
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
 
+from lightning_tspipe.ir.action import Action
 from lightning_tspipe.ir.pipeline import Pipeline
-
-_LABEL = re.compile(r"\d+(?P<op>[A-Z])(?P<unit>\d*)(?P<batch>\+\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +57,7 @@ class Span:
     @property
     def batch(self) -> int:
         """The number of its batch."""
-        match = _LABEL.fullmatch(self.action)
-        return self.step + int(match["batch"] or 0 if match else 0)
+        return self.step + Action.parse(self.action).batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,32 +187,6 @@ class Timeline:
             lines.append(f"rank {rank} |{''.join(cells)}|")
         return "\n".join(lines)
 
-    def trace_events(self, pid: int = 0, zero: float | None = None) -> list[dict[str, Any]]:
-        """Trace events for ``chrome://tracing`` and Perfetto, in microseconds.
-
-        Args:
-            pid: Process id to show them under; its threads are the ranks.
-            zero: Time 0 of the trace, in seconds; None: the first action.
-        """
-        zero = self.start if zero is None else zero
-        names: list[dict[str, Any]] = [
-            {"name": "thread_name", "ph": "M", "pid": pid, "tid": r, "args": {"name": f"rank {r}"}}
-            for r in range(self.num_ranks)
-        ]
-        return names + [
-            {
-                "name": span.action,
-                "cat": span.op,
-                "ph": "X",
-                "pid": pid,
-                "tid": span.rank,
-                "ts": (span.start - zero) * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": {"step": span.step, **({"reads": span.read} if span.read else {})},
-            }
-            for span in self.spans
-        ]
-
     def to_json(self) -> str:
         """Everything, as JSON that :meth:`from_json` reads."""
         data = {
@@ -272,9 +242,9 @@ def aligned(timelines: Iterable[Timeline]) -> list[tuple[float, float]]:
 
 def _cell(span: Span, width: int) -> list[str]:
     """``width`` columns for one action, with as much of its label as fits."""
-    match = _LABEL.fullmatch(span.action)
-    op, unit, batch = (match["op"], match["unit"], match["batch"]) if match else (span.op, "", None)
-    letter = op.lower() if batch and not span.read else op
+    action = Action.parse(span.action)
+    letter = span.op.lower() if action.batch and not span.read else span.op
+    unit = "" if action.unit is None else str(action.unit)
     number = str(span.batch) if span.read else unit
     labels = (letter + number + span.read, letter + number, letter)
     label = next((label for label in labels if len(label) <= width), letter)

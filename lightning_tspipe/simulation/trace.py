@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_tspipe.simulation.attribution import Attribution
-from lightning_tspipe.simulation.timeline import Timeline, aligned
+from lightning_tspipe.simulation.attribution import Attribution, Idle
+from lightning_tspipe.simulation.timeline import Span, Timeline, aligned
 
 
 def chrome_trace(
@@ -22,23 +22,26 @@ def chrome_trace(
     events: list[dict[str, Any]] = []
     parts = aligned(timelines.values())
     for pid, ((name, timeline), (zero, _)) in enumerate(zip(timelines.items(), parts, strict=True)):
-        events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}})
-        events += timeline.trace_events(pid, zero)
-        if name in attributions:
-            events += _idle_events(attributions[name], pid, zero)
+        ranks = {f"rank {rank}": rank for rank in range(timeline.num_ranks)}
+        events += [
+            {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": title}}
+            for kind, titles in (("process_name", {name: 0}), ("thread_name", ranks))
+            for title, tid in titles.items()
+        ]
+        idle = attributions[name].idle if name in attributions else ()
+        shown: list[Span | Idle] = [*timeline.spans, *idle]
+        for each in shown:
+            event = {
+                "name": str(each),
+                "cat": "idle",
+                "ph": "X",
+                "pid": pid,
+                "tid": each.rank,
+                "ts": (each.start - zero) * 1e6,
+                "dur": (each.end - each.start) * 1e6,
+            }
+            if isinstance(each, Span):
+                reads = {"reads": each.read} if each.read else {}
+                event |= {"name": each.action, "cat": each.op, "args": {"step": each.step} | reads}
+            events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _idle_events(attribution: Attribution, pid: int, zero: float) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": str(idle),
-            "cat": "idle",
-            "ph": "X",
-            "pid": pid,
-            "tid": idle.rank,
-            "ts": (idle.start - zero) * 1e6,
-            "dur": idle.seconds * 1e6,
-        }
-        for idle in attribution.idle
-    ]

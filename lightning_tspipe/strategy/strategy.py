@@ -6,8 +6,11 @@ One class serves both Lightning namespaces (``lightning.pytorch`` and ``pytorch_
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partialmethod
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -17,19 +20,35 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
+from lightning_tspipe.runtime.faults.phases import HERE
+from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.strategy.checkpoints.files import whole_files
-from lightning_tspipe.strategy.components import Components
-from lightning_tspipe.strategy.lightning.base import StrategyArguments
-from lightning_tspipe.strategy.lightning.processes import StartMethod
-from lightning_tspipe.strategy.lightning.ranks import RankedStrategy
-from lightning_tspipe.strategy.setup.options import SetupOptions, load_plan
+from lightning_tspipe.runtime.weights.scaling import shared_scaler
+from lightning_tspipe.schedules.registry import SCHEDULES
+from lightning_tspipe.strategy.checkpoints.files import WholeFiles
+from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
+from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
+from lightning_tspipe.strategy.lightning.namespaces import StrategyArguments
+from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.setup.declared import find_networks, relay_of
+from lightning_tspipe.strategy.setup.options import SetupOptions, StartMethod, load_plan
+from lightning_tspipe.strategy.setup.refusals import (
+    refuse_fused,
+    refuse_loaders,
+    refuse_module,
+    refuse_trainer,
+    refuse_training,
+)
+from lightning_tspipe.strategy.shutdown.shutdown import Shutdown
+from lightning_tspipe.strategy.training.progress import leave_ended_epoch
+from lightning_tspipe.strategy.training.relaying import RelayTraining
+from lightning_tspipe.strategy.training.steps import Parts, Training
 
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class TSPipeStrategy(RankedStrategy):
+class TSPipeStrategy(ConnectedRun):
     """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
@@ -116,45 +135,30 @@ class TSPipeStrategy(RankedStrategy):
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
             activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
-            ranks_per_device=ranks_per_device,
+            ranks_per_device=ranks_per_device, start_method=start_method,
         )  # fmt: skip
         super().__init__(options, num_stages, timeout, **kwargs)
-        self._parts = Components(
-            self.run, start_method, saves_shards=save_distributed_checkpoint,
-            verifies=verify_checkpoint,
-        )  # fmt: skip
-        self.pipelined = self._parts.pipelined
-        self.repacking = self._parts.repacking
-        self.shutdown = self._parts.shutdown
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine, once the first batch has been seen."""
-        return self.run.engine
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether this rank ends by an exception that the others don't share."""
-        return self.run.is_failing
+        self._parts = parts = Parts(self, self._reconnect)
+        self.pipelined, self.repacking = parts.pipelined, parts.repacking
+        self._training = Training(parts)  # until it is known what is trained
+        self._saving = CheckpointWriter(parts, distributed=save_distributed_checkpoint)
+        self._reading = CheckpointReader(parts, verifies=verify_checkpoint)
+        self.shutdown = Shutdown(self, self._saving, parts.evaluator, start_method == "popen")
 
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning splits samplers: over replicas, unless these get parts of batches."""
         module = self.lightning_module
-        deals = module is not None and self.repacking.repacks and module.trainer.training
-        return self.run.num_replicas > 1 and not deals
+        deals = module is not None and self.repacking.freezing.is_shared and module.trainer.training
+        return self.num_replicas > 1 and not deals
 
     # Processes
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._launcher = self._parts.processes.make_launcher()
 
     @override
     def setup_environment(self) -> None:
         self.shutdown.begin()
         super().setup_environment()
-        self._parts.processes.set_up_environment()
+        self.join(self.shutdown.watch)
         self.shutdown.connected()
 
     # The beginning and the end of a run
@@ -168,7 +172,59 @@ class TSPipeStrategy(RankedStrategy):
 
     @override
     def setup(self, trainer: Any) -> None:
-        self._parts.begin(trainer)
+        """Set up a run: refuse what a pipeline can't follow, and insert callbacks."""
+        module, parts = self.module, self._parts
+        assert self.accelerator is not None
+        parts.weights.forget_other_modules()
+        self.accelerator.setup(trainer)
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
+        self.model = parts.weights.convert(module)
+        if self.num_ranks == 1:
+            parts.weights.fill_whole()
+        if self.num_replicas == 1:
+            # One rank logs for all: there is nothing to reduce.
+            warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
+
+        # A function, which copies of the module share: copies of a method would copy its object.
+        def before_transfer(*args: Any, **kwargs: Any) -> Any:
+            return parts.data.before_transfer(*args, **kwargs)
+
+        # Not for placeholders, and once for each batch.
+        vars(module)["_on_before_batch_transfer"] = before_transfer
+        refuse_trainer(trainer, self.root_device)
+        relay = relay_of(trainer)
+        self._training = Training(parts) if relay is None else RelayTraining(parts, relay)
+        self._saving.begin(fits=trainer.state.fn == "fit")
+        if self.num_ranks > 1:
+            # Lightning tells them the rank only if the world is larger than one, and there it means
+            # replicas: the ranks would write the same file.
+            trainer.profiler.setup(trainer.state.fn, self.local_rank, trainer.log_dir)
+        parts.results.set_up(trainer)
+        if trainer.state.fn == "fit":
+            self._set_up_fit(trainer)
+        self.shutdown.prepare(trainer)
+        self.setup_precision_plugin()
+        if self.num_ranks > 1:
+            self._share_gradients(self.precision_plugin)
+
+    def _set_up_fit(self, trainer: Any) -> None:
+        module = self.module
+        student = find_networks(module, self.options).student
+        self.setup_optimizers(trainer)
+        refuse_module(trainer, module, self.optimizers)
+        policy = self.options.policy
+        if policy is not None:
+            refuse_training(policy, trainer, module, student, self.num_ranks)
+
+    def _share_gradients(self, plugin: Any) -> None:
+        """Scale and clip by the gradients of all ranks."""
+        scaler = getattr(plugin, "scaler", None)
+        if scaler is not None:
+            refuse_fused(self.optimizers)
+            plugin.scaler = shared_scaler(scaler, self.root_device)
+        plugin.clip_grad_by_norm = self._training.clip_by_norm
+        plugin.clip_grad_by_value = self._training.clip_by_value
 
     @override
     def model_to_device(self) -> None:
@@ -180,13 +236,49 @@ class TSPipeStrategy(RankedStrategy):
 
     @override
     def teardown(self) -> None:
-        self._parts.end()
+        """Tear down a run, however it ended."""
+        parts, module = self._parts, self.lightning_module
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        if module is not None:
+            vars(module).pop("_on_before_batch_transfer", None)
+        self.shutdown.end_of_run()
+        if not self.is_failing:
+            self._saving.end_without_batches()
+        parts.heads.release()
+        self.options = replace(self.options, averages={})
+        self.engine = None
+        parts.resumption.forget()
+        self.plan.forget()
+        parts.weights.restores_optimizers = False
+        parts.evaluator.release()
+        parts.results.release()
+        self.cluster_environment.teardown()
+        if module is not None and not is_on_meta(module):
+            module.cpu()
+        self.namespace.optimizers_to_device(self.optimizers, torch.device("cpu"))
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    def _reconnect(self, num_ranks: int) -> None:
+        """Divide the ranks into other pipelines; every rank calls it, and nothing is under way."""
+        HERE.interrupt("moving to another mesh")
+        self.reconnect(num_ranks)
+        resumption = self._parts.resumption
+        if resumption.replicas is not None and self.engine is None:
+            resumption.go_on(
+                resumption.replicas, self.replica, self.num_replicas, shares_batches=True
+            )
+        self.shutdown.reconnected()
+        HERE.go_on()
+        self._parts.data.reconnected()
+        self._parts.results.reconnected()
 
     # Data
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        trains = self.run.trainer.training
+        trains = self.trainer.training
         shared = self.repacking.share(dataloader) if trains else dataloader
         return self._parts.data.loader_of_rank(shared)
 
@@ -200,64 +292,64 @@ class TSPipeStrategy(RankedStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._parts.begin_training()
+        refuse_loaders(self.trainer)
+        # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
+        # could begin a step before rank 0 has ended the last one.
+        loop = self.trainer.fit_loop
+        loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign] # noqa: SLF001
+        leave_ended_epoch(loop)
+        self._parts.data.restore_random()
+        self._parts.repacking.run_begins()
 
     @override
     def on_train_end(self) -> None:
-        self._parts.saving.note_end()
-        self._parts.training.end()
+        self._saving.note_end()
+        self._training.end()
         self.shutdown.end_if_asked()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._parts.training.step(*args, **kwargs)
+        return self._training.step(*args, **kwargs)
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        return self._parts.training.backward(closure_loss, optimizer, *args, **kwargs)
+        return self._training.backward(closure_loss, optimizer, *args, **kwargs)
 
     @override
-    def block_backward_sync(self) -> Any:
-        return self._parts.training.accumulating()
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """While inside, gradients are only added up: there are more batches before the update."""
+        self.reduces = False
+        try:
+            yield
+        finally:
+            self.reduces = True
 
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._parts.training.updating():
+        with self._training.updating():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # Evaluation
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._parts.evaluator.step("validation_step", *args, **kwargs)
+    def _evaluate(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        return self._parts.evaluator.step(name, *args, **kwargs)
 
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._parts.evaluator.step("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._parts.evaluator.predict(*args, **kwargs)
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
 
     @override
     def on_validation_end(self) -> None:
-        self._parts.evaluator.end_validation()
-        if self.run.trainer.state.fn != "fit":  # there, more steps follow
+        self._parts.evaluator.end()
+        if self.trainer.state.fn != "fit":  # there, more steps follow
             self.shutdown.end_if_asked()
 
-    @override
-    def on_test_end(self) -> None:
-        self._parts.evaluator.end()
-        self.shutdown.end_if_asked()
-
-    @override
-    def on_predict_end(self) -> None:
-        self._parts.evaluator.end()
-        self.shutdown.end_if_asked()
+    on_test_end = on_predict_end = on_validation_end
 
     # Checkpoints
 
@@ -267,9 +359,9 @@ class TSPipeStrategy(RankedStrategy):
         """How files are written: whole or not at all, unless the user brings a way."""
         found: Any = self._checkpoint_io
         if found is None:
-            found = self._checkpoint_io = whole_files(self.namespace)
+            found = self._checkpoint_io = WholeFiles()
         elif not getattr(found, "_base_checkpoint_io_configured", True):
-            found.checkpoint_io = whole_files(self.namespace)
+            found.checkpoint_io = WholeFiles()
         return found
 
     @checkpoint_io.setter
@@ -279,51 +371,51 @@ class TSPipeStrategy(RankedStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._parts.saving.module_state()
+        return self._saving.module_state()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._parts.saving.optimizer_state(optimizer)
+        return self._saving.optimizer_state(optimizer)
 
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        self._parts.saving.save(checkpoint, filepath, storage_options)
+        self._saving.save(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        self._parts.saving.remove(filepath)
+        self._saving.remove(filepath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        return self._parts.reading.load(checkpoint_path, weights_only)
+        return self._reading.load(checkpoint_path, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._parts.weights.source is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
-            self._parts.reading.load_module(self._parts.weights.source, strict=strict)
+            self._reading.load_module(self._parts.weights.source, strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._parts.weights.source is None:
             super().load_optimizer_state_dict(checkpoint)
         else:
-            self._parts.reading.load_optimizers(self._parts.weights.source)
+            self._reading.load_optimizers(self._parts.weights.source)
 
     @classmethod
     @override
     def register_strategies(cls, strategy_registry: Any) -> None:
-        for schedule in ("tspipe", "gpipe", "sequential"):
-            name = "tspipe" if schedule == "tspipe" else f"tspipe_{schedule}"
+        options: dict[str, dict[str, str]] = {
+            **{schedule: {"schedule": schedule} for schedule in SCHEDULES},
+            **{weights: {"schedule": "1f1b", "weights": weights} for weights in POLICIES},
+        }
+        for name, given in options.items():
             strategy_registry.register(
-                name, cls, description=f"Pipeline parallelism, schedule {schedule}",
-                schedule=schedule,
-            )  # fmt: skip
-        for weights in POLICIES:
-            strategy_registry.register(
-                f"tspipe_{weights}", cls, description=f"Asynchronous pipeline, weights {weights}",
-                schedule="1f1b", weights=weights,
-            )  # fmt: skip
+                name if name == "tspipe" else f"tspipe_{name}",
+                cls,
+                description=f"Pipeline parallelism with {given}",
+                **given,
+            )

@@ -99,6 +99,7 @@ def fit_with_found_rate(training: Training) -> Any:
     return it.fit().trained, module.lr
 
 
+@pytest.mark.slow
 def test_the_learning_rate_finder(tmp_path: Path) -> None:
     training = replace(CLASSIFIER, callbacks=finds_rate, sizes=((4,) * 6,) * 3)
     expected, results = both(fit_with_found_rate, training, tmp_path)

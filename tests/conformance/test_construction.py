@@ -224,7 +224,8 @@ def test_cluster_environments(
 
 def trainer_with(**attributes: Any) -> Any:
     strategy = SimpleNamespace(_layer_sync=attributes.pop("layer_sync", None))
-    return SimpleNamespace(**{"strategy": strategy, "callbacks": [], **attributes})
+    state = SimpleNamespace(fn="fit")
+    return SimpleNamespace(**{"strategy": strategy, "callbacks": [], "state": state, **attributes})
 
 
 @pytest.mark.parametrize("kind", ["mps", "xla"])

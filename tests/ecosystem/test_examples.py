@@ -92,9 +92,11 @@ def test_an_example_trains_what_one_device_trains(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # real networks are measured, on two cores
 @pytest.mark.parametrize("name", ["byol", "feature_kd", "distilbert", "kd"])
 def test_an_example_is_planned(name: str, tmp_path: Path) -> None:
-    output = command(tmp_path, *TSPIPE, "plan", str(EXAMPLES / f"{name}.py"), "--devices", "4")
+    file = str(EXAMPLES / f"{name}.py")
+    output = command(tmp_path, *TSPIPE, "plan", file, "--devices", "4", seconds=280)
     assert "\n3  " in output  # the line of rank 3
 
 

@@ -15,18 +15,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Networks
-from lightning_tspipe.planning.pieces import Pieces
-from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.placement import Pieces, Placement, default_ranks
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.fanout import Fanout
 from lightning_tspipe.runtime.stages.heads import Heads
-from lightning_tspipe.runtime.transport.base import LocalTransport
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.runtime.transport.ordered import OrderedTransport
+from lightning_tspipe.runtime.transport.wired import OrderedTransport
 from tests.device import DEVICE, on_device, on_host
 from tests.exactness.fanout import Batch, Tasks, make_batches, make_optimizer
 from tests.exactness.pipelined import even_cuts
+from tests.local_transport import LocalTransport
 from tests.strict import StrictNetwork, StrictWire
 from tests.threads import run_on_threads
 

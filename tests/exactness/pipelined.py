@@ -19,7 +19,7 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.runtime.transport.gloo import GlooTransport
+from lightning_tspipe.runtime.transport.wired import GlooTransport
 from tests.device import DEVICE, on_device, on_host
 from tests.exactness.modules import Trained
 from tests.exactness.setting import Record, Setting, gradients_of, loss_of, state_of
@@ -45,7 +45,7 @@ def train_on_gloo(settings: list[Setting]) -> list[Record]:
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit)
     records = []
     for setting in settings:
-        transport = GlooTransport(range(num_ranks), torch.device("cpu"), limit)
+        transport = GlooTransport(torch.device("cpu"), limit)
         records.append(train_rank(setting, setting.build(), transport))
     dist.destroy_process_group()
     return records

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
-from lightning_tspipe.planning.relay import RelayPlan
-from lightning_tspipe.planning.relay_modes import Mode, passes
+from lightning_tspipe.planning.relay import Mode, RelayPlan, passes
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
@@ -90,13 +89,14 @@ class Split:
     """A training.
 
     Attributes:
-        mode: See ``planning.relay_modes``.
+        mode: See ``planning.relay``.
         cuts: First block of each stage, and the number of blocks.
         widths: Ranks of each stage.
         sizes: Batch sizes.
         run_ahead: Steps that a rank may be ahead.
         barrier: Whether all end each step together.
         is_listed: Whether the networks are lists of their blocks.
+        adds_up: Whether all ranks add a number up in each step, as for the norm that clips.
         change: Changes the module after it is built.
     """
 
@@ -107,6 +107,7 @@ class Split:
     run_ahead: int = 2
     barrier: bool = False
     is_listed: bool = True
+    adds_up: bool = False
     change: Callable[[Blocks], None] = field(default=lambda module: None, repr=False)
 
     def build(self) -> Blocks:
@@ -181,6 +182,9 @@ def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
         losses = engine.run_round(0)
         optimizer.zero_grad()
         engine.backward(torch.stack([o.loss for o in losses.values()]).sum().backward)
+        if split.adds_up:
+            total = transport.sum_over_ranks(torch.ones((), device=DEVICE))
+            assert float(total) == transport.num_ranks
         engine.finish()
         optimizer.step()
     engine.drain()

@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.trace import Networks
-from lightning_tspipe.planning.in_flight import num_copies
+from lightning_tspipe.planning.layout import num_copies
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank as RankOf

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.runtime.transport.sums import sum_over_ranks
 from tests import fake_cuda
 from tests.exactness.fanout_threads import Fan, train_on_threads
 from tests.exactness.grid import sample
@@ -87,7 +86,7 @@ def test_clipping_by_the_norm_over_all_ranks() -> None:
     def work(rank: int) -> None:
         with FakeTensorMode(allow_non_fake_inputs=True):
             square = torch.ones((), dtype=torch.float64, device=fake_cuda.CUDA)
-            total = sum_over_ranks(square, network.transport(rank))
+            total = network.transport(rank).sum_over_ranks(square)
             gradients = [nn.Parameter(torch.ones(3, device=fake_cuda.CUDA))]
             gradients[0].grad = torch.ones_like(gradients[0])
             nn.utils.clip_grads_with_norm_(gradients, 1.0, total.sqrt())

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.relay.simulated import distributions
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.planning.relay import distributions
-from lightning_tspipe.planning.relay_modes import MODES
+from lightning_tspipe.planning.relay import MODES
 from tests.exactness.relay_reference import train_blocks
 from tests.exactness.relay_threads import Blocks, Result, Split, run_split, sgd
 
@@ -90,6 +90,13 @@ def test_decoupled_updates(run_ahead: int) -> None:
 def test_blocks_between_named_boundaries() -> None:
     result = check(Split("ahd", (0, 2, 3), (2, 1), is_listed=False))
     assert result.forwards == dict.fromkeys(range(3), 22)
+
+
+@pytest.mark.parametrize("widths", [(1, 1), (2, 1)], ids=str)
+def test_ranks_add_up_numbers_while_the_next_activations_are_asked_for(
+    widths: tuple[int, ...],
+) -> None:
+    check(Split("ahd", (0, 1, 3), widths, adds_up=True))
 
 
 @pytest.mark.parametrize("network", ["teacher", "student"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
+from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from tests.exactness.compare import assert_same
 from tests.exactness.pipelined import run_pipelined
 from tests.exactness.reference import run_reference

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ import pytest
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.faults.local_processes import start_of
 from lightning_tspipe.runtime.faults.rendezvous import HEIR
 from lightning_tspipe.strategy.lightning import launching
 from lightning_tspipe.strategy.lightning.launching import (
+    InWorker,
     _last_words,
     _launcher_class,
     _PassedOn,
@@ -54,7 +57,7 @@ def launcher_over(base: type) -> Any:
     launcher: Any = _launcher_class("Launcher", _Workers, base)()
     launcher._start_method = "fork"
     launcher._strategy = Strategy(
-        run=SimpleNamespace(have_workers_failed=False),
+        have_workers_failed=False,
         cluster_environment=SimpleNamespace(main_port=29500),
     )
     return launcher
@@ -71,14 +74,33 @@ def test_a_worker_that_was_just_forked_is_ended_by_its_own_sigterm() -> None:
     assert os.waitstatus_to_exitcode(status) == -signal.SIGTERM
 
 
+def test_a_worker_whose_parent_has_ended_before_its_first_line_runs_nothing(tmp_path: Path) -> None:
+    """Killed right after the fork, before the worker could ask to be ended with it."""
+    gone = os.fork()
+    if not gone:
+        time.sleep(60)
+        os._exit(0)
+    parent = f"{gone} {start_of(gone) or 0}"
+    os.kill(gone, signal.SIGKILL)
+    os.waitpid(gone, 0)
+    pid = os.fork()
+    if not pid:
+        try:
+            InWorker((tmp_path / "ran").touch, "fork", parent=parent)()
+        finally:
+            os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert not (tmp_path / "ran").exists()
+
+
 def test_another_fit_starts_as_if_none_had_failed() -> None:
     launcher = launcher_over(Workers)
     with pytest.raises(RuntimeError, match="a worker failed"):
         launcher.launch(print)
-    assert launcher._strategy.run.have_workers_failed
+    assert launcher._strategy.have_workers_failed
     launcher.fails = False
     assert launcher.launch(print) == "done"
-    assert not launcher._strategy.run.have_workers_failed
+    assert not launcher._strategy.have_workers_failed
 
 
 class Leaving(Workers):
@@ -216,7 +238,7 @@ def test_of_a_rank_that_has_met_nobody_there_is_the_cause_and_no_traceback() -> 
 
 def test_results_are_for_a_parent_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one that was killed the folder is gone in which they would lie."""
-    module = "lightning_tspipe.runtime.faults.parents"
+    module = "lightning_tspipe.runtime.faults.local_processes"
     code = f"import {module} as parents; print(parents.signed_by_this_process())"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
     monkeypatch.setenv(HEIR, ended.stdout.strip())

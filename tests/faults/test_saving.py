@@ -22,8 +22,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.checkpoints.files import explain_damage, write_whole
-from lightning_tspipe.strategy.checkpoints.folders import META_FILE
-from lightning_tspipe.strategy.checkpoints.shards import FolderSource
+from lightning_tspipe.strategy.checkpoints.folders import META_FILE, FolderSource
 from tests.faults.breaking import (
     BYOL,
     SAVED,
@@ -245,7 +244,7 @@ class Own:
 def test_other_errors_stay_what_they_are(error: Exception, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     torch.save({"x": Own()}, path)
-    message = r"holds objects of .*Own.*weights_only=False"
+    message = r"holds more than .*Own.*weights_only=False"
     with pytest.raises(CheckpointError, match=message), explain_damage(path):
         torch.load(path)
     with pytest.raises(type(error), match=str(error)), explain_damage(path):

@@ -39,7 +39,7 @@ def test_it_is_named(num_ranks: int, where: str, rank: int, what: str, tmp_path:
     broken = Broken(replace(STALLS, num_ranks=num_ranks), Fault("stall", where, rank), saving)
     job = run_broken(broken, tmp_path, within=LIMIT + SECONDS)
     assert re.search(what, job.output), job.output
-    assert f"within {LIMIT} s" in job.output or "monitoredBarrier" in job.output
+    assert f"within {LIMIT} s" in job.output, job.output
     assert "Traceback" not in job.output, job.output
     stalled = job.ranks[rank].output
     ended = rf"rank {rank} \(pid \d+ on \S+\) is ended: another rank has failed"

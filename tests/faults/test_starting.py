@@ -40,11 +40,11 @@ if "LOCAL_RANK" in os.environ:
 import torch
 
 from lightning_tspipe.strategy.lightning import processes
-from lightning_tspipe.strategy.lightning.namespaces import Namespace
+from lightning_tspipe.strategy.lightning.namespaces import Namespace, installed_namespaces
 from tests.faults.breaking import BYOL, Broken, fit
 
-meet, set_up = processes.meet, processes.Processes.set_up_environment
-connect = Namespace.init_dist_connection
+meet, set_up = processes.meet, processes.ConnectedRun.join
+connect = installed_namespaces()[0].init_dist_connection
 
 
 def paused_meet(*args, **kwargs):
@@ -54,21 +54,21 @@ def paused_meet(*args, **kwargs):
     return job
 
 
-def failing_set_up(self):
+def failing_set_up(self, *args):
     if WHERE == "failing" and os.environ.get("LOCAL_RANK") == "1":
         while not Path("met").exists():
             time.sleep(0.05)
         raise ValueError("a mistake of the user's own")
-    set_up(self)
+    set_up(self, *args)
 
 
 def paused_connection(self, *args, **kwargs):
     pause("connecting")
-    return connect(self, *args, **kwargs)
+    return connect(*args, **kwargs)
 
 
 processes.meet = paused_meet
-processes.Processes.set_up_environment = failing_set_up
+processes.ConnectedRun.join = failing_set_up
 Namespace.init_dist_connection = paused_connection
 
 if __name__ == "__main__":

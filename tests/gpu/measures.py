@@ -184,7 +184,7 @@ class _Peaks(Callback):
         self._folder = folder
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        run = trainer.strategy.run
+        run = trainer.strategy
         plan = None if run.plan.now is None else run.plan.now.plan
         rank = run.pipeline_rank
         told = {

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from lightning.pytorch import LightningModule
 
-from lightning_tspipe.strategy import components
+from lightning_tspipe.strategy import strategy as strategy_module
 from tests.exactness.modules import CASES, make_epochs
 from tests.integration.trainings import (
     RESUMING,
@@ -101,7 +101,7 @@ def peak_of_own_memory() -> Iterator[list[int]]:
     thread = threading.Thread(target=look)
     thread.start()
     try:
-        with patch.object(components, "keep_freed_memory", return_value=True):
+        with patch.object(strategy_module, "keep_freed_memory", return_value=True):
             yield peak
     finally:
         ended.set()

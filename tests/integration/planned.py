@@ -26,6 +26,7 @@ from lightning_tspipe import (
     TSPipeStrategy,
     profiling,
 )
+from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.strategy.setup import block_costs, fanout
 from lightning_tspipe.strategy.training import repacking
@@ -186,9 +187,15 @@ def pretend(it: Planned) -> None:
         return replace(found, teacher=seconds, student=seconds, update=0.0)
 
     heads = iter(range(100))
+
+    def head(run: Any, *how: Any) -> float:
+        if how[2:] and how[2] is not None:  # operations are counted
+            return seconds_of(run, *how)
+        return 0.0 if run.__name__ == "inputs" else 0.1 * factor(next(heads))
+
     measured.profile_atoms = atoms
     vars(block_costs)["measure_block"] = block
-    vars(fanout)["_timed"] = lambda run, device: 0.1 * factor(next(heads))
+    vars(fanout)["seconds_of"] = head
 
 
 class Notes(logging.Handler):

@@ -22,7 +22,7 @@ from lightning_tspipe.networks.atoms import atomize
 from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read
 from lightning_tspipe.simulation.timeline import Timeline
-from lightning_tspipe.strategy.setup.asynchronous import check_epochs, refuse_training
+from lightning_tspipe.strategy.setup.refusals import check_epochs, refuse_training
 from tests.exactness.asynchronous import emulate
 from tests.exactness.test_asynchronous import OPTIMIZERS, Case, Module, loss_of, make
 from tests.integration.jobs import run, run_job
@@ -118,7 +118,7 @@ class Kept:
 
 def partition(module: Module, num_stages: int) -> list[int]:
     """Atoms of each stage."""
-    atoms = atomize(module.student, "student", None).atoms
+    atoms = atomize(module.student, "student").atoms
     starts = [
         next(i for i, a in enumerate(atoms) for n in a.parameter_names if n.startswith(f"{stage}."))
         for stage in range(num_stages)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_tspipe import AutoCache, TSPipeStrategy
 from lightning_tspipe.caching import WithIds, Worth
-from lightning_tspipe.callbacks import cached_features
+from lightning_tspipe.callbacks import cached_pipelines
 from tests.exactness.fanout import NUM_CLASSES, WIDTH, Tasks
 from tests.integration import jobs
 from tests.integration.trainings import CLOSE, quiet_trainer
@@ -98,13 +98,13 @@ class Watch(Callback):
 
 def pretend(reads_faster: bool) -> None:
     """Reading is measured, and then takes no time, or longer than anything."""
-    measured = vars(cached_features)["measure_reading"]
+    measured = vars(cached_pipelines)["measure_reading"]
 
     def measure(*args: Any, **kwargs: Any) -> Worth:
         found: Worth = measured(*args, **kwargs)
         return replace(found, memory=0.0 if reads_faster else math.inf)
 
-    vars(cached_features)["measure_reading"] = measure
+    vars(cached_pipelines)["measure_reading"] = measure
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def train(run: Run) -> dict[str, Any]:
         "rates": watch.rates,
         "num_loaded": samples.num_loaded,
         "is_on": cache.is_on,
-        "is_closed": cache.shared.cache is None,
+        "is_closed": cache.cache is None,
     }
 
 

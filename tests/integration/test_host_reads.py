@@ -16,8 +16,12 @@ pytestmark = pytest.mark.distributed
 
 QUICK = {"tspipe", "by hand", "pipeoptim", "spectrain", "fan-out", "freeze", "relay"}
 # Of tensors that are on the host whatever the device is: two replicas agree on whether gradients
-# came; ids, places and bytes of a cache, see tests/unit/caching/test_no_waiting.py.
-OF_HOSTS = {"runtime/transport/replicas.py", "caching/keys.py", "caching/store.py"}
+# came; what CPU ranks send each other as objects; ids, places and bytes of a cache, see
+# tests/unit/caching/test_no_waiting.py.
+OF_HOSTS = {
+    "runtime/transport/replicas.py", "runtime/transport/shared_memory.py", "caching/keys.py",
+    "caching/store.py",
+}  # fmt: skip
 
 MORE: dict[str, Mode] = {
     "clipping": paired(trainer={"gradient_clip_val": 0.1}, num_ranks=3),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA, TSPipeStrategy
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.strategy.checkpoints import writing
-from lightning_tspipe.strategy.checkpoints.shards import is_sharded, newest, take_place_of
+from lightning_tspipe.strategy.checkpoints.folders import is_sharded, newest, take_place_of
 from tests.exactness.modules import CASES, make_epochs
 from tests.integration.jobs import run, run_job
 from tests.integration.on_meta import meta_module, peak_of_own_memory, train_on_meta, train_whole

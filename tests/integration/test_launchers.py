@@ -124,7 +124,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param([sys.executable, "script.py", "popen"], id="script"),
+        pytest.param([sys.executable, "script.py", "popen"], id="script", marks=pytest.mark.slow),
         pytest.param([sys.executable, "script.py", "fork"], id="fork"),
         pytest.param(
             [sys.executable, "script.py", "spawn"], id="spawn", marks=pytest.mark.slow
@@ -208,7 +208,7 @@ def test_replicas_whose_launcher_shares_memory_train_the_same(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "method",
-    ["popen", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "fork", "forkserver"))],
+    ["fork", *(pytest.param(m, marks=pytest.mark.slow) for m in ("spawn", "popen", "forkserver"))],
 )
 def test_one_machine_listens_on_the_loopback_interface_only(method: str, tmp_path: Path) -> None:
     command = [sys.executable, "script.py", method, "1", "2", "pause"]

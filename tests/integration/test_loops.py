@@ -143,7 +143,11 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("group", [INTERVALS, MODES], ids=["intervals", "modes"])
+@pytest.mark.parametrize(
+    "group",
+    [INTERVALS, pytest.param(MODES, marks=pytest.mark.slow)],
+    ids=["intervals", "modes"],
+)
 def test_arguments_of_the_trainer(group: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     trainings = {name: replace(BYOL, trainer=arguments) for name, arguments in group.items()}
     if group is INTERVALS:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.action import Action
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.transport.reduction import REST, GradientReduction
 from lightning_tspipe.runtime.transport.replicas import (
+    REST,
+    GradientReduction,
     default_group,
     gather_among,
     make_groups,

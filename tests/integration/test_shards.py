@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lightning_tspipe import DelayedTeacherUpdate
 from lightning_tspipe.strategy.checkpoints import writing
-from lightning_tspipe.strategy.checkpoints.folders import META_FILE
-from lightning_tspipe.strategy.checkpoints.shards import FolderSource, is_sharded
+from lightning_tspipe.strategy.checkpoints.folders import META_FILE, FolderSource, is_sharded
 from tests.integration.jobs import run, run_job
 from tests.integration.on_meta import train_on_meta
 from tests.integration.test_large import consolidated, one_device

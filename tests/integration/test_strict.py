@@ -8,6 +8,7 @@ Each rank of theirs ends with as few communicators as it has neighbours, and lea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,20 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 @pytest.fixture(autouse=True)
 def _over_the_strict_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(strict_backend.VARIABLE, "1")
+    monkeypatch.setenv(strict_backend.VARIABLE, "8")
+
+
+@pytest.mark.parametrize("train", [
+    test_each_head_over_two_ranks_is_as_if_it_were_alone,
+    test_modes_on_two_ranks,
+    test_shared_stages_on_four_ranks,
+])  # fmt: skip
+def test_what_is_not_connected_passes_through_the_host(
+    train: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Neighbours are, but for the norms: so all activations and fields pass through the host."""
+    monkeypatch.setenv(strict_backend.VARIABLE, "2")
+    train(tmp_path)
 
 
 @pytest.mark.parametrize(

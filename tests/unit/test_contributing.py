@@ -63,11 +63,7 @@ def run(script: str, tree: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "title",
-    # The first takes minutes: it is run by name, with -m exhaustive.
-    [pytest.param("Add a schedule", marks=pytest.mark.exhaustive), "Add a callback"],
-)
+@pytest.mark.parametrize("title", ["Add a schedule", "Add a callback"])
 def test_a_newcomer_gets_through(title: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     shutil.copytree(ROOT, tree, ignore=LEFT_OUT)

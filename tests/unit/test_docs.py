@@ -81,7 +81,7 @@ def test_a_step_is_read_in_eight_files_at_most() -> None:
 
 
 # What a newcomer copies first runs with every `make test`.
-FIRST = {"README.md", "docs/index.md", "docs/guide/getting-started.md"}
+FIRST = {"README.md", "docs/index.md"}
 
 
 def pages() -> list[Any]:
@@ -92,6 +92,7 @@ def pages() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(240)
 def test_the_examples_of_how_to_write_a_test_pass(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import FIXED, build_schedule, build_step
+from lightning_tspipe.schedules.registry import FIXED, build_step
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
@@ -36,8 +36,8 @@ def step(
     name: str, *, teacher_now: bool, teacher_next: bool = False, is_split: bool = True
 ) -> Schedule:
     split = frozenset(range(3)) if is_split and name == "tspipe" else frozenset[int]()
-    return build_schedule(
-        name, PIPELINE, COSTS, teacher_now=teacher_now, teacher_next=teacher_next, split=split
+    return build_step(
+        name, PIPELINE, COSTS, fresh=teacher_now, ahead=int(teacher_next), split=split
     )
 
 

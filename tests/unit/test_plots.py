@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.plots import plot_timeline, plot_timelines
+from lightning_tspipe.plots import plot_timelines
 from lightning_tspipe.simulation.timeline import Span, Timeline
 
 
@@ -31,7 +31,7 @@ def timeline() -> Timeline:
 def test_draws_ranks_units_and_a_legend(timeline: Timeline, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"timeline.{suffix}"
-    plot_timeline(timeline, path)
+    plot_timelines({"": timeline}, path)
     content = path.read_bytes()
     if suffix == "png":
         assert content.startswith(b"\x89PNG")
@@ -67,19 +67,19 @@ def svg_again(path: Path, measured: Timeline, simulated: Timeline) -> str:
 def test_a_format_that_nobody_draws(timeline: Timeline, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(ConfigurationError, match=r"write \.png, \.svg or \.pdf"):
-        plot_timeline(timeline, tmp_path / "timeline.txt")
+        plot_timelines({"": timeline}, tmp_path / "timeline.txt")
 
 
 def test_leaves_pyplot_and_the_backend_alone(timeline: Timeline, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     sys.modules.pop("matplotlib.pyplot", None)
-    plot_timeline(timeline, tmp_path / "timeline.png", title="a run")
+    plot_timelines({"a run": timeline}, tmp_path / "timeline.png")
     assert "matplotlib.pyplot" not in sys.modules
 
 
 def test_an_empty_timeline(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no spans"):
-        plot_timeline(Timeline((), 2), tmp_path / "timeline.png")
+        plot_timelines({"": Timeline((), 2)}, tmp_path / "timeline.png")
 
 
 def test_without_matplotlib(
@@ -94,4 +94,4 @@ def test_without_matplotlib(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigurationError, match="pip install"):
-        plot_timeline(timeline, tmp_path / "timeline.png")
+        plot_timelines({"": timeline}, tmp_path / "timeline.png")

@@ -13,8 +13,10 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -22,30 +24,34 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.transport.replicas import Replicas
 
 
+@dataclass
 class BatchShare:
     """A batch sampler that yields one replica's part of what another one yields.
 
-    Args:
+    Attributes:
         batches: The user's: lists of indices.
         replicas: Who gets a part; the first one's order is everybody's.
         num_joined: So many batches in a row are one global batch.
     """
 
-    def __init__(self, batches: Any, replicas: Replicas, num_joined: int) -> None:
-        self._batches = batches
-        self._replicas = replicas
-        self._num_joined = num_joined
-        self.sampler = getattr(batches, "sampler", None)
+    batches: Any
+    replicas: Replicas
+    num_joined: int
+
+    @property
+    def sampler(self) -> Any:
+        """What the user's draws from."""
+        return getattr(self.batches, "sampler", None)
 
     def __len__(self) -> int:
-        return math.ceil(len(self._batches) / self._num_joined)
+        return math.ceil(len(self.batches) / self.num_joined)
 
     def __iter__(self) -> Iterator[list[int]]:
         # All draw, so that their generators stay in step, and read in the order of the first.
-        order = self._replicas.broadcast([list(batch) for batch in self._batches])
-        for start in range(0, len(order), self._num_joined):
-            joined = [i for batch in order[start : start + self._num_joined] for i in batch]
-            yield part_of(joined, self._replicas.index, self._replicas.number)
+        order = self.replicas.broadcast([list(batch) for batch in self.batches])
+        for start in range(0, len(order), self.num_joined):
+            joined = [i for batch in order[start : start + self.num_joined] for i in batch]
+            yield part_of(joined, self.replicas.index, self.replicas.number)
 
 
 def part_of(batch: list[int], index: int, number: int) -> list[int]:
@@ -57,14 +63,12 @@ def part_of(batch: list[int], index: int, number: int) -> list[int]:
     >>> part_of([3, 1, 4, 1, 5], 0, 2), part_of([3, 1, 4, 1, 5], 1, 2)
     ([3, 1, 4], [1, 5])
     """
-    size, extra = divmod(len(batch), number)
-    if size == 0:
+    if len(batch) < number:
         raise ConfigurationError(
             f"a batch of {len(batch)} samples can't be divided among {number} replicas. Set "
             "drop_last=True in the loader, or larger batches"
         )
-    start = index * size + min(index, extra)
-    return batch[start : start + size + (index < extra)]
+    return list(np.array_split(batch, number)[index].tolist())
 
 
 def share_batches(loader: Any, replicas: Replicas, num_joined: int) -> Any:

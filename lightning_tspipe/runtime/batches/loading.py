@@ -13,38 +13,36 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice, repeat
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.faults.loader_workers import iterate, refuse_killed_worker
 
 _END = object()
-_A_MOMENT = 1.0
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    """How an epoch began.
+class _Moment(NamedTuple):
+    """Random states: of the process, and of the loader's own generators."""
 
-    Attributes:
-        first: Number of its first batch.
-        start: The random states.
-        own: The same of the loader's own generators.
-    """
+    random: RandomStates
+    own: list[Tensor]
+
+
+class _Epoch(NamedTuple):
+    """How an epoch began: the number of its first batch, and the random states."""
 
     first: int = 0
-    start: RandomStates | None = None
-    own: Sequence[Tensor] = ()
+    start: _Moment | None = None
 
 
-@dataclass
-class _Early:
+class _Early(NamedTuple):
     """An epoch that is read although the one before is still trained.
 
     Attributes:
@@ -52,20 +50,18 @@ class _Early:
         held: What was read of it.
         before: How the one before began.
         now: The random states where it ended.
-        own: The same of the loader's own generators.
     """
 
     batches: Iterator[Any]
     held: deque[Any]
     before: _Epoch
-    now: RandomStates
-    own: Sequence[Tensor]
+    now: _Moment
 
 
-@dataclass(frozen=True)
-class _Before:
-    """How things were before a batch was read."""
+class _Held(NamedTuple):
+    """A batch that was read, and how things were before: random states, and the loader's own."""
 
+    batch: Any
     random: RandomStates
     loader: Any
 
@@ -96,10 +92,11 @@ def _is_within(progress: dict[str, Any]) -> bool:
     return bool(progress["held"] and progress["num_batches"])
 
 
+@dataclass(eq=False)
 class LookaheadLoader:
     """The data rank's loader: it holds the next batches while the current one is trained.
 
-    Args:
+    Attributes:
         loader: The user's loader. Its attributes (sampler, dataset, ...) are visible here.
         announce: Called with the number of the iteration and whether there is another batch, as
             soon as that is known; for loaders whose length the other ranks don't know.
@@ -110,51 +107,37 @@ class LookaheadLoader:
         depth: How many batches are held behind the current one; may be set between two epochs.
         follows: Asked once where an epoch ends: whether the next one may be read already. It
             makes samplers ready for that. An epoch has to be at least as long as the depth.
-
-    Attributes:
-        current: Number of the batch in training, over all epochs.
+        agree: If set: asked after each reading whether there was a batch; says whether to go on.
         may_repeat: Whether to remember how things were before the current batch, for a run that
             fails in it, is saved nevertheless, and goes on with this batch.
-        agree: If set: asked after each reading whether there was a batch; says whether to go on.
+        current: Number of the batch in training, over all epochs.
     """
 
-    def __init__(  # noqa: PLR0913 - what it reads, how far, and who is told
-        self,
-        loader: Iterable[Any],
-        announce: Callable[[int, bool], None] | None = None,
-        on_read: Callable[[float], None] | None = None,
-        *,
-        trains: bool = True,
-        num_batches: float = math.inf,
-        depth: int = 1,
-        follows: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._loader = loader
-        self._follows = follows
-        self._early: _Early | None = None
-        self._has_asked = False
-        self.depth = depth
-        self._num_iterations = 0
-        self._trains = trains
-        self._num_batches = num_batches
-        self._announce = announce
-        self._on_read = on_read
-        self._read: dict[int, Any] = {}
-        self._before: dict[int, _Before] = {}
-        self._num_read = 0
-        self._epoch = _Epoch()
-        self._resume: dict[str, Any] | None = None
-        self._resumed: dict[str, Any] | None = None
-        self._is_restored = False
-        self.current = -1
-        self.agree: Callable[[bool], bool] | None = None
-        self.may_repeat = False
-        self._taken: tuple[_Before, RandomStates] | None = None
+    loader: Iterable[Any]
+    announce: Callable[[int, bool], None] | None = None
+    on_read: Callable[[float], None] | None = None
+    trains: bool = True
+    num_batches: float = math.inf
+    depth: int = 1
+    follows: Callable[[], bool] = lambda: False
+    agree: Callable[[bool], bool] = lambda is_there: is_there
+    may_repeat: bool = False
+    current: int = -1
+    _early: _Early | None = None
+    _has_asked: bool = False
+    _num_iterations: int = 0
+    _held: dict[int, _Held] = field(default_factory=dict)
+    _num_read: int = 0
+    _epoch: _Epoch = field(default_factory=_Epoch)
+    _resume: dict[str, Any] | None = None
+    _resumed: dict[str, Any] | None = None
+    _is_restored: bool = False
+    _taken: tuple[_Held, RandomStates] | None = None
 
     @property
     def upcoming(self) -> list[Any]:
         """The batches after the current one that are held, none at the end."""
-        return [self._read[n] for n in sorted(self._read) if n > self.current]
+        return [self._held[n].batch for n in sorted(self._held) if n > self.current]
 
     def take(self) -> None:
         """The next batch becomes the current one.
@@ -163,17 +146,16 @@ class LookaheadLoader:
         """
         self.current += 1
         self._resumed, self._is_restored = None, False
-        self._read.pop(self.current, None)
-        before = self._before.pop(self.current, None)
-        self._taken = (before, RandomStates.now()) if self.may_repeat and before else None
+        held = self._held.pop(self.current, None)
+        self._taken = (held, RandomStates.now()) if self.may_repeat and held else None
 
     def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
+        return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
+        if name == "loader":
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
         self._num_iterations += 1
@@ -182,7 +164,7 @@ class LookaheadLoader:
         if early is not None and self.current + 1 == self._epoch.first:
             batches, held = early.batches, early.held
         else:
-            self._read, self._before = {}, {}
+            self._held = {}
             self.current = self._num_read - 1
             if self._resumed is not None:
                 # Lightning has fetched one, of a loader without a length, and begins once more.
@@ -199,18 +181,18 @@ class LookaheadLoader:
         if number <= 0:
             return
         if self._early is None:
-            now, own, before = RandomStates.now(), self._own(), self._epoch
+            now, before = self._now(), self._epoch
             # Others have heard the answer: it must not change.
-            if self._has_asked or not self._follows():
+            if self._has_asked or not self.follows():
                 self._has_asked = True
                 return
-            self._early = _Early(self._batches(), deque(), before, now, own)
+            self._early = _Early(self._batches(), deque(), before, now)
         missing = number - len(self._early.held)
         self._early.held.extend(islice(self._early.batches, max(0, missing)))
 
     def _announced(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; the other ranks are told of each."""
-        say = self._announce or (lambda *_: None)
+        say = self.announce or (lambda *_: None)
         for batch in batches:
             say(self._num_iterations, True)
             yield batch
@@ -224,65 +206,60 @@ class LookaheadLoader:
         self._restore()
         if drawn is not None:
             drawn.restore()
-        now = RandomStates.now()
         resume, self._resume = self._resume, None
-        if resume is None:
-            yield from self._whole(now)
-            return
-        self._set_own(resume["own"]["start"])
-        start = RandomStates.from_dict(resume["start"])
-        start.restore()
-        iterator = self._begin(start)
-        self._epoch = replace(self._epoch, first=self._epoch.first - resume["num_batches"])
+        now = RandomStates.now()
+        if resume is not None:
+            self._set_own(resume["own"]["start"])
+            RandomStates(resume["start"]).restore()
+        self._epoch = _Epoch(self._num_read, self._now())
+        iterator = iterate(self.loader) if self.trains else isolated(self.loader)
+        if resume is not None:
+            yield from self._held_before(resume, iterator)
+            now.restore()
+        yield from iter(lambda: self._read_from(iterator), _END)
+        if resume is not None:
+            self._resume = resume.get("early")
+
+    def _held_before(self, resume: dict[str, Any], iterator: Iterator[Any]) -> Iterator[Any]:
+        """Behind the batches that were trained, those that were held when the state was taken."""
+        self._epoch = self._epoch._replace(first=self._num_read - resume["num_batches"])
         if not self.has_state:
             for _ in range(resume["num_batches"]):
                 next(iterator, None)
         for state in resume["held"]:
-            RandomStates.from_dict(state).restore()
+            RandomStates(state).restore()
             batch = self._read_from(iterator)
             if batch is not _END:
                 yield batch
-        now.restore()
-        yield from iter(lambda: self._read_from(iterator), _END)
-        self._resume = resume.get("early")
-
-    def _whole(self, start: RandomStates) -> Iterator[Any]:
-        iterator = self._begin(start)
-        yield from iter(lambda: self._read_from(iterator), _END)
-
-    def _begin(self, start: RandomStates) -> Iterator[Any]:
-        self._epoch = _Epoch(self._num_read, start, self._own())
-        return iterate(self._loader) if self._trains else isolated(self._loader)
 
     def _read_from(self, iterator: Iterator[Any]) -> Any:
-        if self._num_read - self._epoch.first >= self._num_batches:
+        if self._num_read - self._epoch.first >= self.num_batches:
             return _END
         started = time.perf_counter()
-        before = _Before(RandomStates.now(), self._loader_state())
+        random, state = RandomStates.now(), self._loader_state()
         try:
             batch = next(iterator, _END)
         except (ConnectionError, EOFError) as error:
             refuse_killed_worker(iterator, error)
             raise
-        if self.agree is not None and not self.agree(batch is not _END):
+        if not self.agree(batch is not _END):
             batch = _END
-        if self._on_read is not None:
-            self._on_read(started)
+        if self.on_read is not None:
+            self.on_read(started)
         if batch is not _END:
-            self._read[self._num_read] = batch
-            self._before[self._num_read] = before
+            self._held[self._num_read] = _Held(batch, random, state)
             self._num_read += 1
         return batch
 
     def _generators(self) -> list[torch.Generator]:
         """The generators that belong to the user's loader and its samplers."""
-        sampler = getattr(getattr(self._loader, "batch_sampler", None), "sampler", None)
-        owners = (self._loader, getattr(self._loader, "sampler", None), sampler)
+        sampler = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
+        owners = (self.loader, getattr(self.loader, "sampler", None), sampler)
         found = {id(g): g for g in (getattr(owner, "generator", None) for owner in owners)}
         return [g for g in found.values() if isinstance(g, torch.Generator)]
 
-    def _own(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators()]
+    def _now(self) -> _Moment:
+        return _Moment(RandomStates.now(), [each.get_state() for each in self._generators()])
 
     def _set_own(self, states: list[Tensor]) -> None:
         for generator, state in zip(self._generators(), states, strict=False):
@@ -291,20 +268,20 @@ class LookaheadLoader:
     @property
     def has_state(self) -> bool:
         """Whether the user's loader has a state of its own."""
-        return callable(getattr(self._loader, "state_dict", None))
+        return callable(getattr(self.loader, "state_dict", None))
 
     def _loader_state(self) -> Any:
-        return self._loader.state_dict() if self.has_state else None  # type: ignore[attr-defined]
+        return self.loader.state_dict() if self.has_state else None  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the user's loader as it was before it read ahead; empty without one."""
-        before = self._before.get(self.current + 1)
-        state = before.loader if before is not None else self._loader_state()
+        held = self._held.get(self.current + 1)
+        state = held.loader if held is not None else self._loader_state()
         return state or {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hand a state to the user's loader, if it takes one."""
-        load = getattr(self._loader, "load_state_dict", None)
+        load = getattr(self.loader, "load_state_dict", None)
         if callable(load) and state:
             load(state)
 
@@ -315,43 +292,42 @@ class LookaheadLoader:
             ended: Whether the epoch is over, although a batch may be held.
             repeats: Whether to go on with the current one instead, see :attr:`may_repeat`.
         """
+        now = self._now()
         if not repeats or self._taken is None:
-            return self._progress(RandomStates.now(), ended=ended)
-        before, now = self._taken
-        self._before[self.current] = before
+            return self._progress(now, ended=ended)
+        held, random = self._taken
+        self._held[self.current] = held
         self.current -= 1
         try:
-            return self._progress(now, ended=False)
+            return self._progress(now._replace(random=random), ended=False)
         finally:
             self.current += 1
-            del self._before[self.current]
+            del self._held[self.current]
 
-    def _progress(self, now: RandomStates, *, ended: bool) -> dict[str, Any]:
+    def _progress(self, now: _Moment, *, ended: bool) -> dict[str, Any]:
         epoch, early, coming = self._epoch, self._early, self.current + 1
-        own = self._own()
         if early is None or coming >= epoch.first:
             is_over = ended and early is None
-            return self._part(epoch, coming, self._num_read * (not is_over), now, own)
-        found = self._part(early.before, coming, epoch.first, early.now, list(early.own))
+            return self._part(epoch, coming, self._num_read * (not is_over), now)
+        found = self._part(early.before, coming, epoch.first, early.now)
         # What was read of the next epoch will be read again.
-        following = self._part(epoch, epoch.first, self._num_read, now, own)
+        following = self._part(epoch, epoch.first, self._num_read, now)
         return {**found, "early": {**following, "loader": None}}
 
-    def _part(
-        self, epoch: _Epoch, coming: int, last: int, now: RandomStates, own: Sequence[Tensor]
-    ) -> dict[str, Any]:
+    def _part(self, epoch: _Epoch, coming: int, last: int, now: _Moment) -> dict[str, Any]:
         """Where one epoch is, of which the batches from ``coming`` to ``last`` are held."""
+        start = epoch.start
         return {
             "num_batches": coming - epoch.first,
-            "start": epoch.start.to_dict() if epoch.start is not None else None,
+            "start": start.random.written if start is not None else None,
             "loader": self.state_dict() if self.has_state else None,
             "held": [
-                self._before[number].random.to_dict()
-                for number in sorted(self._before)
+                self._held[number].random.written
+                for number in sorted(self._held)
                 if coming <= number < last
             ],
-            "now": now.to_dict(),
-            "own": {"start": list(epoch.own), "now": list(own)},
+            "now": now.random.written,
+            "own": {"start": start.own if start is not None else [], "now": now.own},
             "early": None,
         }
 
@@ -370,7 +346,7 @@ class LookaheadLoader:
         if self._resume is not None:
             self._restore()
         elif self._resumed is not None and not _is_within(self._resumed):
-            RandomStates.from_dict(self._resumed["now"]).restore()
+            RandomStates(self._resumed["now"]).restore()
         else:
             return
         self._is_restored = (self._resume or self._resumed) is not None
@@ -380,9 +356,78 @@ class LookaheadLoader:
         if resume is None:
             return
         if not resume["held"]:  # the epoch had ended: the next one is read as any other
-            if getattr(self._loader, "next_iter_state", None) is not None:
+            if getattr(self.loader, "next_iter_state", None) is not None:
                 # torchdata's then makes two iterators, each of which draws random numbers.
-                iter(self._loader)
+                iter(self.loader)
             self._set_own(resume["own"]["now"])
             self._resume = None
-        RandomStates.from_dict(resume["now"]).restore()
+        RandomStates(resume["now"]).restore()
+
+
+class Remote:
+    """The batch of a rank that reads no data; it stands where the batch would."""
+
+    def __repr__(self) -> str:
+        return "Remote()"
+
+    def __getitem__(self, key: Any) -> Any:
+        raise ConfigurationError(
+            f"batch[{key!r}]: one rank reads the data for all, and on this one hooks get no batch. "
+            "Compute what they need in the step and return it: on rank 0 hooks get what the step "
+            "returned"
+        )
+
+
+REMOTE = Remote()
+
+
+class RemoteLoader:
+    """The loader of a rank that reads no data: as many batches as the data rank's.
+
+    Its dataset can be looked at. It resumes with the data rank; Lightning would warn of a loader
+    that can't be resumed.
+
+    Args:
+        loader: The user's loader.
+        length: Batches; None: not known before.
+        hear: Where the length is not known, waits for the data rank's word: the number of the
+            iteration, and whether another batch comes.
+    """
+
+    def __init__(
+        self, loader: Any, length: int | None, hear: Callable[[], tuple[int, bool]]
+    ) -> None:
+        self._loader = loader
+        self._length = length
+        self._hear = hear
+        self._num_iterations = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"dataset", "batch_size"}:
+            return getattr(self._loader, name)
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}: another rank reads the data"
+        )
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("the loader of the rank that reads has no length")
+        return self._length
+
+    def __iter__(self) -> Iterator[Remote]:
+        if self._length is not None:
+            yield from repeat(REMOTE, self._length)
+            return
+        self._num_iterations += 1
+        for iteration, more in iter(self._hear, None):
+            if iteration == self._num_iterations:  # otherwise of one that was ended early
+                if not more:
+                    return
+                yield REMOTE
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing to load."""

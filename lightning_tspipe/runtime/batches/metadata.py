@@ -1,8 +1,8 @@
-"""What the data rank tells the others about a batch, before anything else of it travels."""
+"""What the data rank tells the others about batches, before anything else of them travels."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,12 +46,6 @@ class Kept:
     rows: tuple[int, ...]
     compares: bool = False
 
-    def select(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Of the inputs of a whole batch, those that go through the trunk."""
-        if len(self.rows) == len(self.ids):
-            return tuple(inputs)
-        return tuple(tensor[list(self.rows)] for tensor in inputs)
-
 
 class Known(NamedTuple):
     """What the data rank knows of a batch before it runs.
@@ -66,7 +60,9 @@ class Known(NamedTuple):
 
     def select(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Of the networks' inputs, those that have to go through them."""
-        return tuple(inputs) if self.kept is None else self.kept.select(inputs)
+        if self.kept is None or len(self.kept.rows) == len(self.kept.ids):
+            return tuple(inputs)
+        return tuple(tensor[list(self.kept.rows)] for tensor in inputs)
 
 
 NOTHING_KNOWN = Known()
@@ -113,9 +109,7 @@ class StepHeader:
 
     def send(self, transport: Transport) -> None:
         """Tell all other ranks."""
-        for rank in range(transport.num_ranks):
-            if rank != transport.rank:
-                transport.send_object(self, rank)
+        transport.broadcast_object(self, transport.rank)
 
     @classmethod
     def receive(cls, transport: Transport, data_rank: int) -> StepHeader:
@@ -135,18 +129,14 @@ class StepHeader:
         loss_ranks: Sequence[int] = (LOSS_RANK,),
     ) -> Receipt | None:
         """Send the fields that the step reads (data rank), or ask for them (loss ranks)."""
-        if transport.rank == data_rank:
-            send_fields(batch, fields, transport, channel, loss_ranks)
-            return None
-        if transport.rank in loss_ranks:
-            return self.ask_for_fields(fields, transport, data_rank, channel)
-        return None
-
-    def ask_for_fields(
-        self, fields: Sequence[int], transport: Transport, data_rank: int, channel: Channel
-    ) -> Receipt | None:
-        """On the loss rank: the fields of this batch, once they are here; None without any."""
-        if not fields:
+        rank = transport.rank
+        if fields and rank == data_rank:
+            leaves = pytree.tree_leaves(batch)
+            sent = [leaves[i] for i in fields]
+            for target in loss_ranks:
+                if target != rank:
+                    transport.send(sent, target, channel, list(map(TensorSpec.of, sent)))
+        if not fields or rank == data_rank or rank not in loss_ranks:
             return None
         return transport.receive([self.leaves[i] for i in fields], data_rank, channel)
 
@@ -161,16 +151,116 @@ class StepHeader:
         return pytree.tree_unflatten(leaves, self.structure)
 
 
-def send_fields(
-    batch: Any,
-    fields: Sequence[int],
-    transport: Transport,
-    channel: Channel,
-    loss_ranks: Sequence[int] = (LOSS_RANK,),
-) -> None:
-    """Send leaves of a batch to the loss ranks, unless one is this."""
-    leaves = pytree.tree_leaves(batch)
-    for rank in loss_ranks:
-        if fields and transport.rank != rank:
-            sent = [leaves[i] for i in fields]
-            transport.send(sent, rank, channel, [TensorSpec.of(tensor) for tensor in sent])
+@dataclass(eq=False)
+class Announcements:
+    """One rank's view of what the data rank has said of batches to come.
+
+    Batches are numbered over all epochs. The data rank describes each one as early as its schedule
+    looks at it; another rank hears of as many as its own next step needs, and waits for no more::
+
+        data rank   step 0: batches 0 1 2 3   step 1: 4   step 2: 5   step 3: no 6
+        rank 0      step 0: 0 1               step 1: 2   step 2: 3   ...
+
+    An epoch that is left early leaves descriptions behind that nobody took. Every rank notices its
+    end by itself, and what was said in an earlier *round* is then skipped.
+
+    Attributes:
+        transport: How to reach the other ranks.
+        data_rank: Who speaks.
+        heed: Called with each word of a batch that the rank has come to, see ``stopping``.
+        ask: Asks for what travels along with a description, if anything does.
+    """
+
+    transport: Transport
+    data_rank: int
+    heed: Callable[[str], None]
+    ask: Callable[[StepHeader], Receipt | None]
+
+    def __post_init__(self) -> None:
+        self._companions: dict[int, Receipt] = {}
+        self._round = 0
+        self._headers: dict[int, StepHeader] = {}
+        self._words: dict[int, str] = {}
+        self._end = -1
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a batch is known."""
+        return number in self._headers
+
+    def __getitem__(self, number: int) -> StepHeader:
+        """What is known of a batch."""
+        return self._headers[number]
+
+    def tell(self, number: int, header: StepHeader | None, word: str = "") -> None:
+        """On the data rank: there is another batch, or (without a header) none for now.
+
+        Args:
+            number: Of the batch, the one after those told of before.
+            header: What it is like.
+            word: What all ranks do when they have come to it.
+        """
+        if header is None and self._end == number:
+            return  # nobody listens any more
+        for rank in range(self.transport.num_ranks):
+            if rank != self.data_rank:
+                said = (self._round, number, header, word)
+                self.transport.send_object(said, rank, Channel.HEADERS)
+        self._take(number, header, word)
+
+    def await_batches(self, number: int, last: int) -> int:
+        """Wait until the batches from ``number`` on are known, as far as there are any.
+
+        Args:
+            number: The batch whose step begins.
+            last: The last one that this rank's step has to do with.
+
+        Returns:
+            The last one that is known, at most ``last``.
+        """
+        with waiting("the start of a step"):
+            while last not in self._headers and not number < self._end <= last:
+                told, number_told, header, word = self.transport.receive_object(
+                    self.data_rank, Channel.HEADERS
+                )
+                receipt = None if header is None else self.ask(header)
+                if told == self._round:
+                    self._take(number_told, header, word)
+                    if receipt is not None:
+                        self._companions[number_told] = receipt
+                elif receipt is not None:
+                    receipt.wait()
+        while last not in self._headers:
+            last -= 1
+        return last
+
+    def hear(self, number: int) -> None:
+        """Every rank has come to batch ``number``, or behind the last one: heed its word."""
+        for due in [due for due in self._words if due <= number]:
+            self.heed(self._words.pop(due))
+
+    def companion(self, number: int) -> Receipt | None:
+        """What travels along with the description of a batch."""
+        return self._companions.pop(number, None)
+
+    def forget(self, number: int) -> None:
+        """The step of a batch is over."""
+        self._headers.pop(number, None)
+
+    def drop(self) -> None:
+        """None of the batches that were told of will come; every rank calls it."""
+        self._round += 1
+        for receipt in self._companions.values():
+            receipt.wait()
+        self._companions.clear()
+        self._headers.clear()
+        self._words.clear()
+        self._end = -1
+
+    def _take(self, number: int, header: StepHeader | None, word: str) -> None:
+        if header is None:
+            self._end = number
+        else:
+            self._headers[number] = header
+            self._end = -1
+        if word:
+            self._words[number] = word

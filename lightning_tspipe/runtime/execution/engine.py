@@ -20,13 +20,18 @@ from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
-from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.execution.lookahead import Ahead
+from lightning_tspipe.networks.atoms import AtomChain
+from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.planning.placement import WHOLE, Placement
+from lightning_tspipe.runtime.execution.executor import RankStages
 from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import Captured, Division
+from lightning_tspipe.runtime.stages.running import Execution, Run
+from lightning_tspipe.runtime.stages.stage import Stage, StageStatistics
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.ownership import Shards
-from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
+from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights.versions import StageWeights
 
 
@@ -44,6 +49,9 @@ class Engine(ABC):
         pipeline: The stages and their ranks.
         whole: How the networks are divided as the module has them: a frozen part is of one.
         shards: Who owns which parameters.
+        is_loss_rank: Whether this rank computes the loss of a chain, logs and saves.
+        computes_loss: Whether it runs the step with a loss: that of a chain, or of its own stages.
+        is_data_rank: Whether it reads the data.
         batch_size: Samples of the current step's largest call.
         teacher_ran_ahead: Whether the teacher of the current step ran in the step before.
         weights: The versions of this rank's weights; None if there is only one.
@@ -63,9 +71,9 @@ class Engine(ABC):
     ) -> None:
         self.here = here
         self.module, self.names = here.module, here.networks
-        self.transport, self.device, self.context = here.transport, here.device, here.context
+        self.device, self.context = here.device, here.context
+        self.transport, self.stop = here.transport, here.stop
         self.recorder, self.mode = here.recorder, here.mode
-        self.stop = here.stop
         self.rank = here.transport.rank
         self.captured = captured
         self.placement = placement
@@ -77,13 +85,18 @@ class Engine(ABC):
         for name, network in captured.whole.networks.items():
             network.check_cuts(self.whole.cuts[name])
         self.shards = Shards(
-            self.module, captured.held, division.cuts, division.ranks, placement.holders
-        )
-        self.shards.follow(captured.followed)
+            self.module, captured.held, division.cuts, division.ranks, placement.holders,
+            captured.followed,
+        )  # fmt: skip
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
             self.shards.stays_spread = True
         self.shards.place(self.rank, self.device)
+        self.is_loss_rank = self.rank == LOSS_RANK
+        self.computes_loss = self.is_loss_rank
+        if self.mode.apart is not None:
+            self.computes_loss = self.rank in self.pipeline.loss_ranks
+        self.is_data_rank = self.rank == placement.data_rank
         self.batch_size = 1
         self.teacher_ran_ahead = False
         self.weights: StageWeights | None = None
@@ -98,37 +111,56 @@ class Engine(ABC):
         return False
 
     @property
-    def is_loss_rank(self) -> bool:
-        """Whether this rank computes the loss of a chain, logs and saves."""
-        return self.rank == LOSS_RANK
-
-    @property
-    def computes_loss(self) -> bool:
-        """Whether this rank runs the step with a loss: that of a chain, or of its own stages."""
-        if self.mode.apart is None:
-            return self.is_loss_rank
-        return self.rank in self.pipeline.loss_ranks
-
-    @property
-    def is_data_rank(self) -> bool:
-        """Whether this rank reads the data."""
-        return self.rank == self.placement.data_rank
-
-    @property
     def outputs(self) -> list[Tensor]:
         """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
         return []
 
-    def runner(self, plan: StepPlan, *, is_loss_rank: bool) -> StepRunner:
-        """Runs a captured step on this rank.
+    def runner(self, plan: StepPlan) -> StepRunner:
+        """Runs a captured step on this rank."""
+        return StepRunner(
+            self.module, self.names, plan, is_loss_rank=self.computes_loss,
+            beginning=self.mode.prologue,
+        )  # fmt: skip
+
+    def make_stages(
+        self,
+        captured: Captured,
+        pipeline: Pipeline,
+        recorder: Recorder,
+        placement: Placement | None = None,
+    ) -> RankStages:
+        """The stages of this rank, which holds their parameters.
 
         Args:
-            plan: The step.
-            is_loss_rank: Whether it replays the step.
+            captured: The step.
+            pipeline: The stages and their ranks.
+            recorder: Notes how long the rank waits.
+            placement: Says how stages run; None: as they are.
         """
-        return StepRunner(
-            self.module, self.names, plan, is_loss_rank=is_loss_rank, beginning=self.mode.prologue
-        )
+        layouts = {"student": pipeline.student, "teacher": pipeline.teacher}
+        stages = []
+        for name, network in captured.networks.items():
+            blocks = {block: self.module.get_submodule(block) for block in network.block_names}
+            # BatchNorm that is frozen counts nothing.
+            statistics = DeferredStatistics(blocks.values() if network.called_as == name else ())
+            run: Run | None = None
+            if placement is not None:
+                is_student = name == "student"
+                chain = AtomChain(network.atoms, network.wanted, self.here.compiler)
+                again = placement.recomputed if is_student else frozenset()
+                pieces = WHOLE if is_student else placement.pieces
+                run = Execution(chain, blocks, statistics, again, pieces).run
+            layout = layouts[name]
+            assert layout is not None
+            stages += [
+                Stage(
+                    Op.FORWARD if name == "student" else Op.TEACHER, index, network, self.context,
+                    StageStatistics(statistics, index), run,
+                )
+                for index, owner in enumerate(layout.ranks)
+                if owner == self.rank
+            ]  # fmt: skip
+        return RankStages(stages, self.transport, recorder)
 
     @abstractmethod
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
@@ -170,8 +202,12 @@ class Engine(ABC):
         """The seed of the steps' random streams, and the number of the next step."""
         return self._seed, self._index
 
-    def ahead(self) -> Ahead | None:
-        """What has run ahead of the next step, and is to be saved; None if nothing has."""
+    def ahead(self) -> dict[str, Any] | None:
+        """What a teacher has run ahead of the next step, to be saved; None if nothing has.
+
+        Plain values: the sizes of the calls' batches; on the loss rank, what the step uses of each
+        call; and what this rank's BatchNorm layers will move towards, by call and name.
+        """
         return None
 
     def flights(self) -> dict[str, Any] | None:
@@ -194,7 +230,7 @@ class Engine(ABC):
     def resume(
         self,
         position: tuple[int, int],
-        ahead: Ahead | None,
+        ahead: dict[str, Any] | None,
         in_flight: Sequence[dict[str, Any]] | None = None,
         teacher_before: dict[str, Any] | None = None,
     ) -> None:
@@ -202,7 +238,7 @@ class Engine(ABC):
 
         Args:
             position: Its :attr:`position`.
-            ahead: What its loss rank knew to have run ahead, on all ranks.
+            ahead: What :meth:`ahead` gave, with the statistics of all its ranks.
             in_flight: What :meth:`flights` gave on each of its ranks. With other stages or another
                 policy, the forwards are done again.
             teacher_before: What its :class:`TeacherPrediction` knew, of all ranks.

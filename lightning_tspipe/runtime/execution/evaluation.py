@@ -6,30 +6,24 @@ at the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_tspipe.capture.plan import NetworkName, TensorSpec
+from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import Program, lower
+from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution.context import StepContext
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.exchange import StageExchange
-from lightning_tspipe.runtime.execution.executor import Executor, Handler
+from lightning_tspipe.runtime.execution.executor import Executor, Handler, StepContext
 from lightning_tspipe.runtime.execution.losses import Losses
-from lightning_tspipe.runtime.execution.rank_stages import place_stages
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import Division
-from lightning_tspipe.runtime.stages.units import StepUnits
+from lightning_tspipe.runtime.stages.captured import Division, StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 
 _FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
@@ -52,12 +46,12 @@ class Evaluation:
         self._engine = engine
         self._index = 0
         self._place = (-1, 0)
-        captured = engine.here.capture(step, batch, training=False)
-        plan, networks = captured.plan, captured.networks
+        self._captured = captured = engine.here.capture(step, batch, training=False)
+        plan = captured.plan
         trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {}
         ranks = dict(engine.whole.ranks)
-        for name, network in networks.items():
+        for name, network in captured.networks.items():
             # A teacher that the training doesn't call lies where the student does.
             like: NetworkName = name if name in trained else "student"
             ranks[name] = ranks[like]
@@ -71,10 +65,12 @@ class Evaluation:
                     "first on"
                 )
             cuts[name] = own
-        self._plan = plan
-        here, mode = engine.here, engine.mode.in_evaluation
-        self._pipeline = mode.layout(captured, Division(cuts, ranks, 1, engine.transport.num_ranks))
-        self._program = _forward_program(mode.forwards(self._pipeline))
+        self._cuts, mode = cuts, engine.mode.in_evaluation
+        division = Division(cuts, ranks, 1, engine.transport.num_ranks)
+        self._pipeline = mode.layout(captured, division)
+        forwards = mode.forwards(self._pipeline).ranks
+        ranks_forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in forwards)
+        self._program = lower(Schedule(self._pipeline, ranks_forwards))
         edges = program_edges(self._program)
         if plan.batch_fields:
             data_rank = engine.placement.data_rank
@@ -82,18 +78,12 @@ class Evaluation:
         engine.transport.open(edges)
         # Of its own: nothing is recorded, and the training's stages keep what they hold.
         recorder = Recorder()
-        self._stages = place_stages(here, captured, self._pipeline)
-        self._runner = engine.runner(plan, is_loss_rank=engine.computes_loss)
-        self._losses = Losses(plan, self._runner, self._stages.outputs, recorder)
-        self._exchange = StageExchange(engine.transport, self._stages, recorder)
+        self._stages = engine.make_stages(captured, self._pipeline, recorder)
+        self._runner = engine.runner(plan)
+        self._losses = Losses(plan, self._runner, self._stages, recorder, engine.device)
         data: dict[Op, Handler] = {Op.DATA: lambda *_: True}
         handlers = data | self._stages.handlers | mode.handlers(self._losses)
-        self._executor = Executor(handlers, self._exchange, recorder)
-
-        def units(inputs: tuple[TensorSpec, ...]) -> StepUnits:
-            return StepUnits(plan, networks, cuts, 1, inputs, engine.context)
-
-        self._units: Callable[[tuple[TensorSpec, ...]], StepUnits] = units
+        self._executor = Executor(handlers, self._stages, recorder)
 
     def run(self, step: Step, batch: Any, stop: str = "") -> Any:
         """One batch.
@@ -106,7 +96,8 @@ class Evaluation:
         Returns:
             On the loss rank what the step returns, elsewhere None.
         """
-        with _no_grad():
+        # No gradients, but ordinary tensors: buffers are shared with the training.
+        with torch.inference_mode(mode=False), torch.no_grad():
             return self._run(step, batch, stop)
 
     def _random_stream(self) -> int:
@@ -122,7 +113,7 @@ class Evaluation:
         return int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
 
     def _run(self, step: Step, batch: Any, stop: str) -> Any:
-        engine, plan = self._engine, self._plan
+        engine, plan = self._engine, self._captured.plan
         seed = self._random_stream()
         inputs: dict[int, tuple[Tensor, ...]] = {}
         if engine.is_data_rank:
@@ -132,10 +123,11 @@ class Evaluation:
         else:
             header = StepHeader.receive(engine.transport, engine.placement.data_rank)
         engine.stop.hear(header.stop)
-        context = StepContext(self._index, self._program, {0: self._units(header.inputs)}, inputs)
-        self._exchange.post_receives(context)
+        units = StepUnits(self._captured, self._cuts, 1, header.inputs, engine.context)
+        context = StepContext(self._index, self._program, {0: units}, inputs)
+        self._stages.post_receives(context)
         actions = self._program.schedule.ranks[engine.rank]
-        self._executor.run(context, [action for action in actions if action.op is Op.DATA])
+        self._executor.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
             plan.batch_fields, batch, engine.transport, engine.placement.data_rank, Channel.FIELDS,
             self._pipeline.loss_ranks,
@@ -145,25 +137,8 @@ class Evaluation:
             return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
 
         self._losses.prepare(step, whole, seed)
-        self._executor.run(context, [action for action in actions if action.op is not Op.DATA])
+        self._executor.run(context, (a for a in actions if a.op is not Op.DATA))
         self._losses.done()
-        self._stages.forget(self._index)
-        self._exchange.finish(self._index, in_training=False)
+        self._stages.finish(self._index, in_training=False)
         self._index += 1
         return context.result
-
-
-def _forward_program(schedule: Schedule) -> Program:
-    ranks = tuple(
-        tuple(action for action in actions if action.op in _FORWARD_OPS)
-        for actions in schedule.ranks
-    )
-    return lower(Schedule(schedule.pipeline, ranks))
-
-
-def _no_grad() -> AbstractContextManager[Any]:
-    """No gradients, but ordinary tensors: buffers are shared with the training."""
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(mode=False))
-    stack.enter_context(torch.no_grad())
-    return stack

@@ -1,118 +1,236 @@
-"""Batches in flight between two steps: written down by one run, and gone on with by another.
+"""Batches in flight: begun before their steps, and gone on with by another run.
 
-A rank whose forwards run w batches ahead holds, between two steps, the graphs of w batches, and
-what the rank before has sent for one more. Graphs can't be written; what they saved can, together
-with the stage's inputs. The forwards run once more, on any weights, and save that.
+A teacher that runs ahead leaves outputs and BatchNorm statistics behind, which mean the same
+whatever the placement. A rank whose own forwards run w batches ahead holds, between two steps, the
+graphs of w batches, and what the rank before has sent for one more. Graphs can't be written; what
+they saved can, together with the stage's inputs. The forwards run once more, on any weights, and
+save that.
 
 What is written are plain values and tensors, so a checkpoint can be read with ``weights_only``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_tspipe.capture.plan import ValueRef
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.runtime.execution.context import StepContext
-from lightning_tspipe.runtime.execution.rank_stages import RankStages
-from lightning_tspipe.runtime.weights.versions import StageWeights
+from lightning_tspipe.networks.batchnorm import Part
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.executor import RankStages, StepContext
+from lightning_tspipe.runtime.stages.captured import StepUnits, values_of_teacher
 
 Written = dict[str, Any]
 
 
-def write(stages: RankStages, weights: StageWeights, module: nn.Module) -> Written:
-    """One rank's batches in flight, of which nothing is under way.
+class InFlight:
+    """Keeps track of what is in flight, here or in the run that a checkpoint comes from.
 
     Args:
-        stages: Hold them.
-        weights: What they have read.
-        module: The LightningModule, for the names of layers.
+        engine: The rank's engine.
+        stages: Hold the values.
+
+    Attributes:
+        units: By their numbers, the units of the batches on which work has begun.
     """
-    names = {layer: name for name, layer in module.named_modules()}
-    saved = {
-        (batch, stage.index, unit): each
-        for stage in stages
-        for (batch, unit), each in stage.saved.items()
-    }
-    return {
-        "weights": weights.written(),
-        "received": [
-            [batch, str(Action(stage.op, stage.index, unit)), _copies(tensors)]
-            for stage in stages
-            for (batch, unit), tensors in stage.received.items()
-        ],
-        "outputs": [
-            [batch, str(action), [[r.position, r.slot, t.clone()] for r, t in values.items()]]
-            for (batch, action), values in stages.outputs.values.items()
-        ],
-        "inputs": [
-            [batch, stage, unit, _copies(saved.inputs)]
-            for (batch, stage, unit), saved in sorted(saved.items(), key=lambda one: one[1].number)
-        ],
-        "statistics": [
-            [
-                stage.network.name, batch, index, call,
-                {names[layer]: list(map(list, parts)) for layer, parts in layers.items()},
+
+    def __init__(self, engine: Engine, stages: RankStages) -> None:
+        self._engine = engine
+        self._stages = stages
+        self._values = values_of_teacher(engine.captured.plan)
+        self._ahead: Written | None = None
+        self._written: Written | None = None
+        self.units: dict[int, StepUnits] = {}
+
+    # In this run
+
+    def begin(self, index: int, units: StepUnits) -> bool:
+        """The step of a batch begins.
+
+        Returns:
+            Whether work on it has begun before. Of another run only if the data is that run's.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead["batch_sizes"] == _batch_sizes(units):
+            self._put_ahead(index, units, ahead)
+            self.units[index] = units
+        if self._written is not None and self._written["sizes"] != _sizes(units):
+            self._written = None
+        return index in self.units or self._written is not None
+
+    def done(self, index: int, worked_on: Mapping[int, StepUnits]) -> None:
+        """The step of a batch ends.
+
+        Args:
+            index: The batch.
+            worked_on: Units of the batches that it worked on, by their offset from ``index``.
+        """
+        self.units = {index + offset: units for offset, units in worked_on.items() if offset > 0}
+
+    def drop(self) -> None:
+        """The next batch is not one that work has begun on."""
+        self._ahead = self._written = None
+        if self.units:
+            self._stages.drop()
+            self.units = {}
+
+    def resume(self, ahead: Written | None, written: Sequence[Written] | None) -> None:
+        """Go on with what was in flight in a checkpoint's run.
+
+        Args:
+            ahead: What :meth:`teacher_ahead` gave, with the statistics of all its ranks.
+            written: What :meth:`write` gave on each of its ranks.
+
+        Raises:
+            CaptureError: The step uses other values of the teacher than that run's.
+        """
+        if ahead is not None and {v for v, _ in _outputs(ahead)} != set(self._values):
+            raise CaptureError(
+                "the checkpoint was made within an epoch by a step that used its teacher in "
+                "another way. Resume with that step, or from a checkpoint of the end of an epoch"
+            )
+        self._ahead = ahead
+        engine = self._engine
+        if written and engine.weights is not None and len(written) == engine.transport.num_ranks:
+            mine = written[engine.rank]
+            self._written = mine if mine["stages"] == self._same() else None
+
+    # A teacher that ran ahead
+
+    def teacher_ahead(self, index: int) -> Written | None:
+        """What has run ahead of step ``index``, which has not begun; None if nothing has."""
+        units = self.units.get(index)
+        if units is None:
+            return self._ahead
+        self._stages.receive_ahead([index])
+        outputs: list[list[Any]] = []
+        if self._engine.is_loss_rank:
+            outputs = [
+                [call, ref.position, ref.slot, self._stages.value(index, units, call, ref)]
+                for call, ref in self._values
             ]
-            for stage in stages
-            for (batch, index, call), layers in stage.statistics.ahead()
-        ],
-    }  # fmt: skip
+        statistics: dict[int, dict[str, list[Part]]] = {}
+        for _, (_, _, call), found in self._statistics():
+            statistics.setdefault(call, {}).update(found)
+        sizes = _batch_sizes(units)
+        there: Written = {"batch_sizes": sizes, "outputs": outputs, "statistics": statistics}
+        copied: Written = tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), there)
+        return copied
 
+    def _put_ahead(self, index: int, units: StepUnits, ahead: Written) -> None:
+        if self._engine.is_loss_rank:
+            for (call, ref), value in _outputs(ahead):
+                self._stages.put_value(index, units, call, ref, value.to(self._engine.device))
+        teacher = next((stage for stage in self._stages if stage.op is Op.TEACHER), None)
+        if teacher is not None:
+            for call, found in ahead["statistics"].items():
+                teacher.statistics.put_ahead((-1, 0, call), self._by_layer(found))
 
-def read_back(  # noqa: PLR0913, PLR0917 - all that holds a part of them
-    written: Written,
-    stages: RankStages,
-    weights: StageWeights,
-    step: StepContext,
-    module: nn.Module,
-    device: torch.device,
-) -> None:
-    """Before the first step of another run: its batches are in flight here.
+    def _statistics(self) -> Iterable[tuple[str, tuple[int, int, int], dict[str, list[Part]]]]:
+        """What ran ahead: the network, the batch, stage and call, and what its layers collected."""
+        names = {layer: name for name, layer in self._engine.module.named_modules()}
+        for stage in self._stages:
+            for key, layers in stage.statistics.ahead():
+                yield stage.network.name, key, {names[x]: parts for x, parts in layers.items()}
 
-    Args:
-        written: What :func:`write` gave on this rank.
-        stages: Will hold them.
-        weights: What they have read.
-        step: The step that is about to begin.
-        module: The LightningModule.
-        device: Where this rank computes.
-
-    Raises:
-        ConfigurationError: A forward isn't the same as in that run.
-    """
-    weights.read_back(written["weights"])
-    for batch, text, tensors in written["received"]:
-        action = Action.parse(text)
-        place = batch, action.unit or 0
-        stages.of(action).received[place] = tuple(t.to(device) for t in tensors)
-    for batch, text, values in written["outputs"]:
-        stages.outputs.values[batch, Action.parse(text)] = {
-            ValueRef(position, slot): value.to(device) for position, slot, value in values
+    def _by_layer(self, found: Mapping[str, Any]) -> dict[nn.Module, list[Part]]:
+        """Statistics by name, of another run, for the layers that are here and on their device."""
+        layers, device = dict(self._engine.module.named_modules()), self._engine.device
+        return {
+            layers[name]: [(n, mean.to(device), variance.to(device)) for n, mean, variance in parts]
+            for name, parts in found.items()
+            if name in layers
         }
-    layers = dict(module.named_modules())
-    ops = {"student": Op.FORWARD, "teacher": Op.TEACHER}
-    for network, batch, stage, call, parts in written["statistics"]:
-        mine = {
-            layers[name]: [(n, mean.to(device), variance.to(device)) for n, mean, variance in own]
-            for name, own in parts.items()
+
+    # Forwards of the student that ran ahead
+
+    def write(self) -> Written | None:
+        """This rank's batches in flight, of which nothing is under way; None without any."""
+        weights = self._engine.weights
+        if weights is None or not self.units:
+            return None
+        self._stages.receive_ahead(self.units)
+        saved = [
+            (saved.number, [batch, stage.index, unit, _copies(saved.inputs)])
+            for stage in self._stages
+            for (batch, unit), saved in stage.saved.items()
+        ]
+        return {
+            "weights": weights.written(),
+            "buffers": [
+                [batch, str(action), payload, _copies(tensors)]
+                for (batch, action, payload), tensors in self._stages.buffers.items()
+            ],
+            "inputs": [inputs for _, inputs in sorted(saved, key=lambda one: one[0])],
+            "statistics": [
+                [network, *key, {name: list(map(list, parts)) for name, parts in found.items()}]
+                for network, key, found in self._statistics()
+            ],
+            "stages": self._same(),
+            "sizes": _sizes(self.units[min(self.units)]),
         }
-        owner = stages.of(Action(ops[network], stage, 0))
-        owner.statistics.put_ahead((batch, stage, call), mine)
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
-    flights, calls = written["weights"]["flights"], dict.fromkeys(written["weights"]["flights"], 0)
-    for batch, stage, unit, tensors in written["inputs"]:
-        action = Action(Op.FORWARD, stage, unit, batch - step.index)
-        inputs = tuple(t.to(device) for t in tensors)
-        with weights.again(batch, flights[batch], calls[batch]):
-            stages.of(action).repeat(batch, action, step.units[action.batch], inputs)
-        calls[batch] += 1
-    for buffer, before in buffers:
-        buffer.data.copy_(before)
+
+    def _same(self) -> list[Any]:
+        """What has to be the same where another run goes on with batches in flight."""
+        engine = self._engine
+        assert engine.weights is not None
+        again = sorted(engine.placement.recomputed)
+        cuts = [[name, *values] for name, values in sorted(engine.cuts.items())]
+        return [engine.weights.policy.name, engine.rank, cuts, again, "by key"]
+
+    def read_back(self, step: StepContext) -> None:
+        """Before the first step of another run: what it wrote is in flight here.
+
+        Args:
+            step: The step that is about to begin.
+
+        Raises:
+            ConfigurationError: A forward isn't the same as in that run.
+        """
+        written, self._written = self._written, None
+        if written is None:
+            return
+        weights, device = self._engine.weights, self._engine.device
+        assert weights is not None
+        weights.read_back(written["weights"])
+        for batch, text, payload, tensors in written["buffers"]:
+            self._stages.buffers[batch, Action.parse(text), payload] = [
+                tensor.to(device) for tensor in tensors
+            ]
+        ops = {"student": Op.FORWARD, "teacher": Op.TEACHER}
+        for network, batch, stage, call, found in written["statistics"]:
+            owner = self._stages.of(Action(ops[network], stage, 0))
+            owner.statistics.put_ahead((batch, stage, call), self._by_layer(found))
+        buffers = [(b, b.clone()) for b in self._engine.module.buffers() if not b.is_meta]
+        batches = written["weights"]["flights"]
+        calls = dict.fromkeys(batches, 0)
+        for batch, stage, unit, tensors in written["inputs"]:
+            action = Action(Op.FORWARD, stage, unit, batch - step.index)
+            inputs = tuple(t.to(device) for t in tensors)
+            with weights.again(batch, batches[batch], calls[batch]):
+                self._stages.of(action).repeat(batch, action, step.units[action.batch], inputs)
+            calls[batch] += 1
+        for buffer, before in buffers:
+            buffer.data.copy_(before)
 
 
-def _copies(tensors: tuple[Tensor, ...]) -> list[Tensor]:
+def _outputs(ahead: Written) -> list[tuple[tuple[int, ValueRef], Tensor]]:
+    """What the step uses of a teacher that ran ahead: the call and the place, and the value."""
+    return [((call, ValueRef(*place)), value) for call, *place, value in ahead["outputs"]]
+
+
+def _batch_sizes(units: StepUnits) -> list[int]:
+    return [spec.shape[0] for spec in units.inputs]
+
+
+def _sizes(units: StepUnits) -> list[list[int]]:
+    return [list(spec.shape) for spec in units.inputs]
+
+
+def _copies(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors]

@@ -1,69 +1,106 @@
 """Batches on their way into a pipeline: the data rank reads and tells of them, the others hear.
 
 Of a batch the data rank makes what the networks get (the prologue of the step), and describes it to
-the others; fields that losses read travel beside.
+the others; fields that losses read travel beside. How many of the batches that follow are told of
+depends on how far the programs of the steps look ahead.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from torch import Tensor
 
-from lightning_tspipe.capture.plan import NetworkName, TensorSpec
+from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.announcements import Announcements
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader, send_fields
-from lightning_tspipe.runtime.execution.programs import Programs
-from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.units import StepUnits
+from lightning_tspipe.ir.lowering import Program, lower
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.runtime.batches.metadata import (
+    NOTHING_KNOWN,
+    Announcements,
+    Known,
+    StepHeader,
+)
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.base import Receipt
 from lightning_tspipe.runtime.transport.channels import Channel
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, lookahead
+from lightning_tspipe.simulation.cost import CostTable
 
 BatchAndStep = tuple[Any, Step]
+
+
+class Programs:
+    """The validated programs of a pipeline's steps; the same on all ranks.
+
+    Args:
+        pipeline: The pipeline.
+        schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``; of heads, the first one runs
+            their trunk ahead and the others don't.
+        costs: Costs of the stages, for the order of actions; None for equal ones.
+        split: Student stages whose backwards may run in two halves.
+        depth: How far the trunk of heads runs ahead.
+
+    Attributes:
+        of: The program of a step, by ``fresh`` (nothing of its batch has been done in a step
+            before) and ``ahead`` (how many of the batches that follow may be worked on).
+        lookahead: For each rank, up to how many batches ahead its steps have to do with.
+        announced: How many batches ahead the data rank tells of.
+        steps_early: How many steps before another rank has to know of a batch that is.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: str,
+        costs: CostTable | None,
+        split: frozenset[int],
+        depth: int,
+    ) -> None:
+        costs = costs or CostTable.uniform(pipeline)
+
+        @cache
+        def program_of(*, fresh: bool, ahead: int) -> Program:
+            program = lower(
+                build_step(
+                    schedule, pipeline, costs, fresh=fresh, ahead=ahead, split=split, depth=depth
+                )
+            )
+            validate(program.schedule)
+            return program
+
+        self.of: Callable[..., Program] = program_of
+        self.lookahead = lookahead(schedule, pipeline, depth)
+        # A rank that waits for the data rank's word as deep as it looks itself would wait for the
+        # end of its step.
+        self.announced = max(self.lookahead) + (schedule == ASYNCHRONOUS and any(self.lookahead))
+        self.steps_early = self.announced - min(self.lookahead)
 
 
 class Intake:
     """One rank's part in reading batches.
 
     Args:
-        here: The rank.
-        captured: The step.
-        cuts: Of its networks.
-        placement: Who reads the data, and in how many micro-batches it flows.
+        engine: The rank's engine.
         programs: How far steps look ahead.
         runner: Runs prologues.
-        loss_ranks: The ranks whose losses read fields of the batch.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a pipeline
-        self,
-        here: Rank,
-        captured: Captured,
-        cuts: Mapping[NetworkName, tuple[int, ...]],
-        placement: Placement,
-        programs: Programs,
-        runner: StepRunner,
-        loss_ranks: Sequence[int],
-    ) -> None:
-        self._here = here
-        self._captured = captured
-        self._cuts = cuts
-        self._placement = placement
+    def __init__(self, engine: Engine, programs: Programs, runner: StepRunner) -> None:
+        self._engine = engine
         self._programs = programs
         self._runner = runner
-        self._loss_ranks = loss_ranks
-        self._rank, self._data_rank = here.transport.rank, placement.data_rank
-        self._reads = self._rank == self._data_rank
+        self._plan = engine.captured.plan
         self._known = Announcements(
-            here.transport, self._data_rank, here.stop.hear, self._ask_early
+            engine.transport, engine.placement.data_rank, engine.stop.hear, self._ask_early
         )
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         """On the data rank: what the networks get of the batches that were told of."""
@@ -71,36 +108,33 @@ class Intake:
         """The same of the current batch, whose prologue ran once more, with its effects."""
         self._units: dict[tuple[tuple[TensorSpec, ...], int], StepUnits] = {}
 
-    def open(
-        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep], number: int, seed: int
-    ) -> dict[int, StepHeader]:
+    def open(self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]) -> dict[int, StepHeader]:
         """Tell of the batches, or hear of them.
 
         Args:
             step: The step that begins.
             batch: Its batch, on the data rank.
             ahead: There, the batches that follow and their steps.
-            number: Of the batch.
-            seed: Of the random streams.
 
         Returns:
             The batches that the step has to do with, by their numbers.
         """
-        if self._reads:
-            self._now = self._announce(step, batch, ahead, number, seed)
+        engine, lookahead = self._engine, self._programs.lookahead
+        _, number = engine.position
+        if engine.is_data_rank:
+            self._now = self._announce(step, batch, ahead)
         started = time.perf_counter()
-        last = self._known.await_batches(number, number + self._programs.lookahead[self._rank])
-        if not self._reads:
-            self._here.recorder.paused("receive", started)
-        self._known.hear(number + min(self._programs.lookahead))
+        last = self._known.await_batches(number, number + lookahead[engine.rank])
+        if not engine.is_data_rank:
+            engine.recorder.paused("receive", started)
+        self._known.hear(number + min(lookahead))
         return {n: self._known[n] for n in range(number, last + 1)}
 
-    def open_one(self, step: Step, batch: Any, number: int, seed: int) -> StepHeader:
+    def open_one(self, step: Step, batch: Any) -> StepHeader:
         """The same for a single batch, which only runs ahead."""
-        if self._reads:
-            known = self._make_inputs(number, step, batch, seed)
-            header = StepHeader.of(batch, self._inputs[number], known=known)
-            self._known.tell(number, header)
+        _, number = self._engine.position
+        if self._engine.is_data_rank:
+            self._known.tell(number, self._describe(number, step, batch))
             self._now = self._inputs[number]
         self._known.await_batches(number, number)
         return self._known[number]
@@ -109,7 +143,7 @@ class Intake:
         self, headers: Mapping[int, StepHeader], number: int
     ) -> dict[int, tuple[Tensor, ...]]:
         """On the data rank: what the networks get, by the offset from a batch; empty elsewhere."""
-        if not self._reads:
+        if not self._engine.is_data_rank:
             return {}
         return {n - number: self._inputs[n] for n in headers} | {min(headers) - number: self._now}
 
@@ -125,7 +159,7 @@ class Intake:
         self._inputs.clear()
 
     def _announce(
-        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep], number: int, seed: int
+        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
     ) -> tuple[Tensor, ...]:
         """On the data rank: find the call inputs, and tell of the batches that are new.
 
@@ -135,10 +169,11 @@ class Intake:
         Raises:
             CaptureError: Its calls have other shapes than when they ran ahead.
         """
+        engine, (seed, number) = self._engine, self._engine.position
         started = time.perf_counter()
         told, known = self._inputs.get(number), NOTHING_KNOWN
         own = told
-        if own is None or not self._here.mode.reuses_inputs(self._captured.plan):
+        if own is None or not engine.mode.reuses_inputs(self._plan):
             own = self._runner.inputs(step, batch, seed + number, effects=True)
             known = self._known_of(number, batch, own)
             own = known.select(own)
@@ -147,84 +182,79 @@ class Intake:
                 "the calls of this batch have other shapes than when they ran ahead: the step must "
                 "compute the same inputs whenever it is given the same batch"
             )
-        word, most = self._here.stop.next_word(), self._programs.announced
+        word, most = engine.stop.next_word(), self._programs.announced
         for n, (following, its_step) in enumerate([(batch, step), *ahead], number):
             if n in self._inputs:
                 continue
             if n == number:
                 self._inputs[n] = own
+                header = StepHeader.of(batch, own, known=known)
             else:
-                known = self._make_inputs(n, its_step, following, seed)
-            header = StepHeader.of(following, self._inputs[n], known=known)
+                header = self._describe(n, its_step, following)
             self._known.tell(n, header, word if n == number + most else "")
-            if self._programs.tells_early:
-                fields = self._captured.plan.batch_fields
-                ranks = self._loss_ranks
-                send_fields(following, fields, self._here.transport, Channel.EARLY_FIELDS, ranks)
+            if self._programs.steps_early:
+                self._exchange_fields(header, following)
         if len(ahead) < most:
             self._known.tell(number + len(ahead) + 1, None, word)
-        self._here.recorder.ran(number, Action(Op.DATA, self._rank), started)
+        engine.recorder.ran(number, Action(Op.DATA, engine.rank), started)
         return own
 
-    def _make_inputs(self, number: int, step: Step, batch: Any, seed: int) -> Known:
-        """On the data rank: what networks get of a batch to come; what is known of it."""
+    def _describe(self, number: int, step: Step, batch: Any) -> StepHeader:
+        """On the data rank: make what networks get of a batch to come."""
+        seed, _ = self._engine.position
         made = self._runner.inputs(step, batch, seed + number, effects=False)
         known = self._known_of(number, batch, made)
         self._inputs[number] = known.select(made)
-        return known
+        return StepHeader.of(batch, self._inputs[number], known=known)
 
     def _known_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank: what is known of a batch, decided once."""
         if number in self._known:
             return self._known[number].known
-        return self._here.mode.see(batch, inputs)
+        return self._engine.mode.see(batch, inputs)
 
-    def fields(self, header: StepHeader, batch: Any, number: int) -> Callable[[], Any]:
+    def fields(self, header: StepHeader, batch: Any) -> Callable[[], Any]:
         """Send the fields that the losses read (data rank), or ask for them (loss ranks).
 
         Returns:
             Gives the batch as this rank has it.
         """
+        engine, fields = self._engine, self._plan.batch_fields
         started = time.perf_counter()
-        fields, recorder = self._captured.plan.batch_fields, self._here.recorder
-        if self._programs.tells_early:
-            receipt = self._known.companion(number)
+        if self._programs.steps_early:
+            receipt = self._known.companion(engine.position[1])
         else:
-            receipt = header.exchange_fields(
-                fields, batch, self._here.transport, self._data_rank, Channel.EARLY_FIELDS,
-                self._loss_ranks,
-            )  # fmt: skip
-        recorder.paused("send", started)
+            receipt = self._exchange_fields(header, batch)
+        engine.recorder.paused("send", started)
 
         def whole() -> Any:
-            if self._reads:
+            if engine.is_data_rank:
                 return batch
             started = time.perf_counter()
             found = header.batch(fields, receipt)
-            recorder.paused("receive", started)
+            engine.recorder.paused("receive", started)
             return found
 
         return whole
 
     def _ask_early(self, header: StepHeader) -> Receipt | None:
         """On a rank with a loss: the fields of a batch, if they travel with its description."""
-        if self._rank not in self._loss_ranks or not self._programs.tells_early:
-            return None
-        fields, transport = self._captured.plan.batch_fields, self._here.transport
-        return header.ask_for_fields(fields, transport, self._data_rank, Channel.EARLY_FIELDS)
+        return self._exchange_fields(header, None) if self._programs.steps_early else None
+
+    def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
+        engine = self._engine
+        return header.exchange_fields(
+            self._plan.batch_fields, batch, engine.transport, engine.placement.data_rank,
+            Channel.EARLY_FIELDS, engine.pipeline.loss_ranks,
+        )  # fmt: skip
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        samples = header.known.samples
+        samples, engine = header.known.samples, self._engine
         key = (header.inputs, 0 if samples is None else samples.known)
         if key not in self._units:
             self._units[key] = StepUnits(
-                self._captured.plan,
-                self._captured.networks,
-                self._cuts,
-                self._placement.num_microbatches,
-                header.inputs,
-                self._here.context,
-                key[1],
-            )
+                engine.captured, engine.cuts, engine.placement.num_microbatches, header.inputs,
+                engine.context, key[1],
+            )  # fmt: skip
         return self._units[key]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,44 +22,38 @@ from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action
-from lightning_tspipe.runtime.execution.context import StepContext
+from lightning_tspipe.runtime.execution.executor import OF_LOSS, RankStages, StepContext
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import values_of_teacher
-from lightning_tspipe.runtime.stages.outputs import Outputs
+from lightning_tspipe.runtime.stages.captured import StepUnits
 
 Value = tuple[int, ValueRef]
 """A call, and a value of it."""
 
 
+@dataclass(eq=False)
 class Losses:
     """Replays steps, and runs the backwards of their losses.
 
-    Args:
+    Attributes:
         plan: The captured step.
         runner: Runs it.
-        outputs: Holds what the networks give.
+        stages: Hold what the networks give.
         recorder: Notes when what ran.
-
-    Attributes:
-        teacher_values: The values of the teacher's calls that the step uses.
+        device: Where this rank computes.
+        leaves: What the step's calls gave so far, where gradients are wanted.
     """
 
-    def __init__(
-        self, plan: StepPlan, runner: StepRunner, outputs: Outputs, recorder: Recorder
-    ) -> None:
-        self._plan = plan
-        self.teacher_values = values_of_teacher(plan)
-        self._runner = runner
-        self._outputs = outputs
-        self._recorder = recorder
-        self._step: Step | None = None
-        self._batch: Callable[[], Any] = lambda: None
-        self._seed = 0
-        self._context: StepContext | None = None
-        self._leaves: dict[Value, Tensor] = {}
-        self._given: Mapping[Value, Tensor] = {}
-        self._started: tuple[Action, float] | None = None
-        self._run_backward: Callable[[], None] | None = None
+    plan: StepPlan
+    runner: StepRunner
+    stages: RankStages
+    recorder: Recorder
+    device: torch.device
+    leaves: dict[Value, Tensor] = field(default_factory=dict)
+    _given: Mapping[Value, Tensor] = field(default_factory=dict)
+    _prepared: tuple[Step, Callable[[], Any], int] | None = None
+    _context: StepContext | None = None
+    _started: tuple[Action, float] | None = None
+    _run_backward: Callable[[], None] | None = None
 
     def prepare(self, step: Step, batch: Callable[[], Any], seed: int) -> None:
         """A step begins.
@@ -69,17 +63,12 @@ class Losses:
             batch: Gives its batch, when the outputs are here.
             seed: Seed of its random stream.
         """
-        self._step, self._batch, self._seed = step, batch, seed
+        self._prepared = step, batch, seed
 
     def prepare_backward(self, run_backward: Callable[[], None]) -> None:
         """The caller is about to have the backward run, in the middle of the replay at times."""
         self._run_backward = run_backward
         self._note()
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        """What the step's calls gave so far, where gradients are wanted."""
-        return list(self._leaves.values())
 
     def give(self, values: Mapping[Value, Tensor]) -> None:
         """In this step the networks' values are these."""
@@ -88,7 +77,7 @@ class Losses:
     def computed(self, context: StepContext, values: Sequence[Value]) -> list[Tensor]:
         """Values of the networks' calls of this batch, whole."""
         units = context.units[0]
-        return [self._outputs.whole(context.index, units, *value) for value in values]
+        return [self.stages.value(context.index, units, *value) for value in values]
 
     def run(self, context: StepContext, action: Action) -> bool:
         """Run the half of a loss whose turn it is; whether it is over."""
@@ -97,36 +86,30 @@ class Losses:
             return False
         run, self._run_backward = self._run_backward, None
         run()
-        units = context.units[0]
-        for call in self._plan.calls_of("student"):
-            gradients = {ref: t.grad for (c, ref), t in self._leaves.items() if c == call}
-            self._outputs.scatter_gradient(context.index, units, call, gradients)
-        self._leaves = {}
+        for call in self.plan.calls_of("student"):
+            self._scatter_gradients(context.index, context.units[0], call)
+        self.leaves = {}
         return True
 
     def _replay(self, context: StepContext, action: Action) -> None:
-        assert self._step is not None
-        self._leaves, self._context = {}, context
-        batch = self._batch()
+        assert self._prepared is not None
+        step, batch_of, seed = self._prepared
+        self.leaves, self._context = {}, context
+        batch = batch_of()
         self._started = action, time.perf_counter()
-        context.result = self._runner.replay(self._step, batch, self._seed, self._output)
+        context.result = self.runner.replay(step, batch, seed, self._output)
         self._note()
 
     def _note(self) -> None:
         """The loss is there."""
         if self._started is not None and self._context is not None:
-            self._recorder.ran(self._context.index, *self._started)
+            self.recorder.ran(self._context.index, *self._started)
         self._started = None
 
     def done(self) -> None:
         """The step is over: a replay that goes on can't call networks any more."""
-        self._context = self._step = None
-        self._batch = lambda: None
+        self._context = self._prepared = None
         self._given = {}
-
-    def suspended(self) -> AbstractContextManager[None]:
-        """While inside, a replay that is running pauses: the networks are at hand."""
-        return self._runner.suspended()
 
     def _output(self, call: int, ref: ValueRef) -> Tensor:
         context = self._context
@@ -140,9 +123,27 @@ class Losses:
         if self._given:
             return self._given[call, ref]
         (tensor,) = self.computed(context, [(call, ref)])
-        units = context.units[0].units[self._plan.calls[call].network]
+        units = context.units[0].units[self.plan.calls[call].network]
         spec = next(u.shapes.outputs[ref] for u in units if u.call == call and u.shapes is not None)
         if spec.requires_grad and torch.is_grad_enabled():
             tensor.requires_grad_()
-            self._leaves[call, ref] = tensor
+            self.leaves[call, ref] = tensor
         return tensor
+
+    def _scatter_gradients(self, batch: int, units: StepUnits, call: int) -> None:
+        """Cut the gradients of a call's outputs into micro-batches."""
+        starts: dict[ValueRef, int] = {}
+        for action, specs in units.loss_gradients(call):
+            is_only = units.of(action).is_only
+            parts: list[Tensor | None] = []
+            for ref, spec in specs.items():
+                leaf, start = self.leaves.get((call, ref)), starts.get(ref, 0)
+                stop = starts[ref] = start + (spec.shape[0] if spec.shape else 0)
+                if leaf is not None and leaf.grad is not None:
+                    parts.append(leaf.grad if is_only else leaf.grad[start:stop])
+                elif self.stages.holds(action):
+                    parts.append(None)
+                else:
+                    # Another rank waits for as many tensors as planned.
+                    parts.append(torch.zeros(spec.shape, dtype=spec.dtype, device=self.device))
+            self.stages.buffers[batch, action, OF_LOSS] = parts

@@ -24,29 +24,19 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution import in_flight as flights
-from lightning_tspipe.runtime.execution.context import StepContext
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.exchange import StageExchange
-from lightning_tspipe.runtime.execution.executor import Executor, Handler
-from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake
-from lightning_tspipe.runtime.execution.lookahead import Ahead, Lookahead
+from lightning_tspipe.runtime.execution.executor import Executor, Handler, StepContext
+from lightning_tspipe.runtime.execution.in_flight import InFlight
+from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
 from lightning_tspipe.runtime.execution.losses import Losses
-from lightning_tspipe.runtime.execution.programs import Programs
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.execution.rank_stages import place_stages
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.transport.channels import (
-    Edge,
-    Lane,
-    edges_from,
-    program_edges,
-)
-from lightning_tspipe.runtime.transport.reduction import GradientReduction
+from lightning_tspipe.runtime.transport.channels import Lane, edges_from, program_edges
+from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
-from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
-from lightning_tspipe.runtime.weights.versions import stage_weights
+from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
+from lightning_tspipe.runtime.weights.versions import StageWeights
 from lightning_tspipe.schedules.phases import teacher_only
 from lightning_tspipe.simulation.cost import CostTable
 
@@ -80,63 +70,43 @@ class PipelineEngine(Engine):
         policy: WeightPolicy | None = None,
     ) -> None:
         super().__init__(here, captured, placement, materializer)
-        pipeline = self.pipeline
+        pipeline, plan = self.pipeline, captured.plan
         self._programs = Programs(pipeline, schedule, costs, placement.split, placement.depth)
         self.lookahead = self._programs.announced
-        self.transport.open(self._edges())
+        # Of the step of which all others are parts: nothing was done before, all may run ahead.
+        edges = program_edges(self._programs.of(fresh=True, ahead=max(self._programs.lookahead)))
+        if plan.batch_fields:
+            edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
+        self.transport.open(edges)
         self._reduction: GradientReduction | None = None
         if here.replicas.number > 1:
-            trained = self.shards.by_stage(self.rank)
-            self._reduction = GradientReduction(trained, here.replicas.peers)
-        self.stages = place_stages(self.here, captured, pipeline, placement)
+            by_stage = self.shards.by_stage(self.rank)
+            self._reduction = GradientReduction(by_stage, here.replicas.peers)
+        self.stages = self.make_stages(captured, pipeline, self.recorder, placement)
         if policy is not None:
-            names = self._trained_names()
-            self.weights = stage_weights(
-                policy, self.rank, self.transport.num_ranks, self.module, names
+            own = self.shards.by_stage(self.rank)
+            trained = [p for stage in own.keys() - {REST} for p in own[stage] if p.requires_grad]
+            self.weights = StageWeights(
+                policy, self.rank, self.transport.num_ranks, self.module, trained
             )
             self.stages.use_versions(Op.FORWARD, self.weights)
-        runner = self.runner(captured.plan, is_loss_rank=self.computes_loss)
-        self._runner = runner
-        self.intake = Intake(
-            self.here, captured, self.cuts, placement, self._programs, runner, pipeline.loss_ranks
-        )
-        self.losses = Losses(captured.plan, runner, self.stages.outputs, self.recorder)
-        self.exchange = StageExchange(self.transport, self.stages, self.recorder)
+        self._runner = self.runner(plan)
+        self.intake = Intake(self, self._programs, self._runner)
+        self.losses = Losses(plan, self._runner, self.stages, self.recorder, self.device)
         of_losses = self.mode.handlers(self.losses)
-        own: dict[Op, Handler] = {Op.EFFECTS: self._effects, Op.DATA: self._data}
-        handlers = own | self.stages.handlers | of_losses
-        self._executor = Executor(handlers, self.exchange, self.recorder, self._read)
+        of_engine: dict[Op, Handler] = {Op.EFFECTS: self._effects, Op.DATA: self._data}
+        handlers = of_engine | self.stages.handlers | of_losses
+        self._executor = Executor(handlers, self.stages, self.recorder, self._read)
         self._ends = _SECOND_HALF | of_losses.keys()
         self._pace = self.mode.pace(self.transport, pipeline, placement)
         # Between two steps, as in a checkpoint, no rank may wait for what another one asks for in
         # a later step.
         slack = 0 if self._pace is None else self._pace.slack + 1
         self.transport.steps_under_way = max(1, self._programs.steps_early, slack)
-        self._lookahead = Lookahead(
-            self.module, captured.plan, self.stages, self.exchange, is_loss_rank=self.is_loss_rank
-        )
-        self._resumed_flights: dict[str, Any] | None = None
+        self._in_flight = InFlight(self, self.stages)
         self._teacher_before: dict[str, Any] | None = None
-        self._step: Step | None = None
-        self._header: StepHeader | None = None
-        self._context: StepContext | None = None
+        self._step: tuple[Step, StepHeader, StepContext] | None = None
         self._rest: Sequence[Action] = ()
-
-    def _edges(self) -> set[Edge]:
-        """The edges that this pipeline's steps use."""
-        found = program_edges(self._programs.fullest)
-        if self.captured.plan.batch_fields:
-            data_rank = self.placement.data_rank
-            found |= edges_from(data_rank, self.pipeline.loss_ranks, Lane.EARLY_FIELDS)
-        return found
-
-    def _trained_names(self) -> list[str]:
-        """Of this rank's stages of the student, the parameters that are trained."""
-        atoms, cuts = self.captured.networks["student"].atoms, self.cuts["student"]
-        own = [atom for stage in self.pipeline.stages_of(self.rank)
-               for atom in atoms[cuts[stage] : cuts[stage + 1]]]  # fmt: skip
-        names = dict.fromkeys(name for atom in own for name in atom.parameter_names)
-        return [name for name in names if self.module.get_parameter(name).requires_grad]
 
     def _read(self, action: Action) -> tuple[int, int] | tuple[()]:
         """The version of the weights that an action has read, and the updates predicted on it."""
@@ -148,11 +118,11 @@ class PipelineEngine(Engine):
     @property
     @override
     def outputs(self) -> list[Tensor]:
-        return self.losses.leaves
+        return list(self.losses.leaves.values())
 
     @override
     def suspended(self) -> AbstractContextManager[None]:
-        return self.losses.suspended()
+        return self._runner.suspended()
 
     # A step
 
@@ -182,25 +152,25 @@ class PipelineEngine(Engine):
             self._pace.tell()
             self._pace.wait()
         context, header = self._open_step(step, batch, ahead)
-        self._step, self._header, self._context = step, header, context
+        self._step = step, header, context
         self.batch_size = header.batch_size
         run = partial(self._executor.run, context)
         scheduled = context.program.schedule.ranks[self.rank]
-        run([action for action in scheduled if action.op is Op.DATA])
-        self.exchange.post_receives(context)
-        run([action for action in scheduled if action.op is Op.EFFECTS])
+        run(action for action in scheduled if action.op is Op.DATA)
+        self.stages.post_receives(context)
+        run(action for action in scheduled if action.op is Op.EFFECTS)
         self.stages.begin(self._index)
         actions = [action for action in scheduled if action.op not in {Op.DATA, Op.EFFECTS}]
         stop = next(i for i, action in enumerate(actions) if action.op in self._ends)
         late = next(i for i, action in enumerate(actions) if i == stop or _is_ahead(action))
         through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
         self._rest = actions[through:]
-        whole = self.intake.fields(header, batch, self._index)
-        self.losses.prepare(replay or step, whole, self._seed + self._index)
+        seed = self._seed + self._index
+        self.losses.prepare(replay or step, self.intake.fields(header, batch), seed)
         run(actions[:late])
         if self.captured.plan.has_late_effects:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions
-            self._runner.late_effects(step, header.batch(), self._seed + self._index)
+            self._runner.late_effects(step, header.batch(), seed)
         run(actions[late:through])
         return context.result
 
@@ -211,14 +181,13 @@ class PipelineEngine(Engine):
             return False  # they happened when the batch was told of
         if self.captured.plan.has_effects:
             assert self._step is not None
-            assert self._header is not None
-            seed = self._seed + context.index
-            self._runner.effects(self._step, self._header.batch(), seed)
+            step, header, _ = self._step
+            self._runner.effects(step, header.batch(), self._seed + context.index)
         return True
 
     def _data(self, context: StepContext, action: Action) -> bool:
         """Hand a batch to the first stages; it was read, and noted, when it was told of."""
-        self.exchange.send(context, action)
+        self.stages.send(context, action)
         return False
 
     def _open_step(
@@ -226,22 +195,19 @@ class PipelineEngine(Engine):
     ) -> tuple[StepContext, StepHeader]:
         """Tell of the batches, or hear of them, and choose the program."""
         number, intake = self._index, self.intake
-        headers = intake.open(step, batch, ahead, number, self._seed)
+        headers = intake.open(step, batch, ahead)
         units = {n - number: intake.units(header) for n, header in headers.items()}
         self.mode.expect(headers)
-        resumed = self._take_flights(headers[number])
-        has_begun = self._lookahead.begin(number, units[0]) or resumed is not None
-        self.teacher_ran_ahead = has_begun
+        self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
-        if resumed is not None and self.weights is not None:
-            flights.read_back(resumed, self.stages, self.weights, context, self.module, self.device)
+        self._in_flight.read_back(context)
         return context, headers[number]
 
     @override
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
-        context = self._context
-        assert context is not None
+        assert self._step is not None
+        _, _, context = self._step
         run = partial(self._executor.run, context)
         if self.computes_loss:
             assert run_backward is not None
@@ -254,37 +220,33 @@ class PipelineEngine(Engine):
         self._finish(context)
         if reduce and self.weights is not None:
             self.weights.keep()
-        self._lookahead.done(self._index, context.units)
         self.intake.forget(self._index)
         self.losses.done()
         self._index += 1
-        self._context = self._step = self._header = None
+        self._step = None
 
     def _finish(self, context: StepContext) -> None:
         """Forget what belongs to a step, and wait until what it sent has left."""
-        self.stages.forget(context.index)
         if self.weights is not None:
             self.weights.trained(context.index)
-        self.exchange.finish(context.index)
+        self.stages.finish(context.index)
+        self._in_flight.done(context.index, context.units)
 
     @override
     def run_ahead(self, step: Step, batch: Any) -> None:
         number = self._index
-        header = self.intake.open_one(step, batch, number, self._seed)
+        header = self.intake.open_one(step, batch)
         program, headers = lower(teacher_only(self.pipeline)), {number: header}
         self.mode.expect(headers)
-        units = self.intake.units(header)
-        context = StepContext(
-            number - 1, program, {1: units}, self.intake.inputs(headers, number - 1)
-        )
-        self.exchange.post_receives(context)
+        inputs = self.intake.inputs(headers, number - 1)
+        context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
+        self.stages.post_receives(context)
         self._executor.run(context, program.schedule.ranks[self.rank])
         self._finish(context)
-        self._lookahead.done(number - 1, {1: units})
 
     @override
     def note_optimizer(self, started: float) -> None:
-        if self._context is None:
+        if self._step is None:
             self._note_optimizer(started, self._index - 1)
 
     # Between two steps
@@ -300,57 +262,34 @@ class PipelineEngine(Engine):
 
     @override
     def flights(self) -> dict[str, Any] | None:
-        units = self._lookahead.units
-        if self.weights is None or not units:
-            return None
-        self.exchange.receive_ahead(units)
-        written = flights.write(self.stages, self.weights, self.module)
-        sizes = [list(spec.shape) for spec in units[self._index].inputs]
-        return {**written, "stages": self._stages(), "sizes": sizes}
-
-    def _stages(self) -> list[Any]:
-        """What has to be the same where another run goes on with batches in flight."""
-        assert self.weights is not None
-        again = sorted(self.placement.recomputed)
-        cuts = [[name, *values] for name, values in sorted(self.cuts.items())]
-        return [self.weights.policy.name, self.rank, cuts, again]
-
-    def _take_flights(self, header: StepHeader) -> dict[str, Any] | None:
-        """The batches in flight of the run that is resumed, if the data is what it was."""
-        found, self._resumed_flights = self._resumed_flights, None
-        sizes = [list(spec.shape) for spec in header.inputs]
-        return found if found is not None and found["sizes"] == sizes else None
+        return self._in_flight.write()
 
     @override
     def settle(self, *, keeps_flights: bool = False) -> None:
-        if not keeps_flights and self.weights is not None and self._lookahead.units:
-            self._lookahead.drop()
+        if not keeps_flights and self.weights is not None and self._in_flight.units:
+            self._in_flight.drop()
             self.weights.drain()
 
     @override
-    def ahead(self) -> Ahead | None:
-        return self._lookahead.state(self._index) if self.mode.saves_lookahead else None
+    def ahead(self) -> dict[str, Any] | None:
+        return self._in_flight.teacher_ahead(self._index) if self.mode.saves_lookahead else None
 
     @override
     def resume(
         self,
         position: tuple[int, int],
-        ahead: Ahead | None,
+        ahead: dict[str, Any] | None,
         in_flight: Sequence[dict[str, Any]] | None = None,
         teacher_before: dict[str, Any] | None = None,
     ) -> None:
         super().resume(position, ahead, in_flight, teacher_before)
-        self._lookahead.resume(ahead)
+        self._in_flight.resume(ahead, in_flight)
         self._teacher_before = teacher_before
-        if in_flight and self.weights is not None and len(in_flight) == self.transport.num_ranks:
-            mine = in_flight[self.rank]
-            self._resumed_flights = mine if mine["stages"] == self._stages() else None
 
     @override
     def drain(self) -> None:
-        self._lookahead.drop()
+        self._in_flight.drop()
         self.intake.drop()
-        self._resumed_flights = None
         if self.weights is not None:
             self.weights.drain()
 

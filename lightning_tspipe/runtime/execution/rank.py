@@ -1,28 +1,120 @@
-"""One rank before anything is placed: the module, the other ranks, and how a step is captured."""
+"""One rank before anything is placed: the module, the other ranks, and the way of training.
+
+A training mode is chosen once, where an engine is made: a chain's answers are here, and those of
+other modes in ``modes``. Whoever has one asks it, and not which one it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_tspipe.capture.plan import NetworkName, StepPlan
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step, Tracer
-from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.heads.student import StudentFanout
+from lightning_tspipe.ir.action import Op
+from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.compiling import Compiler
-from lightning_tspipe.runtime.execution.mode import TrainingMode
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
+from lightning_tspipe.runtime.execution.executor import Handler, Pace
+from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.averages import followed_tensors
-from lightning_tspipe.runtime.weights.ownership import forget_graphs
+from lightning_tspipe.runtime.weights.ownership import followed_tensors, forget_graphs
+from lightning_tspipe.schedules.gpipe import gpipe
+
+
+class TrainingMode:
+    """A way of training: networks, placement, handlers, losses, and what happens between steps.
+
+    What a mode doesn't say itself is as in a chain, whose outputs one loss on one rank reads.
+
+    Attributes:
+        has_fixed_teacher: Whether the teacher never changes, so that it can't be late.
+        saves_lookahead: Whether checkpoints hold what has run ahead; otherwise it runs again.
+        beside: What is divided among the ranks, and does not go through the pipeline.
+        forwards: The order of a step of which only the forwards will run.
+        rehearsing: Around the trace of a step.
+        prologue: Around the part of a step that makes what the networks get.
+        apart: What ranks train apart, each in steps of its own; None: all steps are the loss
+            rank's.
+    """
+
+    has_fixed_teacher: ClassVar[bool] = False
+    saves_lookahead: ClassVar[bool] = True
+    _coupling: ClassVar[Coupling] = Coupling.CHAIN
+
+    def __init__(self) -> None:
+        self.beside: Mapping[NetworkName, Held] = {}
+        self.apart: StudentFanout | None = None
+        self.forwards: Callable[[Pipeline], Schedule] = gpipe
+        self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.prologue: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    # What there is, and where it lies
+
+    def layout(self, captured: Captured, division: Division) -> Pipeline:
+        """The pipeline of a captured step; the last rank reads the data."""
+        layouts, num_ranks = division.layouts(captured), division.num_ranks
+        # An evaluation may call the teacher only.
+        nothing = NetworkLayout(
+            division.ranks["student"], 0, division.num_microbatches, frozenset()
+        )
+        student, teacher = layouts.get("student", nothing), layouts.get("teacher")
+        return Pipeline(num_ranks, student, teacher, num_ranks - 1, LOSS_RANK, self._coupling)
+
+    def whole(self, division: Division) -> Division:
+        """The same for the networks as the module has them."""
+        return division
+
+    @property
+    def in_evaluation(self) -> TrainingMode:
+        """The mode of forward-only steps on the same stages."""
+        return TrainingMode()
+
+    def handlers(self, losses: Losses) -> dict[Op, Handler]:
+        """What runs the actions that are not those of stages."""
+        return {Op.LOSS: losses.run}
+
+    def reuses_inputs(self, plan: StepPlan) -> bool:  # noqa: ARG002
+        """Whether what networks get of a batch is made once, although its step comes later."""
+        return False
+
+    # What is known of a batch before it runs
+
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:  # noqa: ARG002
+        """On the data rank: what is known of a batch whose networks' inputs were made."""
+        return NOTHING_KNOWN
+
+    def expect(self, headers: Mapping[int, StepHeader]) -> None:
+        """The batches, by their numbers, that a step has to do with."""
+
+    # What happens between steps
+
+    def begin(self, rank: int, pipeline: Pipeline) -> None:
+        """A rank has its stages."""
+
+    def begin_epoch(self, transport: Transport, pipeline: Pipeline) -> None:
+        """All ranks have their stages, or begin an epoch; every rank calls it."""
+
+    def end(self) -> None:
+        """The training is over; whoever asks now means the whole module."""
+
+    def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:  # noqa: ARG002
+        """What bounds how far ranks run ahead of each other, if their steps don't."""
+        return None
 
 
 @dataclass(frozen=True)

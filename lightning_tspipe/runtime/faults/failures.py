@@ -26,15 +26,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.faults.members import process_name
+from lightning_tspipe.runtime.faults.local_processes import Neighbour, until
 from lightning_tspipe.runtime.faults.patrol import PERIOD, Found, Patrol
 from lightning_tspipe.runtime.faults.phases import HERE
-
-if TYPE_CHECKING:
-    from lightning_tspipe.runtime.faults.rendezvous import Job
+from lightning_tspipe.runtime.faults.private_folder import keep_job_folder
+from lightning_tspipe.runtime.faults.rendezvous import Job
 
 _SIGNS = (
     "gloo", "closed by peer", "reset by peer", "Broken pipe", "remote server shutdown",
@@ -90,6 +89,19 @@ def say(line: str) -> None:
         sys.stderr.flush()
 
 
+def print_at_the_end(exception: BaseException, line: str, *, with_traceback: bool = False) -> None:
+    """If an exception ends this process, print a line after its traceback or in its place."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is not exception or with_traceback:
+            previous(kind, value, trace)
+        if value is exception and line:
+            say(line)
+
+    sys.excepthook = hook
+
+
 class Failures:
     """What the ranks of a job know of each other's failures.
 
@@ -114,27 +126,26 @@ class Failures:
         children: Sequence[Any] = (),
         ends_last: bool = False,
     ) -> None:
+        self._has_met = job is not None
+        self._job = job or Job(rank)
+        self._job.children = {
+            rank + n + 1: Neighbour(child.pid)
+            for n, child in enumerate(children)
+            if _is_script(child)
+        }
         self._rank = rank
-        self._job = job
         self._run = f"run-{run}"
         self._timeout = timeout
         self._ends_last = ends_last
+        self._patrol = Patrol(self._job, self._run, timeout)
         self._is_over = threading.Event()
         self._is_settled = self._has_claimed = False
         self._last_words: tuple[BaseException, bool] | None = None
         self._thread: threading.Thread | None = None
-        self._patrol: Patrol | None = None
-        if job is not None:
-            pids = {
-                rank + n + 1: child.pid for n, child in enumerate(children) if _is_script(child)
-            }
-            self._patrol = Patrol(job, self._run, timeout, pids)
 
     @property
     def _me(self) -> str:
-        if self._job is None:
-            return process_name(self._rank, os.getpid())
-        return self._job.members.name(self._rank)
+        return self._job.name(self._rank)
 
     # The watch
 
@@ -152,31 +163,27 @@ class Failures:
     def end_watch(self) -> None:
         """This rank needs the others no more, or ends by itself."""
         self._is_over.set()
-        if self._job is not None:
-            self._job.notes.leave(f"{self._run}/over/{self._rank}")
+        self._job.notes.leave(f"{self._run}/over/{self._rank}")
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(PERIOD)
 
     def _look_around(self) -> None:
-        assert self._job is not None
         since = time.monotonic()
         while not self._is_over.wait(PERIOD):
             if self._find_cause() is not None:
                 if not self._is_over.wait(_PATIENCE):
                     self._end()
                 return
-            if time.monotonic() - since > _KEEP_EVERY:
+            if self._job.folder is not None and time.monotonic() - since > _KEEP_EVERY:
                 since = time.monotonic()
-                self._job.keep()
+                keep_job_folder(self._job.folder)
 
     def _find_cause(self) -> str | None:
         """Why the job ends, if it does; if nobody knew it, all know it then."""
         known = self._cause()
-        if known is not None or self._patrol is None:
-            return known
-        found = self._patrol.look()
+        found = self._patrol.look() if known is None else None
         if found is None or self._is_over.is_set():
-            return None
+            return known
         self._tell(found)
         return self._cause() or found.what
 
@@ -193,7 +200,6 @@ class Failures:
             f"{self._me} is ended: another rank has failed, and this one did not notice within "
             f"{_PATIENCE:.0f} s{self._because()}. It was here, in {HERE.text}:\n{where}"
         )
-        assert self._job is not None
         self._job.notes.leave(f"{self._run}/over/{self._rank}")
         if self._has_claimed:
             self._end_the_stopped()
@@ -202,46 +208,31 @@ class Failures:
 
     def await_ends(self) -> None:
         """Wait until every rank of this machine has come here, or has ended."""
-        if self._job is None or self._patrol is None:
-            return
-        self._job.notes.leave(f"{self._run}/ended/{self._rank}")
-        deadline = time.monotonic() + self._timeout
-        for rank in range(self._job.members.num_ranks):
-            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
-            while neighbour is not None and not neighbour.has_ended:
-                if self._job.notes.read(f"{self._run}/ended/{rank}") is not None:
-                    break
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.05)
+        notes, ended = self._job.notes, f"{self._run}/ended/"
+        notes.leave(f"{ended}{self._rank}")
+        near = self._job.neighbours()
+        until(
+            lambda: all(
+                neighbour.has_ended or notes.read(f"{ended}{rank}") is not None
+                for rank, neighbour in near.items()
+            ),
+            self._timeout,
+        )
 
     def tell_of_signal(self, signum: int) -> None:
         """This process is about to be ended: if nothing has failed before, that is the cause."""
-        assert self._job is not None
-        self._await_the_dying()
+        # A launcher may see that a rank is gone before the system says so.
+        dying = [each for each in self._job.neighbours().values() if each.is_ending]
+        until(lambda: all(each.has_ended for each in dying), _A_MOMENT)
         what = f"{self._me} was ended by {signal.Signals(signum).name} in {HERE.text}"
         is_first = self._find_cause() is None and not self._job.launcher_knows_more
         if is_first and self._claim(what, self._rank):
             say(_told(what))
 
-    def _await_the_dying(self) -> None:
-        """A launcher may see that a rank is gone before the system says so."""
-        assert self._job is not None
-        assert self._patrol is not None
-        deadline = time.monotonic() + _A_MOMENT
-        for rank in range(self._job.members.num_ranks):
-            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
-            while neighbour is not None and neighbour.is_ending and not neighbour.has_ended:
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.01)
-
     # The cause
 
     def _claim(self, what: str, rank: int | None) -> bool:
         """Whether nobody has told of a failure before."""
-        if self._job is None:
-            return True
         claimed = self._job.notes.claim(f"{self._run}/cause", f"{rank} {what}")
         if claimed:
             self._has_claimed = True
@@ -249,13 +240,10 @@ class Failures:
         return claimed
 
     def _cause(self) -> str | None:
-        if self._job is None:
-            return None
         try:
-            text = self._job.notes.read(f"{self._run}/cause")
+            return self._job.notes.read(f"{self._run}/cause")
         except TransportError as error:
             return f"None {error}"
-        return text
 
     def _because(self) -> str:
         cause = self._cause()
@@ -280,7 +268,9 @@ class Failures:
             self._lead(exception)
         self.end_watch()
         if self._ends_last and not self._has_claimed:
-            self._let_end(self._rank_of_cause())
+            first = (self._cause() or "None").partition(" ")[0]
+            neighbour = self._job.neighbour(int(first)) if first.isdigit() else None
+            until(lambda: neighbour is None or neighbour.has_ended, _PATIENCE)
 
     def _lead(self, exception: BaseException) -> None:
         """A failure for a reason of its own: the cause, unless another rank has failed before."""
@@ -295,17 +285,12 @@ class Failures:
 
     def _follow(self, exception: BaseException) -> None:
         """A failure of another rank: which, and why?"""
-        if self._patrol is not None:
-            self._patrol.expect_no_more()
-        deadline = time.monotonic() + _A_MOMENT
-        while self._find_cause() is None and self._job is not None:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
         text = first_line(exception)
-        if self._job is None:  # it has met nobody who could know more
+        if not self._has_met:  # nobody could know more
             self._tell_at_the_end(exception, _told(text))
             return
+        self._patrol.expect_no_more()
+        until(self._find_cause, _A_MOMENT)
         what = f"{self._me} waited in vain in {HERE.text}: {text}{self._meanwhile()}"
         if self._cause() is None and self._claim(what, self._rank):
             remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
@@ -315,66 +300,42 @@ class Failures:
 
     def _meanwhile(self) -> str:
         """What the other ranks of this machine are doing: one of them did not come."""
-        assert self._job is not None
         found = [
-            f"{self._job.members.name(rank)} is in {phase}"
-            for rank in range(self._job.members.num_ranks)
+            f"{self._job.name(rank)} is in {phase}"
+            for rank in range(self._job.num_ranks)
             if rank != self._rank and (phase := self._job.phase_of(rank))
         ]
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return f"; {', '.join(found[:_SHOWN])}{more}" if found else ""
 
     def _stop_too(self, exception: BaseException, text: str) -> None:
-        line = f"rank {self._rank} stops too: {text}{self._because()}"
-        self._tell_at_the_end(exception, line)
+        self._tell_at_the_end(exception, f"rank {self._rank} stops too: {text}{self._because()}")
 
     def _tell_at_the_end(
         self, exception: BaseException, line: str, *, with_traceback: bool = False
     ) -> None:
         """Print a line if the exception ends this process, after the traceback or in its place."""
         self._last_words = exception, with_traceback
-        previous = sys.excepthook
-
-        def hook(
-            kind: type[BaseException], value: BaseException, trace: TracebackType | None
-        ) -> None:
-            if value is not exception or with_traceback:
-                previous(kind, value, trace)
-            if value is exception:
-                say(line)
-
-        sys.excepthook = hook
+        print_at_the_end(exception, line, with_traceback=with_traceback)
 
     def tell_now(self, exception: BaseException) -> bool:
         """Print what the end of the process would, where it ends without; whether another failed.
 
         A launcher may not get to see the exception: it looks at the process that ends first.
         """
-        if self._job is None or self._last_words is None or self._last_words[0] is not exception:
+        told, with_traceback = self._last_words or (None, False)
+        if not self._has_met or told is not exception:
             return False
         sys.excepthook(type(exception), exception, exception.__traceback__)
-        return not self._last_words[1]
-
-    def _rank_of_cause(self) -> int | None:
-        first = (self._cause() or "None").partition(" ")[0]
-        return int(first) if first.isdigit() else None
-
-    def _let_end(self, rank: int | None) -> None:
-        neighbour = self._patrol.neighbour(rank) if self._patrol and rank is not None else None
-        deadline = time.monotonic() + _PATIENCE
-        while neighbour is not None and not neighbour.has_ended and time.monotonic() < deadline:
-            time.sleep(0.05)
+        return not with_traceback
 
     def _end_the_stopped(self) -> None:
         """On the rank that told the cause, when it ends: others that are stopped can't hear it.
 
         It does not wait for the others: those that wait for it at a connection notice its end.
         """
-        assert self._job is not None
-        assert self._patrol is not None
-        for rank in range(self._job.members.num_ranks):
-            neighbour = self._patrol.neighbour(rank) if rank != self._rank else None
-            if neighbour is not None and neighbour.is_stopped:
+        for neighbour in self._job.neighbours().values():
+            if neighbour.is_stopped:
                 neighbour.kill()
 
 

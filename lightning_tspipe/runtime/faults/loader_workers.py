@@ -5,16 +5,24 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from typing import Any
 
+from torch.multiprocessing import get_sharing_strategy
 from torch.utils.data import DataLoader
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.faults.local_processes import until
+from lightning_tspipe.runtime.faults.private_folder import shared_temporary_folder
 
 _SECONDS = 1.0
 """For a process that has died to be known as dead."""
+_LONGEST_ADDRESS = 107 if sys.platform == "linux" else 103
+"""Of a socket with a name, in bytes."""
 _CAN_WAIT = hasattr(signal, "sigwaitinfo")  # not on macOS
 GRACE = 30.0
 """Seconds that a worker outlives a SIGTERM; torchrun gives a rank as many to end."""
@@ -26,8 +34,22 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     torchrun, and others that end a job, send one to a rank and to its loaders' workers. The rank
     stops at the end of a batch, with those of the other ranks, and may have to read until then.
     Workers of a fork server, which other processes have in common, end as they did.
+
+    Raises:
+        ConfigurationError: The temporary folder's path is too long for the workers' sockets. torch
+            would lose their batches without a word, and the rank would wait for ever.
     """
-    if not isinstance(loader, DataLoader) or loader.num_workers == 0 or not _CAN_WAIT:
+    if not isinstance(loader, DataLoader) or loader.num_workers == 0:
+        return iter(loader)
+    # The folder is made now, and also that of workers, who leave their sockets there if ended.
+    address = f"{shared_temporary_folder()}/listener-12345678"  # such as multiprocessing makes up
+    if get_sharing_strategy() == "file_descriptor" and len(os.fsencode(address)) > _LONGEST_ADDRESS:
+        raise ConfigurationError(
+            f"the loader's workers can't send a batch: their sockets would have names such as "
+            f"{address}, and none longer than {_LONGEST_ADDRESS} characters can be opened. Set "
+            "TMPDIR to a shorter folder, or num_workers=0"
+        )
+    if not _CAN_WAIT:
         return iter(loader)
     context = loader.multiprocessing_context or multiprocessing
     if context.get_start_method() == "forkserver":
@@ -35,7 +57,7 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     if context.get_start_method() == "spawn":
         resource_tracker.ensure_running()  # its start lets the signal through
     users = loader.worker_init_fn
-    loader.worker_init_fn = _Begin(users, os.getpid())
+    loader.worker_init_fn = partial(_begin, users, os.getpid())
     # Inherited by all threads of the workers, those of libraries too.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -45,22 +67,22 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
         loader.worker_init_fn = users
 
 
-@dataclass(frozen=True)
-class _Begin:
-    """Begins a worker.
+def _begin(users: Callable[[int], None] | None, rank: int, worker: int) -> None:
+    """Begin a worker of a loader for a rank's process, and as the loader's user has it begin."""
+    threading.Thread(target=_end_on_request, args=(rank,), daemon=True).start()
+    sys.excepthook = partial(_tell, sys.excepthook, rank)
+    if users is not None:
+        users(worker)
 
-    Attributes:
-        users: The ``worker_init_fn`` of the loader.
-        rank: The process that reads the batches.
+
+def _tell(usual: Callable[..., None], rank: int, kind: Any, error: Any, trace: Any) -> None:
+    """Tell of an error in a thread of a worker, unless its rank was killed while it took a batch.
+
+    Its end of the connection is closed a moment before it is known as dead.
     """
-
-    users: Callable[[int], None] | None
-    rank: int
-
-    def __call__(self, worker: int) -> None:
-        threading.Thread(target=_end_on_request, args=(self.rank,), daemon=True).start()
-        if self.users is not None:
-            self.users(worker)
+    is_connection = isinstance(error, ConnectionError | EOFError)
+    if not (is_connection and until(lambda: os.getppid() != rank, _SECONDS)):
+        usual(kind, error, trace)
 
 
 def _end_on_request(rank: int) -> None:

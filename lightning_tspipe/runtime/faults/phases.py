@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 from pathlib import Path
 
 SAVING = "saving a checkpoint"
@@ -51,12 +50,9 @@ class Phase:
 
     def share(self, folder: Path, rank: int) -> None:
         """Let other processes of this machine read it."""
-        file = os.open(_path(folder, rank), os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            os.ftruncate(file, _SIZE)
-            self._memory = mmap.mmap(file, _SIZE)
-        finally:
-            os.close(file)
+        with _path(folder, rank).open("w+b") as file:
+            file.truncate(_SIZE)
+            self._memory = mmap.mmap(file.fileno(), _SIZE)
         self.enter(self.text)
 
 

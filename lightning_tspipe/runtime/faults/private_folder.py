@@ -8,6 +8,8 @@ long as that lives: so nobody joins what a killed job has left behind. ::
         work-x7k2/                  the store, notes, who is where
         job-launch-9ab2             "work-p3q8", locked by the process that starts the ranks
         work-p3q8/                  its temporary files
+        job-alone-4711              "work-m5d1", locked by the one rank of a job
+        work-m5d1/                  where that has other temporary files
 """
 
 from __future__ import annotations
@@ -21,45 +23,28 @@ import stat
 import struct
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from functools import partial
+from multiprocessing import current_process, util
 from pathlib import Path
+from typing import TextIO
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.faults.local_processes import Neighbour
+from lightning_tspipe.runtime.faults.local_processes import Neighbour, until
 
 _ENTRY, _WORK, _WITH_IT = "job-", "work-", "also-"
 _LOCK_SECONDS = 30.0
-_PAUSE = 0.02
 _WORKER_SECONDS = 6.0
 """A worker of torch's loaders asks every 5 s whether its rank is still there."""
 
 
-@dataclass(frozen=True)
-class _Held:
-    """An entry that this process has locked.
+_HELD: dict[str, tuple[int, str]] = {}
+"""Entries that this process has locked: the open file that holds the lock, and what they name.
 
-    To close another opening of the same file would give up the lock: nothing asks the file.
-
-    Attributes:
-        pid: This process, and none that was forked from it.
-        file: Open, since it holds the lock.
-        folder: What the entry names.
-    """
-
-    pid: int
-    file: int
-    folder: str
-
-
-_HELD: dict[str, _Held] = {}
-
-
-def _held(entry: Path) -> _Held | None:
-    held = _HELD.get(entry.name)
-    return held if held is not None and held.pid == os.getpid() else None
+To close another opening of the same file would give up the lock: nothing asks the file.
+"""
+os.register_at_fork(after_in_child=_HELD.clear)
 
 
 def private_folder() -> Path:
@@ -97,7 +82,7 @@ def make_job_folder(name: str) -> Path:
     with _alone_in(base):
         _remove_leftovers(base)
         entry = base / name
-        if _held(entry) or entry.exists():
+        if entry.exists():
             raise ConfigurationError(
                 f"another job of this user (process {_holder(entry)}) has the same "
                 "address and port. Set MASTER_PORT to another one for each job"
@@ -107,18 +92,18 @@ def make_job_folder(name: str) -> Path:
         # Not flock: a loader's worker would inherit it, and outlive this process.
         fcntl.lockf(file, fcntl.LOCK_EX)
         os.write(file, f"{folder.name}\n".encode())
-        _HELD[name] = _Held(os.getpid(), file, folder.name)
+        _HELD[name] = file, folder.name
     return folder
 
 
 def find_job_folder(name: str) -> Path | None:
     """On other ranks: the job's folder; None as long as there is no rank 0 that lives."""
     entry = private_folder() / name
-    try:
+    with suppress(FileNotFoundError):
         text = entry.read_text()
-    except FileNotFoundError:
-        return None
-    return entry.parent / text.strip() if text.endswith("\n") and _holder(entry) else None
+        if text.endswith("\n") and _holder(entry):
+            return entry.parent / text.strip()
+    return None
 
 
 def remove_job_folder(folder: Path) -> None:
@@ -130,10 +115,8 @@ def remove_job_folder(folder: Path) -> None:
         for entry in folder.parent.glob(f"{_ENTRY}*"):
             if _folder_of(entry) == folder.name:
                 entry.unlink(missing_ok=True)
-                held = _held(entry)
-                if held is not None:
-                    del _HELD[entry.name]
-                    os.close(held.file)
+                if entry.name in _HELD:
+                    os.close(_HELD.pop(entry.name)[0])
         _remove_leftovers(folder.parent)
     _remove(folder)
 
@@ -142,6 +125,28 @@ def remove_too(folder: Path, rank: int, path: str) -> None:
     """Let a folder of a rank's own be removed with the job's, should the rank not come to it."""
     with suppress(OSError):
         (folder / f"{_WITH_IT}{rank}").write_text(path)
+
+
+def shared_temporary_folder() -> str:
+    """The folder for sockets that this process and its children have in common; made if need be.
+
+    The process that made it removes it at its end; should it be killed, the user's next job does.
+    A job of several ranks has ranks that do (see ``remove_too``); one rank has nobody else.
+    """
+    is_new = not has_shared_temporary_folder()
+    path = util.get_temp_dir()
+    if is_new:
+        with suppress(OSError, TimeoutError, ConfigurationError):
+            folder = make_job_folder(entry_name("alone", str(os.getpid())))
+            remove_too(folder, 0, path)
+            # After this process has removed its own temporary files (-100).
+            util.Finalize(None, remove_job_folder, (folder,), exitpriority=-101)
+    return path
+
+
+def has_shared_temporary_folder() -> bool:
+    """Whether it is there: this process has made it, or the one that has started this process."""
+    return "tempdir" in current_process()._config  # type: ignore[attr-defined] # noqa: SLF001
 
 
 def _remove(folder: Path) -> None:
@@ -158,16 +163,13 @@ def _await_listeners(folder: Path) -> None:
 
     A loader's worker outlives its rank by some seconds, and complains if its socket is gone.
     """
-    deadline = time.monotonic() + _WORKER_SECONDS
     known = Path("/proc/net/unix")
     with suppress(OSError):  # not on this system
-        while f"{folder}/" in known.read_text() and time.monotonic() < deadline:
-            time.sleep(_PAUSE)
+        until(lambda: f"{folder}/" not in known.read_text(), _WORKER_SECONDS)
 
 
 def _folder_of(entry: Path) -> str:
-    held = _held(entry)
-    return held.folder if held is not None else entry.read_text().strip()
+    return _HELD[entry.name][1] if entry.name in _HELD else entry.read_text().strip()
 
 
 def keep_job_folder(folder: Path) -> None:
@@ -184,21 +186,21 @@ def _alone_in(base: Path) -> Iterator[None]:
     Raises:
         TimeoutError: Another process does, and does not come to an end.
     """
-    deadline = time.monotonic() + _LOCK_SECONDS
     with (base / ".lock").open("w") as file:
-        while True:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"{base / '.lock'}: another process has held this lock for "
-                        f"{_LOCK_SECONDS:.0f} s; is it stopped?"
-                    ) from None
-                time.sleep(_PAUSE)
-            else:
-                yield
-                return
+        if not until(partial(_locks, file), _LOCK_SECONDS):
+            raise TimeoutError(
+                f"{base / '.lock'}: another process has held this lock for {_LOCK_SECONDS:.0f} s; "
+                "is it stopped?"
+            )
+        yield
+
+
+def _locks(file: TextIO) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _remove_leftovers(base: Path) -> None:
@@ -233,9 +235,8 @@ _FLOCK = struct.Struct("qqihh" if _IS_MAC else "hhqqi4x")
 
 def _holder(entry: Path) -> int:
     """The process that holds an entry's lock; 0 if none does."""
-    held = _held(entry)
-    if held is not None:
-        return held.pid
+    if entry.name in _HELD:
+        return os.getpid()
     wanted = (fcntl.F_WRLCK, os.SEEK_SET)
     question = _FLOCK.pack(0, 0, 0, *wanted) if _IS_MAC else _FLOCK.pack(*wanted, 0, 0, 0)
     try:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import json
 import os
 import shutil
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing import active_children, current_process, util
 from pathlib import Path
@@ -29,17 +29,21 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_tspipe.errors import TransportError
+from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.runtime.faults.loader_workers import let_children_end
-from lightning_tspipe.runtime.faults.local_processes import Neighbour
-from lightning_tspipe.runtime.faults.members import Members
+from lightning_tspipe.runtime.faults.local_processes import (
+    Neighbour,
+    parent_of,
+    start_of,
+    this_machine,
+    until,
+)
 from lightning_tspipe.runtime.faults.notes import FolderNotes, Notes, StoreNotes
-from lightning_tspipe.runtime.faults.parents import parent_of
 from lightning_tspipe.runtime.faults.phases import HERE, phase_of
 from lightning_tspipe.runtime.faults.private_folder import (
     entry_name,
     find_job_folder,
-    keep_job_folder,
+    has_shared_temporary_folder,
     make_job_folder,
     private_folder,
     remove_job_folder,
@@ -53,28 +57,141 @@ HEIR = "LIGHTNING_TSPIPE_HEIR"
 _LAUNCHERS = (
     "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", "SLURM_STEP_ID",
 )  # fmt: skip
-_STORE = "store"
 _CONNECTIONS = itertools.count()
-_PAUSE = 0.02
 _CHILD_SECONDS = 2.0
 _ANSWER_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
+class Member:
+    """One process of a job.
+
+    Attributes:
+        rank: Its rank.
+        host: Name of its machine.
+        machine: The same for processes that can see each other by their numbers.
+        pid: Its number.
+        started: When it started, in ticks; None: not known.
+    """
+
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    started: int | None
+
+    def __str__(self) -> str:
+        return process_name(self.rank, self.pid, self.host)
+
+
+def process_name(rank: int, pid: int, host: str = "") -> str:
+    """A rank and its process, on this machine unless another one is named."""
+    return f"rank {rank} (pid {pid} on {host or os.uname().nodename})"
+
+
+@dataclass(eq=False)
 class Job:
     """The processes of a job, and what connects them besides their messages.
 
     Attributes:
-        members: Who is where.
+        rank: This rank.
+        num_ranks: How many there are to be; 0: it has met no other one.
         notes: What they tell each other.
         folder: Where they meet; None: they are on several machines.
         store: What ``torch.distributed`` connects them by.
+        children: The processes that this one has started for other ranks.
+        tell: Called with a signal's number before that ends this process.
+        this: This process.
     """
 
-    members: Members
-    notes: Notes
-    folder: Path | None
-    store: Store
+    rank: int
+    num_ranks: int = 0
+    notes: Notes = field(default_factory=Notes)
+    folder: Path | None = None
+    store: Any = None
+    children: dict[int, Neighbour] = field(default_factory=dict)
+    tell: Callable[[int], None] = lambda _: None
+
+    def __post_init__(self) -> None:
+        pid = os.getpid()
+        self.this = Member(self.rank, os.uname().nodename, this_machine(), pid, start_of(pid))
+        self._known = {self.rank: self.this}
+        self._neighbours: dict[int, Neighbour] = {}
+
+    # Who is where
+
+    def publish(self) -> None:
+        """Say who this rank is.
+
+        Raises:
+            ConfigurationError: Another process is this rank.
+        """
+        if not self.notes.claim(f"member/{self.rank}", json.dumps(asdict(self.this))):
+            other = self._read(self.rank)
+            raise ConfigurationError(
+                f"{self.this}: another process, {other or 'which has ended'}, is this rank of the "
+                "job already. Two jobs must not have the same MASTER_ADDR and MASTER_PORT"
+            )
+
+    def find(self, rank: int) -> Member | None:
+        """A rank's process; None if it has not come yet."""
+        if rank not in self._known and (found := self._read(rank)) is not None:
+            self._known[rank] = found
+        return self._known.get(rank)
+
+    def _read(self, rank: int) -> Member | None:
+        text = self.notes.read(f"member/{rank}")
+        return Member(**json.loads(text)) if text else None
+
+    def name(self, rank: int) -> str:
+        """A rank with its process, if that is known."""
+        return str(self._known.get(rank, f"rank {rank}"))
+
+    def is_near(self, member: Member) -> bool:
+        """Whether a process is on this machine."""
+        return member.machine == self.this.machine
+
+    def neighbour(self, rank: int) -> Neighbour | None:
+        """The process of a rank that is on this machine; None: it is not, or has not come yet."""
+        if rank not in self._neighbours:
+            member = self.find(rank)
+            if member is None:
+                return self.children.get(rank)
+            if not self.is_near(member):
+                return None
+            self._neighbours[rank] = Neighbour(member.pid, member.started)
+        return self._neighbours[rank]
+
+    def neighbours(self) -> dict[int, Neighbour]:
+        """The processes of the other ranks on this machine, as far as they have come."""
+        others = (rank for rank in range(self.num_ranks) if rank != self.rank)
+        found = ((rank, self.neighbour(rank)) for rank in others)
+        return {rank: neighbour for rank, neighbour in found if neighbour is not None}
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
+        return [rank for rank in range(self.num_ranks) if self.find(rank) is None]
+
+    def wait_for_all(self, seconds: float, has_failed: Callable[[], bool]) -> None:
+        """Wait until all have come.
+
+        Args:
+            seconds: How long.
+            has_failed: Whether nobody needs to come any more.
+
+        Raises:
+            TransportError: One has not, after so many seconds or since the job has failed.
+        """
+        in_time = until(lambda: not self.missing() or has_failed(), seconds)
+        if missing := ", ".join(map(str, self.missing())):
+            if in_time:
+                raise TransportError(f"rank {missing} has not come")
+            raise TransportError(
+                f"no word of rank {missing} within {seconds:.0f} s of the start. If it has "
+                "failed, its output says why"
+            )
+
+    # What they have in common
 
     def new_store(self) -> Store:
         """Where the n-th call, on all ranks, finds nothing of the calls before."""
@@ -84,23 +201,24 @@ class Job:
         """What a rank is doing, or did before it ended; "" if unknown."""
         return phase_of(self.folder, rank) if self.folder is not None else ""
 
-    def keep(self) -> None:
-        """Once in a while: the job is not over yet."""
-        if self.folder is not None:
-            keep_job_folder(self.folder)
-
     def leave(self) -> None:
         """This process ends; the last one removes what they had in common."""
         if self.folder is not None and not self.folder.exists():
             return
-        self.notes.leave(f"left/{self.members.rank}")
+        self.notes.leave(f"left/{self.rank}")
         if self.folder is None or self.has_heir:
             return
-        if all(map(self._has_left, range(self.members.num_ranks))):
+        if all(map(self._has_left, range(self.num_ranks))):
             remove_job_folder(self.folder)
             inherited = current_process()._config.get("tempdir")  # type: ignore[attr-defined] # noqa: SLF001
             if inherited and HEIR in os.environ:  # a fork server's, whose process was killed
                 shutil.rmtree(inherited, ignore_errors=True)
+
+    def _has_left(self, rank: int) -> bool:
+        if self.find(rank) is None or self.notes.read(f"left/{rank}") is not None:
+            return True
+        neighbour = self.neighbour(rank)
+        return neighbour is not None and neighbour.is_ending
 
     @property
     def has_heir(self) -> bool:
@@ -113,14 +231,7 @@ class Job:
 
         It ends the others so when one has failed, and knows that one, even if these don't.
         """
-        return self.has_heir or bool(self.members.missing())
-
-    def _has_left(self, rank: int) -> bool:
-        member = self.members.find(rank)
-        if member is None or self.notes.read(f"left/{rank}") is not None:
-            return True
-        near = member.machine == self.members.this.machine
-        return near and Neighbour(member.pid, member.started).is_ending
+        return self.has_heir or bool(self.missing())
 
 
 class Launched:
@@ -132,6 +243,7 @@ class Launched:
     """
 
     def __init__(self, token: str, port: int) -> None:
+        # Now: while the ranks run, temporary files of this process lie in a folder of its own.
         self._entry = private_folder() / _name(port, token)
 
     @property
@@ -159,16 +271,13 @@ class Launched:
             remove_job_folder(self._folder)
 
 
-class _Current:
-    """The job of this process; as the default process group, there is one."""
-
-    job: Job | None = None
-    tell: Callable[[int], None] | None = None
+_JOB: list[Job] = []
+"""Of this process; as the default process group, there is one at most."""
 
 
 def current_job() -> Job | None:
     """The job that this process belongs to; None before it has met the others."""
-    return _Current.job
+    return _JOB[0] if _JOB else None
 
 
 def stay_on_this_machine() -> None:
@@ -193,33 +302,33 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
         TransportError: Rank 0 did not come.
         ConfigurationError: Another job is in the way.
     """
-    if _Current.job is None:
+    if not _JOB:
         if on_one_machine:
             _expect_launcher(port)
             job = _meet_here(port, rank, num_ranks, patience)
         else:
             job = _meet_across(rank, num_ranks, patience)
-        job.members.publish()
+        job.publish()
         if job.folder is not None:
             HERE.share(job.folder, rank)
-            if "tempdir" not in current_process()._config:  # type: ignore[attr-defined] # noqa: SLF001
+            if not has_shared_temporary_folder():
                 # Made now, it is also that of loaders' workers, who leave their sockets there.
                 remove_too(job.folder, rank, util.get_temp_dir())
         # Not atexit, which processes that multiprocessing has started don't ask; and after this
         # process has removed its own temporary files (-100).
         util.Finalize(None, job.leave, exitpriority=-101)
-        _Current.job = job
+        _JOB.append(job)
         _leave_before_sigterm()
-    return _Current.job
+    return _JOB[0]
 
 
 def end_by(signum: int) -> None:
     """End this process by a signal, and tidy up before: leave the job, remove temporary files."""
-    if _Current.job is not None and _Current.job.members.this.pid == os.getpid():
-        if _Current.tell is not None:
-            _Current.tell(signum)
+    job = current_job()
+    if job is not None and job.this.pid == os.getpid():
+        job.tell(signum)
         _end_as_usual()
-        _Current.job.leave()  # again: the signal may have come while this process was leaving
+        job.leave()  # again: the signal may have come while this process was leaving
     signal.signal(signum, signal.SIG_DFL)
     os.kill(os.getpid(), signum)
 
@@ -234,11 +343,6 @@ def _end_as_usual() -> None:
         child.terminate()
         child.join(_CHILD_SECONDS)
     run()
-
-
-def tell_before_the_end(tell: Callable[[int], None]) -> None:
-    """What is to be called before this process is ended by a signal, with its number."""
-    _Current.tell = tell
 
 
 def _leave_before_sigterm() -> None:
@@ -281,12 +385,11 @@ def _meet_here(port: int, rank: int, num_ranks: int, patience: timedelta) -> Job
     else:
         folder = make_job_folder(_name(port)) if rank == 0 else _wait_for_rank_0(port, patience)
     # No number of processes: the file goes with its folder, and not with the last of them.
-    store = FileStore(str(folder / _STORE))
+    store = FileStore(str(folder / "store"))
     store.set_timeout(patience)
     # Its destructor would count in a file that the last process has removed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
-    notes = FolderNotes(folder)
-    return Job(Members(rank, num_ranks, notes), notes, folder, store)
+    return Job(rank, num_ranks, FolderNotes(folder), folder, store)
 
 
 def _name(port: int, token: str = "") -> str:
@@ -297,17 +400,15 @@ def _name(port: int, token: str = "") -> str:
 
 
 def _wait_for_rank_0(port: int, patience: timedelta) -> Path:
-    name = _name(port)
-    deadline = time.monotonic() + patience.total_seconds()
-    while (folder := find_job_folder(name)) is None:
-        if time.monotonic() > deadline:
-            raise TransportError(
-                f"rank 0 did not come within {patience.total_seconds():.0f} s. The ranks of one "
-                f"machine meet in {private_folder() / name}: all of them need the same MASTER_PORT "
-                "and TMPDIR. If rank 0 has failed, its output says why"
-            )
-        time.sleep(_PAUSE)
-    return folder
+    name, seconds = _name(port), patience.total_seconds()
+    found = until(lambda: find_job_folder(name), seconds)
+    if found is None:
+        raise TransportError(
+            f"rank 0 did not come within {seconds:.0f} s. The ranks of one machine meet in "
+            f"{private_folder() / name}: all of them need the same MASTER_PORT and TMPDIR. If rank "
+            "0 has failed, its output says why"
+        )
+    return found
 
 
 def _meet_across(rank: int, num_ranks: int, patience: timedelta) -> Job:
@@ -319,4 +420,4 @@ def _meet_across(rank: int, num_ranks: int, patience: timedelta) -> Job:
     # A connection of its own: calls on one wait for each other.
     own = PrefixStore("lightning_tspipe", store.clone())
     notes = StoreNotes(own, min(_ANSWER_SECONDS, patience.total_seconds()))
-    return Job(Members(rank, num_ranks, notes), notes, None, store)
+    return Job(rank, num_ranks, notes, None, store)

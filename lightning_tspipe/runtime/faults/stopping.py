@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass, field
+from typing import Any
 
-from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.faults.notes import Notes
 
 END = "end"
@@ -32,45 +32,37 @@ REQUEUE = "requeue"
 
 _WORDS = (REQUEUE, END)
 _PERIOD = 1.0
-_PAUSE = 0.002
 
 
+@dataclass(eq=False)
 class Stop:
     """What ranks were asked to do, and what all of them have agreed on.
 
-    Args:
+    Attributes:
         on_agreed: Called on every rank in the step in which it is to happen.
-        notes: What the ranks tell each other; None: there are no others.
+        notes: What the ranks tell each other.
         run: Number of the run; the same on all ranks, and another one in each run.
         replica: Which pipeline this rank belongs to.
         num_replicas: How many there are.
         batches_per_update: How many batches an update of the weights takes; None: one.
-        timeout: How long a replica may wait for another one at the end of an evaluation.
+        gather: What all replicas say, on each of them; None: there is one.
     """
 
-    def __init__(  # noqa: PLR0913 - a place among replicas, and what connects them
-        self,
-        on_agreed: Callable[[str], None] | None = None,
-        notes: Notes | None = None,
-        *,
-        run: int = 0,
-        replica: int = 0,
-        num_replicas: int = 1,
-        batches_per_update: Callable[[], int] | None = None,
-        timeout: timedelta = timedelta(minutes=10),
-    ) -> None:
-        self._on_agreed = on_agreed
-        self._notes = notes
-        self._replica, self._num_replicas = replica, num_replicas
-        self._batches_per_update = batches_per_update
-        self._timeout = timeout
-        self._prefix = f"stop-{run}/"
+    on_agreed: Callable[[str], None] | None = None
+    notes: Notes = field(default_factory=Notes)
+    run: int = 0
+    replica: int = 0
+    num_replicas: int = 1
+    batches_per_update: Callable[[], int] | None = None
+    gather: Callable[[Any], list[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        self._prefix = f"stop-{self.run}/"
         self._asked: set[str] = set()
         self._agreed: set[str] = set()
         self._due: dict[str, int] = {}
         self._next_look = 0.0
         self._step = 0
-        self._num_evaluations = 0
 
     @property
     def has_ended(self) -> bool:
@@ -85,15 +77,14 @@ class Stop:
     def ask(self, word: str) -> None:
         """Ask for something, on any rank; may be called in a signal handler."""
         self._asked.add(word)
-        if self._notes is not None:
-            self._notes.leave(self._prefix + word)
+        self.notes.leave(self._prefix + word)
 
     def hear(self, word: str) -> None:
         """On every rank, the data rank too: what this step's header says."""
         if word and word not in self._agreed:
             self._agreed.add(word)
-            if self._on_agreed is not None:
-                self._on_agreed(word)
+            if self.on_agreed is not None:
+                self.on_agreed(word)
 
     # On data ranks: what to tell the others, "" for nothing
 
@@ -101,12 +92,18 @@ class Stop:
         """Once per training step."""
         self._step += 1
         self._look()
-        if self._num_replicas == 1:
+        if self.num_replicas == 1:
             return self._pending()
-        if self._replica == 0:
-            self._announce(self._pending())
+        if self.replica == 0:
+            word = self._pending()
+            if word and word not in self._due:
+                batches = self.batches_per_update() if self.batches_per_update is not None else 1
+                self._due[word] = self._step + batches
+                self.notes.leave(self._due_key(word), str(self._due[word]))
         else:
-            self._hear_announcements()
+            for word in _WORDS:
+                if word not in self._due and (text := self.notes.read(self._due_key(word))):
+                    self._due[word] = int(text)
         due = (word for word, step in self._due.items() if step <= self._step)
         return next((word for word in due if word not in self._agreed), "")
 
@@ -122,67 +119,30 @@ class Stop:
         if self.has_ended:
             return ""
         self._look(at_once=is_last)
-        if self._num_replicas == 1:
-            return END if self.was_asked and not is_last else ""
-        return self._meet(is_last=is_last) if self.was_asked or is_last else ""
+        if not (self.was_asked or is_last):
+            return ""
+        said = self.was_asked, is_last
+        found = [said] if self.gather is None else self.gather(said)
+        someone_was_asked = any(was_asked for was_asked, _ in found)
+        all_are_done = all(is_last for _, is_last in found)
+        # Otherwise replicas that go on would wait in vain for those that don't.
+        return END if someone_was_asked and not all_are_done else ""
 
     def next_word_alone(self) -> str:
         """Once per batch of an evaluation that a callback runs; replicas may run others."""
-        if self._num_replicas > 1 or self.has_ended:
+        if self.num_replicas > 1 or self.has_ended:
             return ""
         self._look()
         return END if self.was_asked else ""
 
     def _look(self, *, at_once: bool = False) -> None:
         now = time.monotonic()
-        if self._notes is not None and (at_once or now >= self._next_look):
+        if at_once or now >= self._next_look:
             self._next_look = now + _PERIOD
-            self._asked.update(w for w in _WORDS if self._notes.read(self._prefix + w) is not None)
+            self._asked.update(w for w in _WORDS if self.notes.read(self._prefix + w) is not None)
 
     def _pending(self) -> str:
         return next((w for w in _WORDS if w in self._asked - self._agreed), "")
 
-    def _announce(self, word: str) -> None:
-        if word and word not in self._due:
-            batches = self._batches_per_update() if self._batches_per_update is not None else 1
-            self._due[word] = self._step + batches
-            assert self._notes is not None
-            self._notes.leave(self._due_key(word), str(self._due[word]))
-
-    def _hear_announcements(self) -> None:
-        assert self._notes is not None
-        for word in _WORDS:
-            if word not in self._due and (text := self._notes.read(self._due_key(word))):
-                self._due[word] = int(text)
-
     def _due_key(self, word: str) -> str:
         return f"{self._prefix}due/{word}"
-
-    def _meet(self, *, is_last: bool) -> str:
-        assert self._notes is not None
-        # Nobody reads the one before the last: who has written the last has read it.
-        self._notes.remove(self._evaluation_key(self._num_evaluations - 2, self._replica))
-        number = self._num_evaluations
-        self._num_evaluations += 1
-        said = f"{int(self.was_asked)}{int(is_last)}"
-        self._notes.leave(self._evaluation_key(number, self._replica), said)
-        found = [self._wait_for(number, replica) for replica in range(self._num_replicas)]
-        someone_was_asked = any(text[0] == "1" for text in found)
-        all_are_done = all(text[1] == "1" for text in found)
-        # Otherwise replicas that go on would wait in vain for those that don't.
-        return END if someone_was_asked and not all_are_done else ""
-
-    def _evaluation_key(self, number: int, replica: int) -> str:
-        return f"{self._prefix}evaluation/{number}/{replica}"
-
-    def _wait_for(self, number: int, replica: int) -> str:
-        assert self._notes is not None
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while (text := self._notes.read(self._evaluation_key(number, replica))) is None:
-            if time.monotonic() > deadline:
-                raise TransportError(
-                    f"replica {replica} did not come to the end of its evaluation within "
-                    f"{self._timeout.total_seconds():.0f} s; replica {self._replica} waits there"
-                )
-            time.sleep(_PAUSE)
-        return text

@@ -1,113 +1,28 @@
-"""A chain: a student, and with it a teacher or none, whose outputs one loss reads."""
+"""Chains of stages, and what differs from them little: a frozen beginning, blocks beside blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, final
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan
-from lightning_tspipe.heads.student import StudentFanout
-from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.ir.pipeline import Coupling, Pipeline
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
-from lightning_tspipe.runtime.execution.executor import Handler
-from lightning_tspipe.runtime.execution.losses import Losses
-from lightning_tspipe.runtime.execution.mode import TrainingMode
-from lightning_tspipe.runtime.execution.pace import Pace
-from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
+from lightning_tspipe.runtime.execution.rank import TrainingMode
+from lightning_tspipe.runtime.stages.captured import Captured, Division
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
-from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.schedules.gpipe import gpipe
-
-
-class OneStep(TrainingMode):
-    """What is the same wherever ranks don't run steps of their own, and nothing is known before."""
-
-    has_fixed_teacher: ClassVar[bool] = False
-    saves_lookahead: ClassVar[bool] = True
-
-    @property
-    @override
-    def beside(self) -> Mapping[NetworkName, Held]:
-        return {}
-
-    @property
-    @override
-    def apart(self) -> StudentFanout | None:
-        return None
-
-    @property
-    @override
-    def in_evaluation(self) -> TrainingMode:
-        return Chain()
-
-    @override
-    def forwards(self, pipeline: Pipeline) -> Schedule:
-        return gpipe(pipeline)
-
-    @override
-    def rehearsing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @override
-    def prologue(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    @override
-    def handlers(self, losses: Losses) -> dict[Op, Handler]:
-        return {Op.LOSS: losses.run}
-
-    @override
-    def reuses_inputs(self, plan: StepPlan) -> bool:
-        return False
-
-    @override
-    def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:
-        return None
-
-    @override
-    def begin(self, rank: int, pipeline: Pipeline) -> None:
-        pass
-
-    @override
-    def begin_epoch(self, transport: Transport, pipeline: Pipeline) -> None:
-        pass
-
-    @override
-    def end(self) -> None:
-        pass
-
-    @override
-    def whole(self, division: Division) -> Division:
-        return division
-
-    @override
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
-        return NOTHING_KNOWN
-
-    @override
-    def expect(self, headers: Mapping[int, StepHeader]) -> None:
-        pass
 
 
 @final
-class Chain(OneStep):
-    """A student, and perhaps a teacher beside it."""
-
-    @override
-    def layout(self, captured: Captured, division: Division) -> Pipeline:
-        return _pipeline(captured, division, Coupling.CHAIN)
+class Chain(TrainingMode):
+    """A student, and perhaps a teacher beside it, whose outputs one loss reads."""
 
 
 @final
-class Prefix(OneStep):
+class Prefix(TrainingMode):
     """A student whose first atoms are frozen, and run where a teacher would.
 
     Args:
@@ -115,13 +30,11 @@ class Prefix(OneStep):
     """
 
     saves_lookahead: ClassVar[bool] = False  # whoever goes on gets the same from the same weights
+    _coupling: ClassVar[Coupling] = Coupling.PREFIX
 
     def __init__(self, part: FrozenPart) -> None:
+        super().__init__()
         self._part = part
-
-    @override
-    def layout(self, captured: Captured, division: Division) -> Pipeline:
-        return _pipeline(captured, division, Coupling.PREFIX)
 
     @override
     def whole(self, division: Division) -> Division:
@@ -143,9 +56,20 @@ class Prefix(OneStep):
             self._part.front.expect({n: header.known.samples for n, header in headers.items()})
 
 
-def _pipeline(captured: Captured, division: Division, coupling: Coupling) -> Pipeline:
-    layouts, num_ranks = division.layouts(captured), division.num_ranks
-    # An evaluation may call the teacher only.
-    nothing = NetworkLayout(division.ranks["student"], 0, division.num_microbatches, frozenset())
-    student, teacher = layouts.get("student", nothing), layouts.get("teacher")
-    return Pipeline(num_ranks, student, teacher, num_ranks - 1, LOSS_RANK, coupling)
+@final
+class Blockwise(TrainingMode):
+    """Blocks on groups of ranks, each with a loss of its own; its steps are the relay's.
+
+    An evaluation walks both networks from end to end, which then are a chain.
+
+    Args:
+        pipeline: Which ranks share which stage.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+
+    @override
+    def layout(self, captured: Captured, division: Division) -> Pipeline:
+        return self._pipeline

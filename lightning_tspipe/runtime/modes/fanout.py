@@ -9,7 +9,7 @@ waited for. So the first head's forward and backward run those of all heads of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, final
 
@@ -17,19 +17,15 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan
-from lightning_tspipe.heads.student import StudentFanout
+from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Kept, Known, StepHeader
-from lightning_tspipe.runtime.execution.context import StepContext
-from lightning_tspipe.runtime.execution.executor import Handler
+from lightning_tspipe.runtime.execution.executor import Handler, Pace, StepContext
 from lightning_tspipe.runtime.execution.losses import Losses
-from lightning_tspipe.runtime.execution.mode import TrainingMode
-from lightning_tspipe.runtime.execution.pace import Pace
-from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
+from lightning_tspipe.runtime.execution.rank import TrainingMode
+from lightning_tspipe.runtime.stages.captured import Captured, Division, values_of_teacher
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Edge, Lane, edges_from
@@ -49,20 +45,15 @@ class Fanout(TrainingMode):
     saves_lookahead: ClassVar[bool] = False  # a trunk that never changes runs again
 
     def __init__(self, heads: Heads, *, trains: bool = True) -> None:
+        super().__init__()
+        self.beside = {"student": heads}
+        self.apart = heads.student
+        self.forwards = partial(fanout, before=0, following=0, depth=0)
+        self.rehearsing, self.prologue = heads.rehearsing, heads.beginning
         self._heads = heads
         self._trains = trains
         self._cache = heads.cache if trains else None
         self._kept: dict[int, Kept | None] = {}
-
-    @property
-    @override
-    def beside(self) -> Mapping[NetworkName, Held]:
-        return {"student": self._heads}
-
-    @property
-    @override
-    def apart(self) -> StudentFanout | None:
-        return self._heads.student
 
     @override
     def layout(self, captured: Captured, division: Division) -> Pipeline:
@@ -71,26 +62,10 @@ class Fanout(TrainingMode):
         heads = NetworkLayout(division.ranks["student"], 1, 1, outputs)
         return Pipeline(number, heads, trunk, number - 1, LOSS_RANK, Coupling.FANOUT)
 
-    @override
-    def whole(self, division: Division) -> Division:
-        return division
-
     @property
     @override
     def in_evaluation(self) -> TrainingMode:
         return Fanout(self._heads, trains=False)
-
-    @override
-    def forwards(self, pipeline: Pipeline) -> Schedule:
-        return fanout(pipeline, before=0, following=0, depth=0)
-
-    @override
-    def rehearsing(self) -> AbstractContextManager[None]:
-        return self._heads.rehearsing()
-
-    @override
-    def prologue(self) -> AbstractContextManager[None]:
-        return self._heads.beginning()
 
     @override
     def handlers(self, losses: Losses) -> dict[Op, Handler]:
@@ -123,7 +98,7 @@ class Fanout(TrainingMode):
         kept = self._kept.get(context.index)
         if kept is not None:
             assert self._cache is not None
-            values = losses.teacher_values
+            values = values_of_teacher(losses.plan)
             computed = losses.computed(context, values) if kept.rows else []
             whole = self._cache.whole(kept, computed, self._heads.device)
             losses.give(dict(zip(values, whole, strict=True)))

@@ -1,34 +1,31 @@
-"""A captured step: the plan of its calls, and the networks that they go through."""
+"""A captured step: its plan and networks, how they are divided, and the units that flow through.
+
+A *unit* is one micro-batch of one call; what each message of a step carries follows from the units.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Protocol
 
-from lightning_tspipe.capture.plan import NetworkName, StepPlan, ValueRef
+from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.lowering import Message
 from lightning_tspipe.ir.pipeline import NetworkLayout
+from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.stages.network import ChainNetwork
-
-
-class HeldAtom(Protocol):
-    """A part of a network that lies on one rank; names are those of the LightningModule."""
-
-    @property
-    def parameter_names(self) -> tuple[str, ...]:
-        """Its parameters."""
-
-    @property
-    def buffer_names(self) -> tuple[str, ...]:
-        """Its buffers."""
+from lightning_tspipe.runtime.stages.network import ChainNetwork, UnitShapes
 
 
 class Held(Protocol):
-    """A network as far as it is divided among ranks."""
+    """A network as far as it is divided among ranks; names are those of the LightningModule."""
 
     @property
-    def atoms(self) -> Sequence[HeldAtom]:
+    def atoms(self) -> Sequence[Atom]:
         """What cuts may separate."""
 
     @property
@@ -112,3 +109,237 @@ def values_of_teacher(plan: StepPlan) -> list[tuple[int, ValueRef]]:
         for ref in plan.used["teacher"]
         if (call, ref.position) in reached
     ]
+
+
+NETWORK_OF: dict[Op, NetworkName] = {
+    Op.FORWARD: "student",
+    Op.BACKWARD: "student",
+    Op.INPUT_BACKWARD: "student",
+    Op.WEIGHT_BACKWARD: "student",
+    Op.TEACHER: "teacher",
+}
+
+
+def split_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
+    """Sizes of the micro-batches, as ``torch.tensor_split`` makes them.
+
+    >>> split_sizes(7, 3), split_sizes(2, 3)
+    ((3, 2, 2), (1, 1, 0))
+    """
+    base, extra = divmod(batch_size, num_microbatches)
+    return tuple(base + (index < extra) for index in range(num_microbatches))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One (call, micro-batch) of a step.
+
+    Attributes:
+        call: Index into the step's calls.
+        start: Samples of the call in the micro-batches before.
+        size: Samples; 0 for a micro-batch that a small batch leaves empty.
+        end: One after the last atom that it goes through.
+        grad: Whether it has a backward.
+        shapes: What flows; None if it is empty.
+        is_only: Whether it is the whole call.
+    """
+
+    call: int
+    start: int
+    size: int
+    end: int
+    grad: bool
+    shapes: UnitShapes | None
+    is_only: bool
+
+
+class StepUnits:
+    """All units of a step with given call inputs.
+
+    Args:
+        captured: The captured step.
+        cuts: For each network, the first atom of each stage and the number of atoms.
+        num_microbatches: Micro-batches per call.
+        inputs: Specs of the calls' inputs.
+        context: The precision plugin's forward context.
+        known: What is behind so many atoms of a frozen part is known, and read where they end.
+
+    Attributes:
+        inputs: Specs of the calls' inputs.
+        units: The units of each network.
+        span: The atoms that an action runs: first, and one after the last; empty if first >= last.
+        outputs_of: The values that a forward hands to the loss, in a fixed order.
+        producers: The forwards that make one value of a call, micro-batch after micro-batch.
+        payload: Specs of the tensors of a message; none if there is nothing to send.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - everything that decides what flows
+        self,
+        captured: Captured,
+        cuts: Mapping[NetworkName, tuple[int, ...]],
+        num_microbatches: int,
+        inputs: Sequence[TensorSpec],
+        context: Callable[[], AbstractContextManager[None]],
+        known: int = 0,
+    ) -> None:
+        self._plan, self._networks = captured.plan, captured.networks
+        self._cuts = cuts
+        self._context = context
+        self._known = known
+        self.inputs = tuple(inputs)
+        self.units: dict[NetworkName, tuple[Unit, ...]] = {
+            name: tuple(
+                unit
+                for call in self._plan.calls_of(network.called_as)
+                for unit in self._units_of(network, call, num_microbatches)
+            )
+            for name, network in self._networks.items()
+        }
+        # Every step with the same inputs asks the same.
+        self.span = cache(self._span)
+        self.outputs_of = cache(self._outputs_of)
+        self.producers = cache(self._producers)
+        self.payload = cache(self._payload)
+
+    def _units_of(self, network: ChainNetwork, index: int, num_microbatches: int) -> Iterator[Unit]:
+        call, spec = self._plan.calls[index], self.inputs[index]
+        grad = call.grad and network.called_as == network.name  # a frozen part has no backward
+        if not spec.shape:
+            raise ConfigurationError(
+                f"call {index} of the {call.network} gets a tensor without a batch dimension"
+            )
+        sizes, end = split_sizes(spec.shape[0], num_microbatches), network.end_of(call.num_links)
+        filled = sum(size > 0 for size in sizes)
+        for microbatch, size in enumerate(sizes):
+            start, shapes = sum(sizes[:microbatch]), None
+            if size:
+                unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
+                shapes = network.shapes(unit_spec, call.num_links, self._context, grad=grad)
+                _check_batched(shapes, size, filled, network)
+            yield Unit(index, start, size, end, grad, shapes, is_only=filled == 1)
+
+    def of(self, action: Action) -> Unit:
+        """The unit of an action."""
+        assert action.unit is not None
+        return self.units[NETWORK_OF[action.op]][action.unit]
+
+    def _span(self, action: Action) -> tuple[int, int]:
+        cuts, unit = self._cuts[NETWORK_OF[action.op]], self.of(action)
+        if unit.shapes is None:
+            return 0, 0
+        start, stop = cuts[action.stage], min(cuts[action.stage + 1], unit.end)
+        goes_on = self._goes_on_at(action)
+        if goes_on == action.stage:
+            return self._known, stop
+        if goes_on is not None and action.stage < goes_on:
+            return start, start  # before what is known
+        return start, stop
+
+    def runs(self, action: Action) -> bool:
+        """Whether there is anything to do: atoms to run, or something known to be read."""
+        if NETWORK_OF[action.op] not in self.units:
+            return True  # of heads, which are no chain of atoms
+        if self.of(action).shapes is None:
+            return False
+        first, last = self.span(action)
+        return first < last or self.reads_known(action)
+
+    def reads_known(self, action: Action) -> bool:
+        """Whether it is the stage of a frozen part where what is known goes on."""
+        return self._goes_on_at(action) == action.stage
+
+    def _goes_on_at(self, action: Action) -> int | None:
+        """The stage of a frozen part that reads what is known; None if nothing is."""
+        name = NETWORK_OF[action.op]
+        if not self._known or self._networks[name].called_as == name:
+            return None
+        cuts = self._cuts[name]
+        within = (stage for stage, stop in enumerate(cuts[1:]) if self._known < stop)
+        return next(within, len(cuts) - 2)
+
+    def microbatches_at(self, action: Action) -> dict[int, int]:
+        """For each call, in order, how many of its micro-batches run at the action's stage."""
+        counts: dict[int, int] = {}
+        for index, unit in enumerate(self.units[NETWORK_OF[action.op]]):
+            if self.runs(Action(action.op, action.stage, index)):
+                counts[unit.call] = counts.get(unit.call, 0) + 1
+        return counts
+
+    def _outputs_of(self, action: Action) -> tuple[ValueRef, ...]:
+        shapes, (first, last) = self.of(action).shapes, self.span(action)
+        if shapes is None:
+            return ()
+        refs = self._networks[NETWORK_OF[action.op]].outputs_between(first, last)
+        return tuple(ref for ref in refs if ref in shapes.outputs)
+
+    def output_specs(self, action: Action) -> dict[ValueRef, TensorSpec]:
+        """The same values with their specs; also those that a backward gets gradients of."""
+        shapes = self.of(action).shapes
+        return {} if shapes is None else {r: shapes.outputs[r] for r in self.outputs_of(action)}
+
+    def _producers(self, call: int, ref: ValueRef) -> tuple[Action, ...]:
+        found = self._forwards_of(call)
+        return tuple(action for action in found if ref in self.outputs_of(action))
+
+    def _forwards_of(self, call: int) -> Iterator[Action]:
+        called = self._plan.calls[call].network
+        for op in (Op.TEACHER, Op.FORWARD):
+            name = NETWORK_OF[op]
+            if name not in self._networks or self._networks[name].called_as != called:
+                continue
+            for index, unit in enumerate(self.units[name]):
+                if unit.call == call:
+                    for stage in range(len(self._cuts[name]) - 1):
+                        yield Action(op, stage, index)
+
+    def loss_gradients(self, call: int) -> Iterator[tuple[Action, dict[ValueRef, TensorSpec]]]:
+        """The backwards that get gradients of one call's outputs, and of which."""
+        for action in self._forwards_of(call):
+            if action.op is Op.FORWARD and self.outputs_of(action):
+                backward = Action(Op.BACKWARD, action.stage, action.unit)
+                yield backward, _trained(self.output_specs(action))
+
+    def no_gradients(self, action: Action) -> list[None]:
+        """In the place of gradients of what a backward's forward passed on, if nobody gives any."""
+        unit, (_, last) = self.of(action), self.span(action)
+        assert unit.shapes is not None
+        passed = unit.shapes.boundaries[last] if last < unit.end else ()
+        return [None for spec in passed if spec.requires_grad]
+
+    def input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
+        """What a forward gets; nothing if it reads what is known."""
+        shapes, (first, last) = self.of(action).shapes, self.span(action)
+        if shapes is None or first >= last or self.reads_known(action):
+            return ()
+        return shapes.boundaries[first]
+
+    def _payload(self, message: Message) -> tuple[TensorSpec, ...]:
+        if message.payload in {"input", "activation"}:
+            return self.input_specs(message.consumer)
+        if message.payload == "output":
+            return tuple(self.output_specs(message.producer).values())
+        if message.payload == "batch":  # its fields travel by themselves
+            return ()
+        assert message.payload == "gradient"
+        if not self.of(message.consumer).grad:
+            return ()
+        if message.producer.op is Op.LOSS:
+            return tuple(_trained(self.output_specs(message.consumer)).values())
+        return tuple(spec for spec in self.input_specs(message.producer) if spec.requires_grad)
+
+
+def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]:
+    return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
+
+
+def _check_batched(
+    shapes: UnitShapes, size: int, num_microbatches: int, network: ChainNetwork
+) -> None:
+    if num_microbatches == 1:
+        return
+    for spec in shapes.outputs.values():
+        if not spec.shape or spec.shape[0] % size:
+            raise ConfigurationError(
+                f"an output of the {network.name} has shape {spec.shape} for {size} samples: its "
+                "first dimension is not the batch. Use TSPipeStrategy(num_microbatches=1)"
+            )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,7 +23,7 @@ from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.batches.metadata import Samples
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.stages.running import Ran
+from lightning_tspipe.runtime.stages.running import Run
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,6 @@ class FrozenPart(ChainNetwork):
         )  # fmt: skip
         self.num_frozen = num_atoms
         self.front: Front | None = None
-        self._now: tuple[int, slice] | None = None
-
-    @override
-    def about_to_run(self, batch: int, rows: slice) -> None:
-        self._now = batch, rows
 
     @override
     def run(
@@ -106,21 +102,16 @@ class FrozenPart(ChainNetwork):
         stop: int,
         *,
         grad: bool,
-        run: Callable[[Tensors, int, int], Ran] | None = None,
+        run: Run | None = None,
+        place: tuple[int, slice] | None = None,
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
-        now, self._now = self._now, None
-        if self.front is None or now is None:  # or somebody asks for shapes
+        if self.front is None or place is None:  # or somebody asks for shapes
             return super().run(received, start, stop, grad=grad, run=run)
-        return self.front.run(self, now, received, (start, stop)), {}
+        return self.front.run(self, place, received, (start, stop)), {}
 
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
         return super().run(received, start, stop, grad=False)[0]
-
-    @property
-    def is_tapped(self) -> bool:
-        """Whether the step uses something in its middle."""
-        return any(output.atom < self.num_frozen for output in self.wanted)
 
     @override
     def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
@@ -129,12 +120,8 @@ class FrozenPart(ChainNetwork):
         Args:
             cuts: First atom of each stage, and the number of frozen atoms.
         """
-        inside = [o.atom for o in self.wanted if o.atom < self.num_frozen]
-        return frozenset(
-            stage
-            for stage in range(len(cuts) - 1)
-            if any(cuts[stage] <= atom < cuts[stage + 1] for atom in inside)
-        )
+        pairs = enumerate(pairwise(cuts))
+        return frozenset(n for n, (start, stop) in pairs if self.outputs_between(start, stop))
 
 
 def refuse_teacher(captured: Captured) -> None:
@@ -169,7 +156,8 @@ def with_frozen(
     if student is None or number == 0:
         return captured, None
     part = FrozenPart(student, number)
-    part.front = None if part.is_tapped else front
+    is_tapped = bool(part.outputs_between(0, number))  # the step uses something in its middle
+    part.front = None if is_tapped else front
     networks: dict[NetworkName, ChainNetwork] = {"student": student, "teacher": part}
     return replace(captured, networks=networks), part
 

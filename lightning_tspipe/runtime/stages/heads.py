@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +20,7 @@ from torch import Tensor, nn
 from lightning_tspipe.capture import swap
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.runtime.batches.metadata import Kept
 from lightning_tspipe.runtime.transport.base import Transport
 
@@ -58,15 +57,6 @@ class FeatureCache(Protocol):
         """
 
 
-@dataclass(frozen=True)
-class HeadAtom:
-    """One head, with names as in the LightningModule."""
-
-    name: str
-    parameter_names: tuple[str, ...]
-    buffer_names: tuple[str, ...]
-
-
 class Heads:
     """The heads of a module, as engine and shards see them.
 
@@ -98,8 +88,9 @@ class Heads:
         self.device = device
         self.block_names = (block,)
         self.atoms = tuple(
-            HeadAtom(
+            Atom(
                 name,
+                (),
                 tuple(f"{block}.heads.{name}.{key}" for key, _ in head.named_parameters()),
                 tuple(f"{block}.heads.{name}.{key}" for key, _ in head.named_buffers()),
             )
@@ -109,9 +100,12 @@ class Heads:
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """While inside, a step is for all heads, those of other ranks too; values mean nothing."""
-        make = partial(_filled, device=self.device)
+
+        def filled(tensor: Tensor) -> Tensor:
+            return swap.arbitrary_like(tensor, self.device) if tensor.is_meta else tensor
+
         with (
-            swap.TensorSwap(list(self.student.modules()), make)(),
+            swap.TensorSwap(list(self.student.modules()), filled)(),
             self.student.trains(self.student.names, rehearses=True),
         ):
             yield
@@ -121,7 +115,3 @@ class Heads:
         """While inside, a step is for one head: enough to see what it gives the trunk."""
         with self.student.trains(self.student.names[:1], rehearses=True):
             yield
-
-
-def _filled(tensor: Tensor, device: torch.device) -> Tensor:
-    return swap.arbitrary_like(tensor, device) if tensor.is_meta else tensor

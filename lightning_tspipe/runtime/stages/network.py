@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import (
@@ -23,17 +22,10 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import (
-    Atom,
-    AtomChain,
-    Atomized,
-    OutputRef,
-    atomize,
-    function_atom,
-    join_atoms,
-)
-from lightning_tspipe.networks.codegen import RangeFunction, Tensors
-from lightning_tspipe.runtime.stages.running import Ran
+from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
+from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.program import Atom, function_atom
+from lightning_tspipe.runtime.stages.running import Run
 
 
 @dataclass(frozen=True)
@@ -50,10 +42,11 @@ class UnitShapes:
     outputs: dict[ValueRef, TensorSpec]
 
 
+@dataclass(eq=False)
 class ChainNetwork:
     """One network of a captured step.
 
-    Args:
+    Attributes:
         name: ``student`` or ``teacher``.
         called_as: The network whose calls go through it: another one for a frozen part.
         module: The LightningModule.
@@ -62,29 +55,24 @@ class ChainNetwork:
         chain: Its atoms, which run; parameter names are those of the LightningModule.
         ends: For each link, one after its last atom.
         refs: The values that the step uses, and where atoms give them.
+        modules: The declared submodules and all that are in them.
+        wanted: The outputs of atoms that the step uses.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - the parts of a network
-        self,
-        name: NetworkName,
-        called_as: NetworkName,
-        module: nn.Module,
-        device: torch.device,
-        links: Sequence[Link],
-        chain: AtomChain,
-        ends: tuple[int, ...],
-        refs: Mapping[ValueRef, OutputRef],
-    ) -> None:
-        self.name = name
-        self.called_as = called_as
-        self.module = module
-        self.device = device
-        self.links = tuple(links)
-        self.chain = chain
-        self.ends = ends
-        self.refs = refs
-        self._values = {(o.atom, o.slot): ref for ref, o in refs.items()}
-        self._modules = [m for b in self.block_names for m in module.get_submodule(b).modules()]
+    name: NetworkName
+    called_as: NetworkName
+    module: nn.Module
+    device: torch.device
+    links: tuple[Link, ...]
+    chain: AtomChain
+    ends: tuple[int, ...]
+    refs: Mapping[ValueRef, OutputRef]
+
+    def __post_init__(self) -> None:
+        blocks = map(self.module.get_submodule, self.block_names)
+        self.modules = [module for block in blocks for module in block.modules()]
+        self.wanted = frozenset(self.refs.values())
+        self._values = {(o.atom, o.slot): ref for ref, o in self.refs.items()}
         self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
 
     @classmethod
@@ -97,33 +85,14 @@ class ChainNetwork:
         for interception in plan.interceptions:
             if plan.calls[interception.call].network == name:
                 first_seen.setdefault(interception.position, interception)
-        pieces = []
-        for link in links:
-            if isinstance(link, Block):
-                pieces.append(atomize(module.get_submodule(link.name), link.name, link.arguments))
-            else:
-                pieces.append(_glue_atom(link))
-        raw: list[Atom] = []
-        owners: list[str] = []
-        starts = []
-        for link, piece in zip(links, pieces, strict=True):
-            starts.append(len(raw))
-            raw += piece.atoms
-            owners += [link.name if isinstance(link, Block) else ""] * len(piece.atoms)
-        atoms, places = join_atoms([_qualified(a, o) for a, o in zip(raw, owners, strict=True)])
-        ends = tuple(
-            places[start + len(piece.atoms) - 1].atom + 1
-            for start, piece in zip(starts, pieces, strict=True)
-        )
+        atoms, outputs, ends = concatenate([_piece(module, link) for link in links])
         refs: dict[ValueRef, OutputRef] = {}
         for ref in plan.used[name]:
             leaves = first_seen[ref.position].leaves
-            index = sum(leaf is not None for leaf in leaves[: ref.slot])
-            output = pieces[ref.position].outputs[index]
-            place = places[starts[ref.position] + output.atom]
-            refs[ref] = OutputRef(place.atom, place.slot + output.slot)
+            index = sum(isinstance(leaf, TensorSpec) for leaf in leaves[: ref.slot])
+            refs[ref] = outputs[ref.position][index]
         chain = AtomChain(atoms, wanted=frozenset(refs.values()))
-        return cls(name, name, module, device, links, chain, ends, refs)
+        return cls(name, name, module, device, tuple(links), chain, ends, refs)
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
@@ -134,16 +103,6 @@ class ChainNetwork:
     def block_names(self) -> tuple[str, ...]:
         """The declared submodules of the chain."""
         return tuple(link.name for link in self.links if isinstance(link, Block))
-
-    @property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The declared submodules and all that are in them."""
-        return tuple(self._modules)
-
-    @property
-    def wanted(self) -> frozenset[OutputRef]:
-        """The outputs of atoms that the step uses."""
-        return frozenset(self.refs.values())
 
     def parameter_shapes(self, atom: int) -> list[tuple[int, ...]]:
         """Shapes of the parameters of an atom."""
@@ -210,17 +169,15 @@ class ChainNetwork:
         """The used values that atoms from ``start`` up to ``stop`` emit."""
         return tuple(ref for ref, out in self.refs.items() if start <= out.atom < stop)
 
-    def about_to_run(self, batch: int, rows: slice) -> None:
-        """Which samples of which batch run next; a frozen part asks what it knows of them."""
-
-    def run(
+    def run(  # noqa: PLR0913 - which atoms, and how they run
         self,
         received: Tensors,
         start: int,
         stop: int,
         *,
         grad: bool,
-        run: Callable[[Tensors, int, int], Ran] | None = None,
+        run: Run | None = None,
+        place: tuple[int, slice] | None = None,  # noqa: ARG002
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
         """Run some atoms.
 
@@ -231,6 +188,7 @@ class ChainNetwork:
             grad: Whether the call takes part in the backward; links that the step ran under
                 ``no_grad`` never do.
             run: Runs a range, if not :attr:`chain`.
+            place: The batch, and the rows in it, of which a frozen part may know something.
         """
         outputs: dict[ValueRef, Tensor] = {}
         values = received
@@ -265,31 +223,18 @@ class ChainNetwork:
         grad: bool,
     ) -> UnitShapes:
         """What flows when an input of the given spec goes through; found on fake tensors."""
-        key = (spec, num_links, grad)
-        if key not in self._shapes:
-            self._shapes[key] = self._infer(spec, self.end_of(num_links), context, grad=grad)
-        return self._shapes[key]
-
-    def _infer(
-        self,
-        spec: TensorSpec,
-        end: int,
-        context: Callable[[], AbstractContextManager[None]],
-        *,
-        grad: bool,
-    ) -> UnitShapes:
+        key, end = (spec, num_links, grad), self.end_of(num_links)
+        if key in self._shapes:
+            return self._shapes[key]
         fake = FakeTensorMode(allow_non_fake_inputs=True)
 
         def make(tensor: Tensor) -> Tensor:
             with fake:
-                made = TensorSpec.of(tensor).empty(self.device)
-            if isinstance(tensor, nn.Parameter):
-                return nn.Parameter(made, requires_grad=tensor.requires_grad)
-            return made
+                return TensorSpec.of(tensor).empty(self.device)
 
         boundaries: list[tuple[TensorSpec, ...]] = [()] * (len(self.atoms) + 1)
         outputs: dict[ValueRef, TensorSpec] = {}
-        with swap.TensorSwap(self._modules, make)(), swap.random_stream(None):
+        with swap.TensorSwap(self.modules, make)(), swap.random_stream(None):
             with fake:
                 values: Tensors = (spec.empty(self.device),)
             with fake, context():
@@ -299,21 +244,14 @@ class ChainNetwork:
                     outputs |= {ref: TensorSpec.of(tensor) for ref, tensor in found.items()}
                     if atom + 1 < end:
                         boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
-        return UnitShapes(tuple(boundaries), outputs)
+        self._shapes[key] = UnitShapes(tuple(boundaries), outputs)
+        return self._shapes[key]
 
     @contextmanager
     def on_meta(self) -> Iterator[None]:
         """While inside, parameters and buffers have shapes only."""
-        with swap.TensorSwap(self._modules, swap.meta_like)():
+        with swap.TensorSwap(self.modules, swap.meta_like)():
             yield
-
-    def compiled_chain(
-        self, compiler: Callable[[RangeFunction], RangeFunction] | None
-    ) -> AtomChain:
-        """The same atoms, run by functions that a compiler makes."""
-        if compiler is None:
-            return self.chain
-        return AtomChain(self.atoms, self.chain.wanted, compiler)
 
     @contextmanager
     def with_values(self, atom: Atom) -> Iterator[None]:
@@ -325,15 +263,15 @@ class ChainNetwork:
                 return tensor
             if tensor.is_meta:
                 return swap.arbitrary_like(tensor, self.device)
-            return swap.moved(tensor, self.device)
+            return tensor.detach().to(self.device)
 
-        with swap.TensorSwap(self._modules, make)():
+        with swap.TensorSwap(self.modules, make)():
             yield
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether a part of it is not on the device: without values, or in host memory still."""
-        tensors = (t for m in self._modules for t in (*m.parameters(), *m.buffers()))
+        tensors = (t for m in self.modules for t in (*m.parameters(), *m.buffers()))
         return any(tensor.device != self.device for tensor in tensors)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
@@ -356,21 +294,12 @@ class ChainNetwork:
                     )
 
 
-def _glue_atom(glue: Glue) -> Atomized:
-    atom = function_atom(glue.function, glue.label)
-    return Atomized((atom,), pytree.tree_structure(0), (OutputRef(0, 0),))
+def _piece(module: nn.Module, link: Link) -> tuple[str, Atomized]:
+    """The atoms of a link, and the prefix of the names in them."""
+    if isinstance(link, Glue):
+        return "", Atomized((function_atom(link.function, link.label),))
+    return link.name, atomize(module.get_submodule(link.name), link.name, link.arguments)
 
 
 def _stage_of(atom: int, cuts: Sequence[int]) -> int:
     return next(stage for stage in range(len(cuts) - 1) if atom < cuts[stage + 1])
-
-
-def _qualified(atom: Atom, owner: str) -> Atom:
-    if not owner:
-        return atom
-    return replace(
-        atom,
-        name=f"{owner}.{atom.name}",
-        parameter_names=tuple(f"{owner}.{n}".removesuffix(".") for n in atom.parameter_names),
-        buffer_names=tuple(f"{owner}.{n}".removesuffix(".") for n in atom.buffer_names),
-    )

@@ -10,8 +10,9 @@ Memory Cost*, 2016); neighbours run again together::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -19,38 +20,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
-from lightning_tspipe.networks.chain import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.planning.pieces import Pieces
+from lightning_tspipe.planning.placement import WHOLE, Pieces
 
 Ran = tuple[Tensors, list[tuple[int, int, Tensor]]]
 Run = Callable[[Tensors, int, int], Ran]
 """Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
-
-
-class InPieces:
-    """Runs the first atoms on pieces of a batch, and the others on the whole.
-
-    Args:
-        run: Runs any.
-        pieces: Which, and into how many. Behind the last of them tensors have a row per sample,
-            and before it nothing is emitted.
-    """
-
-    def __init__(self, run: Run, pieces: Pieces) -> None:
-        self._run = run
-        self._pieces = pieces
-
-    def run(self, received: Tensors, start: int, stop: int) -> Ran:
-        """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
-        last = min(stop, self._pieces.num_atoms)
-        if start > 0 or last < self._pieces.num_atoms:  # not all of them: in an evaluation
-            return self._run(received, start, stop)
-        parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
-        done = [self._run(part, start, last)[0] for part in parts]
-        values = tuple(torch.cat(column) for column in zip(*done, strict=True))
-        return self._run(values, last, stop) if last < stop else (values, [])
 
 
 class Execution:
@@ -61,6 +38,8 @@ class Execution:
         blocks: Its modules by name.
         statistics: Its deferred BatchNorm statistics.
         again: The atoms that run again in the backward.
+        pieces: The first atoms that run on pieces of a batch, and into how many. Behind the last of
+            them tensors have a row per sample, and before it nothing is emitted.
     """
 
     def __init__(
@@ -69,7 +48,9 @@ class Execution:
         blocks: dict[str, nn.Module],
         statistics: DeferredStatistics,
         again: Collection[int] = (),
+        pieces: Pieces = WHOLE,
     ) -> None:
+        self._pieces = pieces
         self._chain = chain
         self._statistics = statistics
         self._again = frozenset(again)
@@ -83,54 +64,53 @@ class Execution:
 
     def run(self, received: Tensors, start: int, stop: int) -> Ran:
         """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
+        last = self._pieces.num_atoms
+        if start > 0 or not 0 < last <= stop:  # not all of those: in an evaluation
+            return self._run(received, start, stop)
+        parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
+        done = [self._run(part, start, last)[0] for part in parts]
+        values = tuple(torch.cat(column) for column in zip(*done, strict=True))
+        return self._run(values, last, stop) if last < stop else (values, [])
+
+    def _run(self, received: Tensors, start: int, stop: int) -> Ran:
         if not self._again or not torch.is_grad_enabled():
             return self._chain.run(received, start, stop)
-        ranges = self._ranges.get((start, stop))
-        if ranges is None:
-            ranges = self._ranges[start, stop] = list(self._divided(start, stop))
+        if (start, stop) not in self._ranges:
+            groups = groupby(range(start, stop), self._again.__contains__)
+            found = [(again, list(atoms)) for again, atoms in groups]
+            self._ranges[start, stop] = [(a[0], a[-1] + 1, again) for again, a in found]
         values = received
-        found: list[tuple[int, int, Tensor]] = []
-        for first, last, again in ranges:
+        outputs: list[tuple[int, int, Tensor]] = []
+        for first, last, again in self._ranges[start, stop]:
             run = self._run_again if again else self._chain.run
             values, new = run(values, first, last)
-            found += new
-        return values, found
-
-    def _divided(self, start: int, stop: int) -> Iterator[tuple[int, int, bool]]:
-        first = start
-        for atom in range(start, stop):
-            again = atom in self._again
-            if atom + 1 == stop or (atom + 1 in self._again) != again:
-                yield first, atom + 1, again
-                first = atom + 1
+            outputs += new
+        return values, outputs
 
     def _run_again(self, received: Tensors, first: int, last: int) -> Ran:
         def run(*tensors: Tensor) -> Ran:
             return self._chain.run(tensors, first, last)
 
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            # Around the forward, and around its repetition, which must not count twice.
+            return nullcontext(), self._statistics.ignored()
+
         before = self._versions()
-        result: Ran = checkpoint(run, *received, use_reentrant=False, context_fn=self._contexts)
-        if self._stateful:
-            self._check_unchanged(before)
+        result: Ran = checkpoint(run, *received, use_reentrant=False, context_fn=contexts)
+        for (name, key), version in self._versions().items():
+            if version != before.get((name, key)):
+                raise ConfigurationError(
+                    f"{name} ({type(self._stateful[name]).__name__}) changes its buffer {key!r} "
+                    "whenever it runs, and with activation_checkpointing it runs twice. Name the "
+                    "atoms that may: TSPipeStrategy(activation_checkpointing=[...])"
+                )
         return result
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Around the forward, and around its repetition, which must not count twice."""
-        return nullcontext(), self._statistics.ignored()
-
-    def _versions(self) -> list[tuple[int, int]]:
-        buffers = (b for module in self._stateful.values() for b in module._buffers.values())  # noqa: SLF001
-        return [(id(b), b._version) for b in buffers if b is not None]  # noqa: SLF001
-
-    def _check_unchanged(self, before: list[tuple[int, int]]) -> None:
-        if self._versions() == before:
-            return
-        known = set(before)
-        for name, module in self._stateful.items():
-            for key, buffer in module._buffers.items():  # noqa: SLF001
-                if buffer is not None and (id(buffer), buffer._version) not in known:  # noqa: SLF001
-                    raise ConfigurationError(
-                        f"{name} ({type(module).__name__}) changes its buffer {key!r} whenever it "
-                        "runs, and with activation_checkpointing it runs twice. Name the atoms "
-                        "that may: TSPipeStrategy(activation_checkpointing=[...])"
-                    )
+    def _versions(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """What differs, of each buffer by its module and name, when it was written to."""
+        return {
+            (name, key): (id(buffer), buffer._version)  # noqa: SLF001
+            for name, module in self._stateful.items()
+            for key, buffer in module._buffers.items()  # noqa: SLF001
+            if buffer is not None
+        }

@@ -6,54 +6,57 @@ sent. Sends return at once; receives are posted early and waited for late.
 
 from __future__ import annotations
 
-import pickle
-import queue
+import math
+import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
-from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.planning.cluster import Link
-from lightning_tspipe.runtime.faults.failures import first_line
-from lightning_tspipe.runtime.transport.channels import Channel, Edge
+from lightning_tspipe.runtime.transport.channels import Channel, Edge, edges_along
+
+Specs = Sequence[TensorSpec]
+"""What the tensors of a message are like."""
+NOMINAL = Link(1.5e-4, 4.0e9)
+"""What plans assume that are made without measuring: processes of one machine."""
+_SMALL = 8
+_LARGE = {"cpu": 2**22, "cuda": 2**25}
+_ROUNDS = 8
 
 
-class Receipt(ABC):
-    """A message that was asked for."""
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A message that was asked for.
 
-    @abstractmethod
-    def wait(self) -> list[Tensor]:
-        """Its tensors, for what computes on the device from now on.
+    Attributes:
+        wait: Its tensors, for what computes on the device from now on. On a GPU the device waits
+            for them and the host goes on: to hold the host until another rank has come so far, use
+            an object. A ``TransportError`` says that the peer died, or that nothing came in time.
+    """
 
-        On a GPU the device waits for them and the host goes on: to hold the host until another
-        rank has come so far, use an object.
-
-        Raises:
-            TransportError: The peer died, or nothing came within the time limit.
-        """
+    wait: Callable[[], list[Tensor]]
 
 
 class Transport(ABC):
-    """Point-to-point messages within one pipeline.
+    """Point-to-point messages within one pipeline, and what ranks make of them.
 
     Attributes:
         rank: This rank's place in the pipeline.
         num_ranks: Ranks in the pipeline.
-        receives_early: Whether a receive may be posted before those whose messages come first.
         steps_under_way: Of how many steps messages may be under way at the end of another one.
         is_tight: Whether the end of a step waits for all that was sent in the one before it.
         link: Between neighbours, as measured at the start; None if it was not.
     """
 
-    rank: int
-    num_ranks: int
-    receives_early = True
+    rank: int = 0
+    num_ranks: int = 1
     steps_under_way = 1
     is_tight: bool = False
     link: Link | None = None
@@ -66,11 +69,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(
-        self,
-        tensors: Sequence[Tensor],
-        target: int,
-        channel: Channel,
-        specs: Sequence[TensorSpec] | None = None,
+        self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Specs | None = None
     ) -> None:
         """Send tensors; returns at once. They must not change until the step after next.
 
@@ -82,11 +81,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
+    def receive(self, specs: Specs, source: int, channel: Channel) -> Receipt:
         """Ask for the next message of a channel; its shapes must be known."""
 
-    @abstractmethod
-    def finish_step(self, *, in_training: bool = True) -> None:
+    def finish_step(self, *, in_training: bool = True) -> None:  # noqa: B027 - one rank has none
         """Wait until what was sent ``steps_under_way`` steps ago, or before, has left.
 
         What the training has under way is taken when it goes on: the steps of an evaluation in
@@ -101,11 +99,8 @@ class Transport(ABC):
     def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
         """Wait for the next object of a rank."""
 
-    def close(self) -> None:  # noqa: B027 - most need nothing
+    def close(self) -> None:  # noqa: B027 - some leave that to the end of the process
         """This rank fails: let the others know at once; messages under way are lost."""
-
-    def recycle(self, tensors: Sequence[Tensor]) -> None:  # noqa: B027 - most need nothing
-        """The tensors of a receipt are not needed any more."""
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """The value of rank ``source``, on all ranks."""
@@ -126,171 +121,91 @@ class Transport(ABC):
             for source in range(self.num_ranks)
         ]
 
+    def sum_over_ranks(self, own: Tensor) -> Tensor:
+        """The sum of a number over all ranks, on each of them; every rank calls it.
 
-class _Mailbox:
-    """One channel between two threads; messages are handed out by their number."""
+        It goes from the first rank to the last one, and back: two messages between neighbours,
+        which are connected anyway, in the order of the ranks, so that rounding is the same on all.
 
-    def __init__(self, timeout: float, description: str) -> None:
-        self._queue: queue.Queue[Any] = queue.Queue()
-        self._arrived: dict[int, Any] = {}
-        self._num_arrived = 0
-        self._num_asked = 0
-        self._timeout = timeout
-        self._description = description
+        Args:
+            own: This rank's, shape (), where its device is.
 
-    def put(self, message: Any) -> None:
-        self._queue.put(message)
-
-    def ask(self) -> int:
-        """The number of the next message that nobody asked for yet."""
-        self._num_asked += 1
-        return self._num_asked - 1
-
-    def take(self, number: int) -> Any:
-        while number not in self._arrived:
-            try:
-                message = self._queue.get(timeout=self._timeout)
-            except queue.Empty:
-                raise TransportError(
-                    f"{self._description} did not come within {self._timeout:.0f} s"
-                ) from None
-            self._arrived[self._num_arrived] = message
-            self._num_arrived += 1
-        return self._arrived.pop(number)
-
-
-@dataclass
-class _LocalReceipt(Receipt):
-    mailbox: _Mailbox
-    number: int
-
-    @override
-    def wait(self) -> list[Tensor]:
-        tensors: list[Tensor] = self.mailbox.take(self.number)
-        return tensors
-
-
-class LocalNetwork:
-    """Mailboxes between threads of one process: all that local transports share."""
-
-    def __init__(self, num_ranks: int, timeout: float = 60.0) -> None:
-        self.num_ranks = num_ranks
-        self.timeout = timeout
-        self._mailboxes = {
-            (source, target, channel): _Mailbox(
-                timeout, f"rank {target}: a message of rank {source}"
-            )
-            for source in range(num_ranks)
-            for target in range(num_ranks)
-            for channel in Channel
-        }
-
-    def mailbox(self, source: int, target: int, channel: Channel) -> _Mailbox:
-        """The queue of one channel."""
-        return self._mailboxes[source, target, channel]
-
-
-class LocalTransport(Transport):
-    """Ranks are threads of one process: for tests, and for ``devices=1``."""
-
-    def __init__(self, network: LocalNetwork, rank: int) -> None:
-        self.rank = rank
-        self.num_ranks = network.num_ranks
-        self._network = network
-
-    @override
-    def send(
-        self,
-        tensors: Sequence[Tensor],
-        target: int,
-        channel: Channel,
-        specs: Sequence[TensorSpec] | None = None,
-    ) -> None:
-        self._network.mailbox(self.rank, target, channel).put([t.detach() for t in tensors])
-
-    @override
-    def receive(
-        self,
-        specs: Sequence[TensorSpec],
-        source: int,
-        channel: Channel,
-    ) -> Receipt:
-        mailbox = self._network.mailbox(source, self.rank, channel)
-        return _LocalReceipt(mailbox, mailbox.ask())
-
-    @override
-    def finish_step(self, *, in_training: bool = True) -> None:
-        """Nothing is under way."""
-
-    @override
-    def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
-        self._network.mailbox(self.rank, target, channel).put(pickle.dumps(value))
-
-    @override
-    def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
-        mailbox = self._network.mailbox(source, self.rank, channel)
-        return pickle.loads(mailbox.take(mailbox.ask()))  # noqa: S301 - of this process
-
-
-def as_they_travel(
-    tensors: Sequence[Tensor], specs: Sequence[TensorSpec] | None
-) -> Iterator[Tensor]:
-    """The tensors of a message, contiguous, in the memory format that the receiver asks for.
-
-    Args:
-        tensors: The message.
-        specs: What is asked for; None: contiguous tensors.
-    """
-    if specs is None:
-        yield from (tensor.detach().contiguous() for tensor in tensors)
-    else:
-        for tensor, spec in zip(tensors, specs, strict=True):
-            yield spec.to_memory(tensor.detach()).contiguous()
-
-
-class Outgoing:
-    """What a rank has sent: it is kept until it has left.
-
-    A dropped handle would lose the message, a changed tensor would spoil it.
-    """
-
-    def __init__(self) -> None:
-        self._now: list[tuple[Any, Tensor]] = []
-        self._in_training: deque[list[tuple[Any, Tensor]]] = deque()
-        self._in_evaluation: list[tuple[Any, Tensor]] = []
-
-    def add(self, work: Any, tensor: Tensor) -> None:
-        """One more transfer, of this tensor."""
-        self._now.append((work, tensor))
-
-    def finish_step(
-        self, steps_under_way: int, wait: Callable[[Any], None], *, in_training: bool
-    ) -> None:
-        """Wait for what was sent so many steps ago, or before; in evaluations, one step ago.
-
-        It has been consumed by now, or its consumer is behind: then this rank waits for it, so that
-        it can't run ahead without bounds.
+        Returns:
+            The sum, of the same shape and type and on the same device.
         """
-        _wait_for(self._in_evaluation, wait)
-        if not in_training:
-            self._in_evaluation = self._now
-        else:
-            self._in_evaluation = []
-            while len(self._in_training) >= steps_under_way:
-                _wait_for(self._in_training.popleft(), wait)
-            self._in_training.append(self._now)
-        self._now = []
+        self.open(edges_along(self.num_ranks))
+        spec, before, after = [TensorSpec.of(own)], self.rank - 1, self.rank + 1
+        total = own
+        if before >= 0:
+            (sum_before,) = self.receive(spec, before, Channel.SUMS).wait()
+            total = sum_before + own
+        if after < self.num_ranks:
+            self.send([total], after, Channel.SUMS)
+            (total,) = self.receive(spec, after, Channel.SUMS).wait()
+        if before >= 0:
+            self.send([total], before, Channel.SUMS)
+        return total
+
+    def measure_link(self, device: torch.device) -> None:
+        """Measure the slowest link between neighbours; every rank calls it, and has the same then.
+
+        Neighbours send a message there and back: half of the shortest time is that of one message,
+        of a small one the latency, and the rest of a large one its bytes'. Every other pair does so
+        at the same time. Numbers have one digit, so that two measurements give one plan as a rule.
+
+        Args:
+            device: Where this rank's tensors are.
+        """
+        self.open(edges_along(self.num_ranks))
+        found = []
+        large = _LARGE[device.type]
+        for first in (0, 1):
+            is_asked = (self.rank - first) % 2 == 1
+            peer = self.rank - 1 if is_asked else self.rank + 1
+            if 0 <= peer < self.num_ranks:
+                short, long = (
+                    self._there_and_back(peer, size, device, answers=is_asked) / 2
+                    for size in (_SMALL, large)
+                )
+                if not is_asked:
+                    # Where starting takes nearly all the time, how long the rest took is noise.
+                    found.append((short, large / max(long - short, long / 10)))
+        gathered = self.broadcast_object(self.gather_object(found), 0)
+        latencies, bandwidths = zip(*chain(*gathered), strict=True)
+        self.link = Link(*(float(f"{x:.0e}") for x in (max(latencies), min(bandwidths))))
+
+    def _there_and_back(
+        self, peer: int, size: int, device: torch.device, *, answers: bool
+    ) -> float:
+        """Seconds of the fastest message of so many bytes to the peer and back, after a first."""
+        message = torch.ones(size, dtype=torch.uint8, device=device)
+        spec, fastest = TensorSpec.of(message), math.inf
+        for number in range(_ROUNDS + 1):
+            started = time.perf_counter()
+            if not answers:
+                self.send([message], peer, Channel.PROBES)
+            received = self.receive([spec], peer, Channel.PROBES).wait()
+            if answers:
+                self.send(received, peer, Channel.PROBES)
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
+            if number:
+                fastest = min(fastest, time.perf_counter() - started)
+        return fastest
 
 
-def _wait_for(sent: list[tuple[Any, Tensor]], wait: Callable[[Any], None]) -> None:
-    for work, _ in sent:
-        wait(work)
+class Alone(Transport):
+    """The transport of a pipeline of one rank, which has nobody to send anything to."""
+
+    def _nobody(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("a pipeline of one rank has sent, or asked for, a message")
+
+    send = receive = send_object = receive_object = _nobody
 
 
-def failure(rank: int, verb: str, peer: int | None, error: Exception) -> TransportError:
+def failure(rank: int, verb: str, peer: int | None, reason: str) -> TransportError:
     """The error of a transfer that failed since a peer did."""
     who = "a peer" if peer is None else f"rank {peer}"
-    reason = first_line(error)
     return TransportError(
         f"rank {rank} could not {verb} {who}: it ended or stalled ({reason}). "
         "The cause is in the output of that rank"

@@ -7,15 +7,16 @@ way across the end of a step must not travel on them.
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import IntEnum, unique
 from functools import cache
-from itertools import permutations
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from lightning_tspipe.ir.lowering import Message, Program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
 
 @unique
@@ -51,15 +52,14 @@ class Channel(IntEnum):
     """Objects: what they log."""
 
     # Of a relay
-    RELAY_INPUT = 14
-    RELAY_ACTIVATION = 15
-    SHARED_GRADIENTS = 16
-    SHARED_STATISTICS = 17
-    """Between the ranks of one stage."""
+    RELAY = 14
+    """What the teacher's blocks get; asked for while the step before is computed."""
+    SHARED = 15
+    """Between the ranks of one stage: statistics, then gradients."""
 
-    SUMS = 18
+    SUMS = 16
     """Between two steps: numbers that all ranks add up."""
-    PROBES = 19
+    PROBES = 17
     """Before all else: messages whose time is measured."""
 
 
@@ -67,28 +67,25 @@ class Channel(IntEnum):
 class Lane(IntEnum):
     """The queues of an edge, for transports that know no tags: in each, order is everything.
 
-    A program lists what its sender sends in the order in which it does; whatever has no fixed place
-    among that has a lane of its own.
+    A program lists what its sender sends in the order in which it does, and sums come between two
+    steps; whatever has no fixed place among that has a lane of its own.
     """
 
     PROGRAM = 0
     FIELDS = 1
     EARLY_FIELDS = 2
-    SHARED_STATISTICS = 3
-    SHARED_GRADIENTS = 4
+    RELAY = 3
 
 
-_BESIDE = {
-    Channel.FIELDS: Lane.FIELDS,
-    Channel.EARLY_FIELDS: Lane.EARLY_FIELDS,
-    Channel.SHARED_STATISTICS: Lane.SHARED_STATISTICS,
-    Channel.SHARED_GRADIENTS: Lane.SHARED_GRADIENTS,
-}
+MAX_COMMUNICATORS = 8
+"""How many communicators a rank has at most, whatever the number of ranks."""
+
+_OF_FIELDS = frozenset({Lane.FIELDS, Lane.EARLY_FIELDS})
 
 
 def lane_of(channel: Channel) -> Lane:
     """The queue that tensors of a channel wait in."""
-    return _BESIDE.get(channel, Lane.PROGRAM)
+    return Lane.__members__.get(channel.name, Lane.PROGRAM)
 
 
 class Edge(NamedTuple):
@@ -113,35 +110,44 @@ def edges_from(source: int, targets: Iterable[int], lane: Lane) -> set[Edge]:
     return {Edge(source, target, lane) for target in targets if target != source}
 
 
-def edges_among(ranks: Sequence[int], *lanes: Lane) -> set[Edge]:
-    """The edges from each of some ranks to each other one."""
-    return {Edge(a, b, lane) for a, b in permutations(ranks, 2) for lane in lanes}
+def edges_around(ranks: Sequence[int], lane: Lane) -> set[Edge]:
+    """The edges of a ring: from each rank to the next one, and from the last one to the first."""
+    following = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
+    return {Edge(a, b, lane) for a, b in following if a != b}
 
 
 @cache
 def edges_along(num_ranks: int) -> frozenset[Edge]:
     """The edges between neighbours, there and back: most programs use all of them anyway."""
-    return frozenset(
-        Edge(source, target, Lane.PROGRAM)
-        for source, target in permutations(range(num_ranks), 2)
-        if abs(source - target) == 1
-    )
+    pairs = list(pairwise(range(num_ranks)))
+    return frozenset(Edge(*pair, Lane.PROGRAM) for a, b in pairs for pair in ((a, b), (b, a)))
 
 
-_STUDENT = {
-    "input": Channel.STUDENT_INPUT,
-    "activation": Channel.STUDENT_ACTIVATION,
-    "output": Channel.STUDENT_OUTPUT,
-    "gradient": Channel.STUDENT_GRADIENT,
-}
-_TEACHER = {
-    "input": Channel.TEACHER_INPUT,
-    "activation": Channel.TEACHER_ACTIVATION,
-    "output": Channel.TEACHER_OUTPUT,
-}
+def connected(edges: Collection[Edge], before: Iterable[Edge] = ()) -> set[Edge]:
+    """Those of some edges that get a communicator, so that no rank has more than eight.
+
+    A communicator holds memory of both GPUs. A rank of a chain needs six; one that feeds many
+    heads, or many ranks of a relay, would need one for each. Activations come first and fields of
+    a batch, which are small, last; near ranks come before far ones.
+
+    Args:
+        edges: The edges that are to be used.
+        before: The edges that have a communicator already.
+    """
+
+    def precedence(edge: Edge) -> tuple[bool, Lane, int, Edge]:
+        return edge.lane in _OF_FIELDS, edge.lane, abs(edge.source - edge.target), edge
+
+    uses = Counter(rank for edge in before for rank in edge[:2])
+    found = set()
+    for edge in sorted(edges, key=precedence):
+        if all(uses[rank] < MAX_COMMUNICATORS for rank in edge[:2]):
+            uses.update(edge[:2])
+            found.add(edge)
+    return found
 
 
 def channel_of(message: Message) -> Channel:
     """The channel on which a message of a program travels."""
     *_, payload, is_teacher = message.channel
-    return (_TEACHER if is_teacher else _STUDENT)[payload]
+    return Channel[f"{'TEACHER' if is_teacher else 'STUDENT'}_{payload.upper()}"]

@@ -1,4 +1,4 @@
-"""Replicas of a pipeline: who is whose counterpart, and the groups in which they talk.
+"""Replicas of a pipeline: their groups, and the mean of their gradients while a backward runs.
 
 Ranks are numbered pipeline by pipeline. The ranks of a column, which have the same place in each
 pipeline and so hold the same stages, are *peers*::
@@ -9,34 +9,58 @@ pipeline and so hold the same stages, are *peers*::
                     peers        peers       peers
 
 Gradients, metrics and whatever a user's step does with ``torch.distributed`` stay among peers.
+
+The parameters of a rank are put into *buckets*, in the order in which their gradients become final.
+A full bucket is on its way while the backward goes on; nobody waits before all of it has run::
+
+    backward of the last unit    ██ layer 3 ██ layer 2 ██ layer 1 ██ teacher, one batch ahead ██
+    buckets                                  ░░ 3, 2 ░░░░░░░░    ░░ 1 ░░░░░░░░
+                                             sum over replicas    sum over replicas
+
+Only the last backward of a stage makes gradients final: those of earlier micro-batches are added up
+first. Li et al., *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, VLDB
+2020, section 3.2, describes buckets and overlap for a single backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import GroupMember, ReduceOp
 
+from lightning_tspipe.errors import ConfigurationError, TransportError
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.runtime.faults.failures import first_line
+from lightning_tspipe.runtime.recording import Recorder
 
+_BUCKET_BYTES = 25 * 2**20
+_BACKWARDS = frozenset({Op.BACKWARD, Op.INPUT_BACKWARD, Op.WEIGHT_BACKWARD})
+REST = -1
+"""Stands for the stage of what belongs to none: the parameters that only the loss reads."""
+
+
+@dataclass(frozen=True)
 class Replicas:
     """The replicas, as one rank sees them.
 
-    Args:
+    Attributes:
         index: This rank's replica.
         number: Number of replicas.
         peers: The group of this rank's peers, by replica; None where no processes are connected.
     """
 
-    def __init__(self, index: int = 0, number: int = 1, peers: Any = None) -> None:
-        self.index = index
-        self.number = number
-        self.peers = peers
+    index: int = 0
+    number: int = 1
+    peers: Any = None
 
     @property
     def is_first(self) -> bool:
@@ -65,18 +89,13 @@ class Replicas:
             return yes
         return bool(reduce_among(torch.tensor(int(yes)), self.peers, "min"))
 
-    @contextmanager
-    def as_world(self) -> Iterator[None]:
+    def as_world(self) -> AbstractContextManager[None]:
         """While inside, the peers are all there is, for users of ``torch.distributed``.
 
         A loss that gathers (or a metric, or a centre that is averaged) asks the default group. On a
         rank of a pipeline that would include ranks that never run a loss, and would wait for ever.
         """
-        if self.peers is None:
-            yield
-            return
-        with default_group(self.peers):
-            yield
+        return nullcontext() if self.peers is None else default_group(self.peers)
 
 
 @contextmanager
@@ -131,14 +150,10 @@ def reduce_among(tensor: Tensor, group: Any, operation: Any = "mean") -> Tensor:
         group: The ranks.
         operation: ``mean``, ``sum``, ``max``, ``min`` or another of ``ReduceOp``, or one itself.
     """
-    name = operation.lower() if isinstance(operation, str) else ""
-    # gloo knows no mean.
-    is_mean = name in {"mean", "avg"} or operation == ReduceOp.AVG
-    if is_mean:
-        operation = ReduceOp.SUM
-    elif name:
-        operation = getattr(ReduceOp, name.upper())
-    dist.all_reduce(tensor, op=operation, group=group)
+    if isinstance(operation, str):
+        operation = getattr(ReduceOp, operation.upper().replace("MEAN", "AVG"))
+    is_mean = operation == ReduceOp.AVG  # which gloo doesn't know
+    dist.all_reduce(tensor, op=ReduceOp.SUM if is_mean else operation, group=group)
     if is_mean:
         tensor.copy_(tensor / dist.get_world_size(group))
     return tensor
@@ -153,18 +168,8 @@ def gather_among(tensor: Tensor, group: Any, *, with_gradients: bool = False) ->
         with_gradients: Whether gradients go back to the rank that a part came from; then all ranks
             must run the backward. Each gets the sum of what all ranks ask for.
     """
-    if with_gradients:
-        gathered: Tensor = _Gather.apply(tensor, group)
-        return gathered
-    with torch.no_grad():
-        return _gather(tensor, group)
-
-
-def _gather(tensor: Tensor, group: Any) -> Tensor:
-    tensor = tensor.contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return torch.stack(parts)
+    gathered: Tensor = _Gather.apply(tensor if with_gradients else tensor.detach(), group)
+    return gathered
 
 
 class _Gather(torch.autograd.Function):
@@ -173,10 +178,204 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        return _gather(tensor, group)
+        tensor = tensor.contiguous()
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
+        return torch.stack(parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         gradient = gradients[0].contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient[ctx.group.rank()], None
+
+
+class _Bucket:
+    """Parameters whose gradients travel together.
+
+    Args:
+        parameters: The parameters, of one dtype on one device.
+
+    Attributes:
+        flat: Their gradients one after another, then for each whether there is one.
+        views: The parts of ``flat``, in the shapes of the parameters.
+        missing: Parameters whose gradients are not final yet.
+        work: The reduction under way.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first, sizes = parameters[0], [p.numel() for p in parameters]
+        number = sum(sizes) + len(parameters)
+        self.flat = torch.zeros(number, dtype=first.dtype, device=first.device)
+        parts = self.flat[: sum(sizes)].split(sizes)
+        self.views = [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
+        self.missing: set[nn.Parameter] = set()
+        self.work: Any = None
+
+
+class GradientReduction:
+    """Averages the gradients of one rank's parameters over its peers.
+
+    All peers start the same reductions in the same order, whatever the order in which their
+    gradients come. A parameter without a gradient counts as zero where another replica has one, and
+    stays without where none has.
+
+    Args:
+        stages: The parameters of each of this rank's stages, in the order of the forward; under
+            ``REST`` those of no stage.
+        peers: The group of peers.
+        bucket_bytes: A bucket is sent when it holds so much.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Sequence[nn.Parameter]],
+        peers: Any,
+        bucket_bytes: int = _BUCKET_BYTES,
+    ) -> None:
+        self._peers = peers
+        self._num_replicas = dist.get_world_size(peers)
+        self._bucket_bytes = bucket_bytes
+        self._known = {stage: tuple(dict.fromkeys(ps)) for stage, ps in stages.items()}
+        self._num_sent = 0
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._fill()
+
+    def _fill(self) -> None:
+        """Put into buckets what is trained, or was so before: it may only be off for a while."""
+        self._stages = {
+            stage: [p for p in parameters if p.requires_grad or p in self._bucket_of]
+            for stage, parameters in self._known.items()
+        }
+        # What the loss reads is final first, then the last stage, from its end to its beginning.
+        order = sorted(self._stages, key=lambda stage: (stage != REST, -stage))
+        self._buckets = [
+            _Bucket(group)
+            for stage in order
+            for group in _divide(reversed(self._stages[stage]), self._bucket_bytes)
+        ]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+
+    def run(
+        self,
+        actions: Sequence[Action],
+        execute: Callable[[Sequence[Action]], None],
+        recorder: Recorder,
+    ) -> None:
+        """Run a backward; afterwards every gradient is the mean over the replicas.
+
+        Args:
+            actions: What this rank does after the backward of the loss.
+            execute: Runs some of the actions.
+            recorder: Notes the wait at the end.
+
+        Raises:
+            TransportError: Another replica ended, or said nothing for too long.
+        """
+        last = {a.stage: i for i, a in enumerate(actions) if a.op in _BACKWARDS}
+        self._start()
+        self._complete(self._stages.get(REST, ()))
+        start = 0
+        for stage, index in sorted(last.items(), key=lambda item: item[1]):
+            execute(actions[start:index])
+            parameters = self._stages.get(stage, ())
+            with ExitStack() as hooks:  # what runs inside is the last that adds to gradients of it
+                for parameter in parameters:
+                    if parameter.requires_grad:
+                        hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                        hooks.callback(hook.remove)
+                execute(actions[index : index + 1])
+            self._complete(parameters)
+            start = index + 1
+        execute(actions[start:])
+        started = time.perf_counter()
+        self._complete(self._bucket_of)
+        for bucket in self._buckets:
+            with _reaching_peers():
+                bucket.work.wait()
+            self._hand_back(bucket)
+        recorder.paused("reduce", started)
+
+    def _start(self) -> None:
+        everything = (p for parameters in self._known.values() for p in parameters)
+        if any(p.requires_grad and p not in self._bucket_of for p in everything):
+            self._fill()
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.parameters)
+        self._num_sent = 0
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        self._complete((parameter,))
+
+    def _complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients are final, also those that are not there: start what can be, in order."""
+        for parameter in parameters:
+            self._bucket_of[parameter].missing.discard(parameter)
+        while self._num_sent < len(self._buckets) and not self._buckets[self._num_sent].missing:
+            self._num_sent += 1
+            self._send(self._buckets[self._num_sent - 1])
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket) -> None:
+        present = [parameter.grad is not None for parameter in bucket.parameters]
+        bucket.flat[-len(present) :].fill_(1)
+        if not all(present):
+            bucket.flat.zero_()
+            bucket.flat[-len(present) :].copy_(torch.tensor(present), non_blocking=True)
+        pairs = [
+            (view, p.grad)
+            for view, p in zip(bucket.views, bucket.parameters, strict=True)
+            if p.grad is not None
+        ]
+        if any(gradient.layout != torch.strided for _, gradient in pairs):
+            raise ConfigurationError(
+                "a parameter has a sparse gradient, which replicas of a pipeline do not average. "
+                "Build the embedding with sparse=False"
+            )
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
+        bucket.flat.div_(self._num_replicas)  # before the sum, which half precision might not hold
+        with _reaching_peers():
+            bucket.work = dist.all_reduce(bucket.flat, group=self._peers, async_op=True)
+
+    @torch.no_grad()
+    def _hand_back(self, bucket: _Bucket) -> None:
+        own = [p.grad for p in bucket.parameters]
+        present = [True] * len(own)
+        if any(gradient is None for gradient in own):
+            # Only then look: on a GPU the host waits for it.
+            present = (bucket.flat[-len(own) :] > 0).tolist()
+        for p, anywhere in zip(bucket.parameters, present, strict=True):
+            if p.grad is None and anywhere:
+                p.grad = torch.empty_like(p)
+        pairs = [
+            (p.grad, mean)
+            for p, mean in zip(bucket.parameters, bucket.views, strict=True)
+            if p.grad is not None
+        ]
+        if pairs:
+            torch._foreach_copy_([own for own, _ in pairs], [mean for _, mean in pairs])
+
+
+def _divide(parameters: Iterable[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters in groups of one kind and of not much more than ``limit`` bytes."""
+    groups: defaultdict[Any, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device)
+        groups[kind].append(parameter)
+        if sum(each.nbytes for each in groups[kind]) >= limit:
+            yield groups.pop(kind)
+    yield from groups.values()
+
+
+@contextmanager
+def _reaching_peers() -> Iterator[None]:
+    """What fails inside fails since another replica did."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(
+            "could not average gradients with another replica: it ended or stalled "
+            f"({first_line(error)}). The cause is in the output of its ranks"
+        ) from error

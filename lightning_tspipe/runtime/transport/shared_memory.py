@@ -9,6 +9,9 @@ that memory and hands it back when nothing refers to it any more::
 Words travel over a Unix socket between every two ranks, so a process that ends is noticed at once.
 Over loopback TCP the same transfer takes two copies through the kernel, on threads that compete
 with the computation for its cores.
+
+A packet on the socket has a kind, a channel, the numbers of buffers, and how many messages its
+sender has consumed so far.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import secrets
 import select
 import socket
-import sys
+import struct
 import time
 import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from datetime import timedelta
+from enum import IntEnum
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -34,79 +41,196 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport.base import Receipt, Transport
+from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport, failure
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.runtime.transport.shared_peer import EMPTY, Kind, Peer
-from lightning_tspipe.runtime.transport.sockets import connect
 
-_MAX_INLINE = 1 << 15
 _SPIN_SECONDS = 3e-4
 _SMALLEST = 1 << 12
+_EMPTY = -1
+"""Stands for the buffer of a tensor without elements."""
+_HEAD = struct.Struct("<BBHq")
+_PACKET = 1 << 16
+_LARGE = 1 << 20
+_STEPS_AHEAD = 4
+_SLACK = 16
+"""A peer may leave so many steps' messages untaken, and so many more, before a sender waits for it.
+
+What a teacher computed ahead is taken in the next step only, and there may be an evaluation before.
+"""
+_MOST_LENT = 192
+"""Each buffer is an open file: from so many on, receivers, who may keep an epoch's, get copies."""
 
 
-def is_available() -> bool:
-    """Whether the system has anonymous shared files (Linux)."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create")
+class _Kind(IntEnum):
+    """What a packet says."""
+
+    NEW = 0
+    """There is another buffer; its file comes along."""
+    MESSAGE = 1
+    """Tensors are in these buffers; or an object is in one, whose length follows its number."""
+    FREE = 2
+    """These buffers are needed no more."""
+
+
+class _Peer:
+    """One other rank: the socket, and both directions' memory and counts."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+        self.is_open = True
+        # To the peer: buffers by number, free ones by size, messages sent and taken
+        self.buffers: list[mmap.mmap] = []
+        self.objects_sent: set[int] = set()
+        self.pool: dict[int, list[int]] = defaultdict(list)
+        self.num_sent = self.num_taken = self.num_sent_before = self.most_sent = 0
+        # From the peer: buffers, and messages by channel and number
+        self.mapped: dict[int, mmap.mmap] = {}
+        self.arrived: dict[tuple[int, int], list[int]] = {}
+        self._num_arrived: Counter[int] = Counter()
+        self._num_asked: Counter[int] = Counter()
+        self.returned: deque[int] = deque()
+        self.num_consumed = self.num_told = 0
+
+    def ask(self, channel: int) -> tuple[int, int]:
+        """Where the next message of a channel will be that nobody asked for yet."""
+        self._num_asked[channel] += 1
+        return channel, self._num_asked[channel]
+
+    def end_step(self) -> Callable[[], bool]:
+        """What says whether the peer has taken as many messages as it has to from now on."""
+        self.most_sent = max(self.most_sent, self.num_sent - self.num_sent_before)
+        self.num_sent_before = self.num_sent
+        limit = _STEPS_AHEAD * self.most_sent + _SLACK
+        return lambda: self.num_sent - self.num_taken <= limit
+
+    def lend(self, place: int, spec: TensorSpec) -> Tensor:
+        """A tensor in a buffer; when its memory has no user any more, the buffer is returned."""
+        if place == _EMPTY:
+            return spec.empty("cpu")
+        memory = np.frombuffer(self.mapped[place], np.uint8, spec.num_bytes)
+        weakref.finalize(memory, self.returned.append, place).atexit = False
+        tensor = torch.from_numpy(memory).view(spec.dtype).view(spec.memory_shape)
+        return spec.from_memory(tensor.clone() if len(self.mapped) > _MOST_LENT else tensor)
+
+    def read(self) -> bool:
+        """Take in all packets that are here; False at the end of the connection."""
+        while True:
+            try:
+                packet, files, _, _ = socket.recv_fds(self.socket, _PACKET, 1)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not packet:
+                return False
+            self._take_in(packet, files)
+
+    def _take_in(self, packet: bytes, files: Sequence[int]) -> None:
+        kind, channel, count, num_taken = _HEAD.unpack_from(packet)
+        self.num_taken = max(self.num_taken, num_taken)
+        places = list(struct.unpack_from(f"<{count}q", packet, _HEAD.size))
+        if kind == _Kind.FREE:
+            for place in places:
+                self._take_back(place)
+        elif kind == _Kind.NEW:
+            place, size = places
+            self.mapped[place] = mmap.mmap(files[0], size)
+            os.close(files[0])
+        else:
+            self._num_arrived[channel] += 1
+            self.arrived[channel, self._num_arrived[channel]] = places
+
+    def _take_back(self, place: int) -> None:
+        """The peer needs a buffer no more; a large one of an object, such as weights, is emptied.
+
+        Objects are sent once in a while, and their memory would stay for good.
+        """
+        size = len(self.buffers[place])
+        if place in self.objects_sent:
+            self.objects_sent.discard(place)
+            if size >= _LARGE:
+                with suppress(OSError):  # a kernel that can't keeps it
+                    self.buffers[place].madvise(mmap.MADV_REMOVE)
+        self.pool[size].append(place)
+
+
+def _connect(rank: int, num_ranks: int, timeout: timedelta) -> dict[int, _Peer]:
+    """Each other rank. The later rank calls, the earlier one listens."""
+    group: Any = dist.new_group(list(range(num_ranks)), timeout=timeout, backend="gloo")
+    token = [secrets.token_hex(16)]
+    dist.broadcast_object_list(token, group=group, group_src=0)
+    # A name in the abstract namespace: no file that could be left behind.
+    names = [f"\0lightning-tspipe-{token[0]}-{place}" for place in range(num_ranks)]
+    seconds = timeout.total_seconds()
+    found: dict[int, socket.socket] = {}
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.settimeout(seconds)
+        listener.bind(names[rank])
+        listener.listen(num_ranks)
+        dist.barrier(group=group)
+        for place in range(rank):
+            caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            caller.settimeout(seconds)
+            caller.connect(names[place])
+            caller.send(rank.to_bytes(4, "little"))
+            found[place] = caller
+        while len(found) < num_ranks - 1:
+            end, _ = listener.accept()
+            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            _, user, _ = struct.unpack("3i", credentials)
+            if user != os.getuid():  # abstract names are open to every user
+                end.close()
+                continue
+            end.settimeout(seconds)
+            found[int.from_bytes(end.recv(4), "little")] = end
+    for end in found.values():
+        end.setblocking(False)
+    return {place: _Peer(end) for place, end in found.items()}
 
 
 class SharedMemoryTransport(Transport):
-    """Ranks are processes of one machine that compute on its CPU.
+    """Ranks are the processes of the default group, on one machine, and compute on its CPU.
 
     Args:
-        ranks: The global ranks of the pipeline, in its order; ``torch.distributed`` connects them.
         timeout: How long a receive waits for a message of a live peer.
         num_processes: Processes on this machine, if there are others besides these.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], timeout: timedelta, num_processes: int | None = None
-    ) -> None:
-        self.num_ranks = len(ranks)
-        self.rank = list(ranks).index(dist.get_rank())
+    def __init__(self, timeout: timedelta, num_processes: int = 0) -> None:
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self._timeout = timeout.total_seconds()
         # Not where ranks share cores: another one could use the time.
-        enough_cores = (num_processes or len(ranks)) <= len(os.sched_getaffinity(0))
+        enough_cores = (num_processes or self.num_ranks) <= len(os.sched_getaffinity(0))
         self._spin_seconds = _SPIN_SECONDS if enough_cores else 0.0
-        sockets = connect(ranks, self.rank, timeout)
-        self._peers = {rank: Peer(end) for rank, end in sockets.items()}
+        self._peers = _connect(self.rank, self.num_ranks, timeout)
+        self._by_file = {peer.socket.fileno(): peer for peer in self._peers.values()}
         self._poll = select.poll()
-        self._by_file = {}
-        for peer in self._peers.values():
-            self._by_file[peer.socket.fileno()] = peer
-            self._poll.register(peer.socket, select.POLLIN)
-        os.register_at_fork(after_in_child=_closing(self))
-
-    @property
-    def num_buffers(self) -> int:
-        """Buffers that this rank has made, for all peers."""
-        return sum(len(peer.buffers) for peer in self._peers.values())
+        for file in self._by_file:
+            self._poll.register(file, select.POLLIN)
+        _OPEN.add(self)
 
     @override
     def send(
-        self,
-        tensors: Sequence[Tensor],
-        target: int,
-        channel: Channel,
-        specs: Sequence[TensorSpec] | None = None,
+        self, tensors: Sequence[Tensor], target: int, channel: Channel, specs: Specs | None = None
     ) -> None:
-        peer = self._peers[target]
         arranged = [tensor.detach() for tensor in tensors]
         if specs is not None:
             arranged = [x.to_memory(tensor) for x, tensor in zip(specs, arranged, strict=True)]
-        places = [self._fill(peer, target, tensor) for tensor in arranged]
-        self._push(target, Kind.MESSAGE, channel, places)
-        peer.num_sent += 1
+        places = [self._fill(target, tensor) for tensor in arranged]
+        self._push(target, _Kind.MESSAGE, channel, places)
 
-    def _fill(self, peer: Peer, target: int, tensor: Tensor) -> int:
+    def _fill(self, target: int, tensor: Tensor) -> int:
         """Copy a tensor into a buffer of the peer; the number of the buffer."""
         if tensor.numel() == 0:
-            return EMPTY
-        place = self._buffer(peer, target, tensor.nbytes)
-        memory = peer.buffers[place][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        memory.copy_(tensor)
+            return _EMPTY
+        place = self._buffer(target, tensor.nbytes)
+        buffer = self._peers[target].buffers[place]
+        memory = torch.frombuffer(buffer, dtype=torch.uint8, count=tensor.nbytes)
+        memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         return place
 
-    def _buffer(self, peer: Peer, target: int, num_bytes: int) -> int:
+    def _buffer(self, target: int, num_bytes: int) -> int:
+        peer = self._peers[target]
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length())
         if not peer.pool[size]:
             self._read_available()  # perhaps one was handed back
@@ -116,61 +240,47 @@ class SharedMemoryTransport(Transport):
         file = os.memfd_create("lightning-tspipe", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, size)
-            peer.maps.append(mmap.mmap(file, size))
-            peer.buffers.append(torch.frombuffer(peer.maps[place], dtype=torch.uint8))
-            self._push(target, Kind.NEW, Channel.CONTROL, [place, size], files=[file])
+            peer.buffers.append(mmap.mmap(file, size))
+            self._push(target, _Kind.NEW, Channel.CONTROL, [place, size], files=[file])
         finally:
             os.close(file)
         return place
 
     @override
-    def receive(self, specs: Sequence[TensorSpec], source: int, channel: Channel) -> Receipt:
-        peer = self._peers[source]
-        number = peer.num_asked[channel]
-        peer.num_asked[channel] += 1
-        return _SharedReceipt(self, tuple(specs), source, channel, number)
+    def receive(self, specs: Specs, source: int, channel: Channel) -> Receipt:
+        place = self._peers[source].ask(channel)
+        return Receipt(partial(self._take, tuple(specs), source, place))
 
-    def take(self, specs: Sequence[TensorSpec], source: int, channel: Channel, number: int) -> Any:
-        """The tensors of a message, as soon as it is here."""
+    def _take(self, specs: Specs, source: int, place: tuple[int, int]) -> list[Tensor]:
+        buffers = self._await(source, place)
+        lend = self._peers[source].lend
+        return [lend(buffer, spec) for buffer, spec in zip(buffers, specs, strict=True)]
+
+    def _await(self, source: int, place: tuple[int, int]) -> list[int]:
+        """What a message says, as soon as it is here."""
         peer = self._peers[source]
-        arrived = peer.arrived[channel]
-        self._wait(source, lambda: number in arrived, "receive from")
+        self._wait(source, lambda: place in peer.arrived, "receive from")
         peer.num_consumed += 1
-        return [
-            peer.lend(place, spec) for place, spec in zip(arrived.pop(number), specs, strict=True)
-        ]
+        return peer.arrived.pop(place)
 
     @override
     def finish_step(self, *, in_training: bool = True) -> None:
         for rank, peer in self._peers.items():
             self._give_back(rank)
-            limit = peer.end_step()
-            self._wait(rank, partial(peer.has_taken_all_but, limit), "send to")
+            self._wait(rank, peer.end_step(), "send to")
 
     @override
     def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-        peer = self._peers[target]
-        if len(payload) <= _MAX_INLINE:
-            self._push(target, Kind.OBJECT, channel, [], payload)
-        else:
-            place = self._fill(
-                peer, target, torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-            )
-            peer.objects_sent.add(place)
-            self._push(target, Kind.LONG_OBJECT, channel, [place, len(payload)])
-        peer.num_sent += 1
+        place = self._fill(target, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        self._peers[target].objects_sent.add(place)
+        self._push(target, _Kind.MESSAGE, channel, [place, len(payload)])
 
     @override
     def receive_object(self, source: int, channel: Channel = Channel.CONTROL) -> Any:
         peer = self._peers[source]
-        objects = peer.objects[channel]
-        self._wait(source, lambda: bool(objects), "receive from")
-        peer.num_consumed += 1
-        payload = objects.popleft()
-        if isinstance(payload, tuple):
-            place, length = payload
-            payload = peer.lend(place, TensorSpec((length,), torch.uint8)).numpy().tobytes()
+        place, length = self._await(source, peer.ask(channel))
+        payload = peer.lend(place, TensorSpec((length,), torch.uint8)).numpy().tobytes()
         # Objects travel outside of steps too, where no ``finish_step`` would tell the sender.
         self._give_back(source)
         return pickle.loads(payload)  # noqa: S301 - a rank of this job wrote it
@@ -182,41 +292,39 @@ class SharedMemoryTransport(Transport):
 
     # Words
 
-    def _push(  # noqa: PLR0913, PLR0917 - the parts of a packet
+    def _push(
         self,
         target: int,
-        kind: Kind,
+        kind: _Kind,
         channel: Channel,
         places: Sequence[int],
-        payload: bytes = b"",
         files: Sequence[int] = (),
     ) -> None:
         """Send one packet; while the way is full, read what others send."""
         peer = self._peers[target]
-        packet = peer.pack(kind, channel, places, payload)
+        head = _HEAD.pack(kind, channel, len(places), peer.num_consumed)
+        packet = head + struct.pack(f"<{len(places)}q", *places)
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                if files:
-                    socket.send_fds(peer.socket, [packet], list(files))
-                else:
-                    peer.socket.send(packet)
+                socket.send_fds(peer.socket, [packet], list(files))
+                break
             except BlockingIOError:
                 self._make_room(target, deadline)
             except OSError as error:
-                raise self._failure("send to", target, "connection lost") from error
-            else:
-                peer.num_told = peer.num_consumed
-                return
+                raise failure(self.rank, "send to", target, "connection lost") from error
+        peer.num_told = peer.num_consumed
+        peer.num_sent += kind == _Kind.MESSAGE
 
     def _make_room(self, target: int, deadline: float) -> None:
         peer = self._peers[target]
         if time.monotonic() > deadline:
-            raise self._failure("send to", target, f"{self._timeout:.0f} s without an answer")
+            reason = f"{self._timeout:.0f} s without an answer"
+            raise failure(self.rank, "send to", target, reason)
         self._poll.modify(peer.socket, select.POLLIN | select.POLLOUT)
         self._read_available(milliseconds=100)
         if not peer.is_open:
-            raise self._failure("send to", target, "connection closed by peer")
+            raise failure(self.rank, "send to", target, "connection closed by peer")
         self._poll.modify(peer.socket, select.POLLIN)
 
     def _give_back(self, target: int) -> None:
@@ -226,7 +334,7 @@ class SharedMemoryTransport(Transport):
         if peer.is_open and (places or peer.num_told < peer.num_consumed):
             try:
                 for start in range(0, max(1, len(places)), 256):
-                    self._push(target, Kind.FREE, Channel.CONTROL, places[start : start + 256])
+                    self._push(target, _Kind.FREE, Channel.CONTROL, places[start : start + 256])
             except TransportError:  # it has ended, and needs no memory
                 peer.is_open = False
 
@@ -234,26 +342,23 @@ class SharedMemoryTransport(Transport):
         """Read until ``done``."""
         if done():
             return
-        deadline = None
-        self._spin(done)
-        while not done():
-            if deadline is None:
-                deadline = time.monotonic() + self._timeout
-                for rank in self._peers:
-                    self._give_back(rank)
-            if not self._peers[source].is_open:
-                raise self._failure(verb, source, "connection closed by peer")
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise self._failure(verb, source, f"nothing within {self._timeout:.0f} s")
-            self._read_available(milliseconds=1000 * left + 1)
-
-    def _spin(self, done: Callable[[], bool]) -> None:
-        """Look for a short while: often less time than falling asleep and waking up takes."""
+        # For a short while: often less time than falling asleep and waking up takes.
         until = time.perf_counter() + self._spin_seconds
         self._read_available()
         while not done() and time.perf_counter() < until:
             self._read_available()
+        if done():
+            return
+        deadline = time.monotonic() + self._timeout
+        for rank in self._peers:
+            self._give_back(rank)
+        while not done():
+            if not self._peers[source].is_open:
+                raise failure(self.rank, verb, source, "connection closed by peer")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise failure(self.rank, verb, source, f"nothing within {self._timeout:.0f} s")
+            self._read_available(milliseconds=1000 * left + 1)
 
     def _read_available(self, milliseconds: float = 0) -> None:
         for file, _ in self._poll.poll(milliseconds):
@@ -262,36 +367,14 @@ class SharedMemoryTransport(Transport):
                 peer.is_open = False
                 self._poll.unregister(file)
 
-    def _failure(self, verb: str, peer: int, reason: str) -> TransportError:
-        return TransportError(
-            f"rank {self.rank} could not {verb} rank {peer}: it ended or stalled ({reason}). "
-            "The cause is in the output of that rank"
-        )
+
+_OPEN: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
-@dataclass(slots=True)
-class _SharedReceipt(Receipt):
-    transport: SharedMemoryTransport
-    specs: tuple[TensorSpec, ...]
-    source: int
-    channel: Channel
-    number: int
-
-    @override
-    def wait(self) -> list[Tensor]:
-        tensors: list[Tensor] = self.transport.take(
-            self.specs, self.source, self.channel, self.number
-        )
-        return tensors
+def _close_all() -> None:
+    """A loader's worker that is forked must not keep connections open."""
+    for transport in _OPEN:
+        transport.close()
 
 
-def _closing(transport: SharedMemoryTransport) -> Callable[[], None]:
-    """Closes a transport that may be gone: a loader's worker must not keep connections open."""
-    reference = weakref.ref(transport)
-
-    def close() -> None:
-        found = reference()
-        if found is not None:
-            found.close()
-
-    return close
+os.register_at_fork(after_in_child=_close_all)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -39,35 +40,33 @@ class Source(Protocol):
         """What each replica had accumulated for some parameters, if it is kept apart."""
 
 
+@dataclass(eq=False)
 class Materializer:
     """The values of a module that was built on the meta device.
 
-    Args:
+    Attributes:
         module: The module.
         construction: How it was built.
         source: A checkpoint to take values from.
     """
 
-    def __init__(
-        self, module: nn.Module, construction: Construction, source: Source | None = None
-    ) -> None:
-        self._module = module
-        self._construction = construction
-        self._source = source
-        self._undo: list[Callable[[], None]] = []
+    module: nn.Module
+    construction: Construction
+    source: Source | None = None
+    _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def agree(self, transport: Transport, replicas: Replicas) -> None:
         """All ranks take the random state in which the first loss rank built the module."""
-        states = self._construction.random_states
+        states = self.construction.random_states
         if transport.rank == LOSS_RANK:
             states = replicas.broadcast(states)
         states = transport.broadcast_object(states, LOSS_RANK)
-        if len(states) != len(self._construction.random_states):
+        if len(states) != len(self.construction.random_states):
             raise ConfigurationError(
                 "configure_model did different things on different ranks: build the same modules "
                 "on all of them"
             )
-        self._construction.random_states = states
+        self.construction.random_states = states
 
     def fill(self, keep: Callable[[str], bool]) -> None:
         """Give values to the parameters and buffers that this rank keeps and that have none.
@@ -78,23 +77,23 @@ class Materializer:
         Raises:
             ConfigurationError: It is not known how one of them gets its values.
         """
-        missing = {n: t for n, t in named_tensors(self._module) if t.is_meta and keep(n)}
+        missing = {n: t for n, t in named_tensors(self.module) if t.is_meta and keep(n)}
         values: dict[str, Tensor] = {}
-        if self._source is not None:
-            values = self._source.tensors(missing.keys() & set(self._source.shapes))
+        if self.source is not None:
+            values = self.source.tensors(missing.keys() & set(self.source.shapes))
         built = [name for name in missing if name not in values]
         self._check_known({name: missing[name] for name in built})
-        made = self._construction.values([missing[name] for name in built])
+        made = self.construction.values([missing[name] for name in built])
         values |= dict(zip(built, made, strict=True))
         for name, tensor in missing.items():
-            self._undo.append(put(self._module, tensor, values.pop(name)))
+            self._undo.append(put(self.module, tensor, values.pop(name)))
 
     def fill_attributes(self) -> None:
         """Give values to tensors that modules have as plain attributes; every rank keeps them."""
-        for module in self._module.modules():
+        for module in self.module.modules():
             for key, value in vars(module).items():
-                if type(value) is Tensor and value.is_meta and self._construction.knows(value):
-                    module.__dict__[key] = self._construction.values([value])[0]
+                if type(value) is Tensor and value.is_meta and self.construction.knows(value):
+                    module.__dict__[key] = self.construction.values([value])[0]
 
     def drop(self) -> None:
         """Take the values back, as if there had never been any."""
@@ -104,12 +103,12 @@ class Materializer:
     def done(self) -> None:
         """This rank has all that it will ever keep."""
         self._undo.clear()
-        self._construction.forget()
+        self.construction.forget()
 
     def _check_known(self, tensors: dict[str, Tensor]) -> None:
-        unknown = [n for n, tensor in tensors.items() if not self._construction.knows(tensor)]
+        unknown = [n for n, tensor in tensors.items() if not self.construction.knows(tensor)]
         if unknown:
-            owner = self._module.get_submodule(unknown[0].rpartition(".")[0])
+            owner = self.module.get_submodule(unknown[0].rpartition(".")[0])
             raise ConfigurationError(
                 f"{unknown[0]!r} (of a {type(owner).__name__}) is on the meta device, and nothing "
                 f"says which values it gets ({len(unknown)} such tensors). Build the module in "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.capture.trace import Networks
+from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.stages.captured import Held
 from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.runtime.transport.reduction import REST
+from lightning_tspipe.runtime.transport.replicas import REST
 
 
 class Shards:
@@ -31,56 +34,54 @@ class Shards:
         networks: The pipelined networks.
         cuts: Their cuts.
         ranks: The rank of each of their stages.
-        holders: For each of their stages all ranks that hold it, where that may be several.
+        holders: For each of their stages all ranks that hold it, where that may be several; the
+            first one is its owner.
+        followed: Tensors of no network of the step, and those that they lie with, by names; see
+            :func:`followed_tensors`.
 
     Attributes:
         stays_spread: Whether no rank may hold the whole module, after the training neither.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - who holds what
         self,
         module: nn.Module,
         networks: Mapping[NetworkName, Held],
         cuts: Mapping[NetworkName, tuple[int, ...]],
         ranks: Mapping[NetworkName, tuple[int, ...]],
         holders: Mapping[NetworkName, Sequence[Sequence[int]]] | None = None,
+        followed: Mapping[str, str] | None = None,
     ) -> None:
         self._module = module
-        self._followed: Mapping[str, str] = {}
-        self._networks = networks
-        self._cuts = cuts
+        self._followed = followed or {}
         self.stays_spread = False
-        # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
-        self._owners: dict[str, int] = {}
         self._holders: dict[str, Sequence[int]] = {}
-        self._inside: set[str] = set()
+        self._stages: dict[NetworkName, dict[str, int]] = {"student": {}, "teacher": {}}
+        self._inside: dict[NetworkName, set[str]] = {"student": set(), "teacher": set()}
         for name, network in networks.items():
-            for stage, rank in enumerate(ranks[name]):
-                for atom in network.atoms[cuts[name][stage] : cuts[name][stage + 1]]:
-                    for tensor in (*atom.parameter_names, *atom.buffer_names):
-                        self._owners[tensor] = rank
-                        if holders is not None and holders.get(name):
-                            self._holders[tensor] = holders[name][stage]
+            ranks_of = (holders or {}).get(name) or [(rank,) for rank in ranks[name]]
+            for stage, (start, stop) in enumerate(pairwise(cuts[name])):
+                for atom in network.atoms[start:stop]:
+                    names = (*atom.parameter_names, *atom.buffer_names)
+                    self._holders |= dict.fromkeys(names, ranks_of[stage])
+                    self._stages[name] |= dict.fromkeys(names, stage)
             for block in network.block_names:
-                for tensor in module.get_submodule(block).state_dict(keep_vars=True):
-                    self._inside.add(f"{block}.{tensor}")
-
-    def follow(self, followed: Mapping[str, str]) -> None:
-        """Have tensors of no network of the step lie with others, by names; see ``averages``."""
-        self._followed = followed
-        for tensor, original in followed.items():
-            if original in self._owners:
-                self._owners[tensor] = self._owners[original]
-            if original in self._holders:
-                self._holders[tensor] = self._holders[original]
+                state = module.get_submodule(block).state_dict(keep_vars=True)
+                self._inside[name] |= {f"{block}.{key}" for key in state}
+        self._holders |= {
+            tensor: self._holders[original]
+            for tensor, original in self._followed.items()
+            if original in self._holders
+        }
 
     def owner(self, name: str) -> int:
         """The rank that holds a parameter or buffer, by its name."""
-        return self._owners.get(name, LOSS_RANK)
+        # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
+        return self._holders.get(name, (LOSS_RANK,))[0]
 
     def is_pipelined(self, name: str) -> bool:
         """Whether a parameter or buffer belongs to a pipelined network."""
-        return name in self._owners or name in self._inside
+        return name in self._holders or any(name in inside for inside in self._inside.values())
 
     def names(self, rank: int) -> set[str]:
         """The parameters of a rank."""
@@ -88,55 +89,38 @@ class Shards:
 
     def by_stage(self, rank: int) -> dict[int, list[nn.Parameter]]:
         """What a rank may train, by the stage of the student; ``REST`` for what no stage reads."""
-        student, teacher = self._networks.get("student"), self._networks.get("teacher")
-        stages = {
-            name: stage
-            for stage, (start, stop) in enumerate(pairwise(self._cuts["student"]))
-            for atom in (student.atoms[start:stop] if student is not None else ())
-            for name in atom.parameter_names
-        }
-        forward_only: tuple[str, ...] = ()
-        frozen: set[str] = set()
-        if teacher is not None and student is not None:
-            if teacher.block_names == student.block_names:  # the student's own frozen part
-                atoms = teacher.atoms[: self._cuts["teacher"][-1]]
-                frozen = {name for atom in atoms for name in atom.parameter_names}
-            else:
-                forward_only = tuple(f"{b}." for b in teacher.block_names)
+        # A teacher may be the student's own frozen part, with the same blocks.
+        teacher = self._inside["teacher"] - self._inside["student"]
+        untrained = {*self._followed, *self._stages["teacher"], *teacher}
         found: dict[int, list[nn.Parameter]] = defaultdict(list)
         for name, parameter in self._module.named_parameters():
-            is_trained = not name.startswith(forward_only) and name not in self._followed
-            is_trained &= name not in frozen
-            if self.owner(name) == rank and is_trained:
-                found[stages.get(name, REST)].append(parameter)
+            if self.owner(name) == rank and name not in untrained:
+                found[self._stages["student"].get(name, REST)].append(parameter)
         return dict(found)
 
     def holds(self, name: str, rank: int) -> bool:
         """Whether a rank holds a parameter or buffer; what is not pipelined, all of them do."""
-        holders = self._holders.get(name, (self.owner(name),))
-        return rank in holders or not self.is_pipelined(name)
+        return rank in self._holders.get(name, (LOSS_RANK,)) or not self.is_pipelined(name)
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""
         forget_graphs(self._module)
-        recurrent = [m for m in self._module.modules() if isinstance(m, nn.RNNBase)]
-        for module in recurrent:
-            # Weak references to its weights, as torch's own moves drop them: they forbid swapping.
-            module._flat_weight_refs = []  # noqa: SLF001
-        for name, parameter in self._module.named_parameters():
-            here = self.holds(name, rank)
-            _move(parameter, device if here else torch.device("meta"))
-        for module in recurrent:
-            module._init_flat_weights()  # noqa: SLF001
+
+        def moved(name: str, tensor: Tensor) -> Tensor:
+            return tensor.to(device if self.holds(name, rank) else "meta")
+
+        with _recurrent_weights_free(self._module):
+            for name, parameter in self._module.named_parameters():
+                value = moved(name, parameter.detach())
+                if value.device != parameter.device:
+                    put(self._module, parameter, value)
         for prefix, module in self._module.named_modules():
             if hasattr(module, "metric_state"):  # torchmetrics keeps states beside the buffers
                 module.to(device)
             for key, buffer in module._buffers.items():  # noqa: SLF001 - no public way
-                name = f"{prefix}.{key}" if prefix else key
                 if buffer is not None:
-                    here = self.holds(name, rank)
-                    target = device if here else torch.device("meta")
-                    module._buffers[key] = buffer.to(target)  # noqa: SLF001
+                    name = f"{prefix}.{key}" if prefix else key
+                    module._buffers[key] = moved(name, buffer)  # noqa: SLF001
 
     def forget_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop what an optimizer restored for parameters of other ranks."""
@@ -147,15 +131,10 @@ class Shards:
 
     def state_dict(self, rank: int, transport: Transport) -> dict[str, Any]:
         """The full state dict on the loss rank, an empty one elsewhere."""
-        state = self._module.state_dict()
-        mine = {k: v for k, v in state.items() if self.owner(k) == rank}
-        gathered = transport.gather_object({k: _cpu(v) for k, v in mine.items()}, LOSS_RANK)
-        if gathered is None:
+        found = _together(self.own_state_dict(rank), transport)
+        if found is None:
             return {}
-        merged: dict[str, Any] = {}
-        for shard in gathered:
-            merged.update(shard)
-        return {key: merged.get(key, value) for key, value in state.items()}
+        return {key: found.get(key, value) for key, value in self._module.state_dict().items()}
 
     def own_state_dict(self, rank: int) -> dict[str, Any]:
         """The part of the state dict that a rank holds; what all hold is the loss rank's."""
@@ -167,20 +146,14 @@ class Shards:
     ) -> dict[str, Any]:
         """The full optimizer state on the loss rank, keyed as the optimizer keys it."""
         own = optimizer.state_dict()
-        index = 0
-        mine = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if not parameter.is_meta and index in own["state"]:
-                    mine[index] = {k: _cpu(v) for k, v in own["state"][index].items()}
-                index += 1
-        gathered = transport.gather_object(mine, LOSS_RANK)
-        if gathered is None:
-            return {}
-        merged: dict[int, Any] = {}
-        for shard in reversed(gathered):
-            merged.update(shard)
-        return {**own, "state": dict(sorted(merged.items()))}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        mine = {
+            index: {key: _cpu(value) for key, value in own["state"][index].items()}
+            for index, parameter in enumerate(parameters)
+            if not parameter.is_meta and index in own["state"]
+        }
+        found = _together(mine, transport)
+        return {} if found is None else {**own, "state": dict(sorted(found.items()))}
 
     def gradients(self, rank: int) -> dict[str, Tensor]:
         """The gradients that a rank has accumulated, by parameter name, in host memory."""
@@ -213,15 +186,25 @@ class Shards:
             for name, tensor in named_tensors(self._module)
             if self.owner(name) == rank and rank != LOSS_RANK
         }
-        gathered = transport.gather_object(own, LOSS_RANK)
-        if gathered is None:
+        found = _together(own, transport)
+        if found is None:
             return
-        found = {name: value for shard in gathered for name, value in shard.items()}
         for name, tensor in named_tensors(self._module):
             if tensor.is_meta:
                 put(self._module, tensor, found[name])
         if any(tensor.device.type != "cpu" for _, tensor in named_tensors(self._module)):
             self._module.cpu()
+
+
+@contextmanager
+def _recurrent_weights_free(module: nn.Module) -> Iterator[None]:
+    """While inside, nn.LSTM and its like keep no weak references, which forbid swapping weights."""
+    recurrent = [child for child in module.modules() if isinstance(child, nn.RNNBase)]
+    for child in recurrent:
+        child._flat_weight_refs = []  # noqa: SLF001 - as torch's own moves drop them
+    yield
+    for child in recurrent:
+        child._init_flat_weights()  # noqa: SLF001
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -231,7 +214,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
-    """Give a parameter or buffer on the meta device its value; a parameter keeps its identity.
+    """Give a parameter or buffer other values, perhaps elsewhere; a parameter keeps its identity.
 
     Returns:
         A function that takes the value back.
@@ -239,7 +222,11 @@ def put(module: nn.Module, old: Tensor, value: Tensor) -> Callable[[], None]:
     if isinstance(old, nn.Parameter):
         made = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
         made.__dict__.update(old.__dict__)
-        torch.utils.swap_tensors(old, made)
+        try:
+            torch.utils.swap_tensors(old, made)
+        except RuntimeError:  # a graph that nobody needs any more refers to it
+            gc.collect()
+            torch.utils.swap_tensors(old, made)
         return partial(torch.utils.swap_tensors, old, made)
     value = value.to(old.dtype)
     places = [
@@ -272,17 +259,51 @@ def _cpu(value: Any) -> Any:
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
 
-def _move(parameter: nn.Parameter, device: torch.device) -> None:
-    if parameter.device == device:
-        return
-    if device.type == "meta":
-        moved = nn.Parameter(
-            torch.empty_like(parameter, device=device), requires_grad=parameter.requires_grad
-        )
-    else:
-        moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-    try:
-        torch.utils.swap_tensors(parameter, moved)
-    except RuntimeError:  # a graph that nobody needs any more refers to it
-        gc.collect()
-        torch.utils.swap_tensors(parameter, moved)
+def _together(own: dict[Any, Any], transport: Transport) -> dict[Any, Any] | None:
+    """What all ranks have, on the loss rank, whose own counts where several have the same."""
+    gathered = transport.gather_object(own, LOSS_RANK)
+    if gathered is None:
+        return None
+    return {key: value for shard in reversed(gathered) for key, value in shard.items()}
+
+
+def followed_tensors(
+    module: nn.Module, networks: Networks, *, needs_all: bool = False
+) -> dict[str, str]:
+    """What each parameter and buffer of a teacher follows that the training step never calls.
+
+    Such a teacher is an average of the student's weights. Each of its tensors lies where the tensor
+    lies that it follows, whatever the placement: it is updated without a message, and moves along
+    when stages do::
+
+        student   | atom 0 | atom 1 | atom 2 | atom 3 |
+        average   | atom 0 | atom 1 | atom 2 | atom 3 |
+                  |<---- rank 1 --->|<---- rank 0 --->|
+
+    Args:
+        module: The LightningModule.
+        networks: Of which the step doesn't call the teacher.
+        needs_all: Whether the step changes the teacher.
+
+    Returns:
+        By dotted names, the student's tensor of the same name and shape within its submodule; what
+        has none is left out.
+
+    Raises:
+        PartitionError: All are needed, and one follows nothing.
+    """
+    found: dict[str, str] = {}
+    for copy in networks.teacher:
+        original = networks.pairs.get(copy)
+        sources = {} if original is None else dict(named_tensors(module.get_submodule(original)))
+        for name, tensor in named_tensors(module.get_submodule(copy)):
+            if name in sources and sources[name].shape == tensor.shape:
+                found[f"{copy}.{name}"] = f"{original}.{name}"
+            elif needs_all:
+                raise PartitionError(
+                    f"the step averages parameters, and {copy}.{name} has no counterpart of its "
+                    "name and shape in the student, so that the parts of a pair could come to "
+                    "different ranks. Give the teacher the same structure as the beginning of the "
+                    "student (copy.deepcopy)"
+                )
+    return found

@@ -8,8 +8,8 @@ tensor that it saves is replaced by the one that was written down.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError
 
-Slots = Sequence[tuple[nn.Module, str]]
+Slot = tuple[nn.Module, str]
+Slots = Sequence[Slot]
 Written = list[Any]
 """Of each saved tensor: the numbers of a token, a tensor, or None if nothing needs it any more."""
 
@@ -48,6 +49,9 @@ class Held:
         self.tensor = tensor
 
 
+Pack = Callable[[Tensor], Token | Held]
+
+
 @dataclass
 class Saved:
     """What one forward has saved, in its order; autograd alone keeps it alive."""
@@ -72,69 +76,58 @@ class Saved:
         return found
 
 
-class Recorder:
+def recording(values: Sequence[Tensor], saved: Saved) -> Pack:
     """Packs what a forward saves that reads given weights.
 
     Args:
         values: The weights, which may be views of shared memory.
         saved: Where it is noted.
     """
+    places: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for index, value in enumerate(values):
+        if value.numel():
+            first = int(value.storage_offset())
+            place = first, first + _extent(value), index
+            places[value.untyped_storage().data_ptr()].append(place)
 
-    def __init__(self, values: Sequence[Tensor], saved: Saved) -> None:
-        self._saved = saved
-        self._places: dict[int, list[tuple[int, int, int]]] = {}
-        for index, value in enumerate(values):
-            if value.numel():
-                first = int(value.storage_offset())
-                place = first, first + _extent(value), index
-                self._places.setdefault(value.untyped_storage().data_ptr(), []).append(place)
-
-    def pack(self, tensor: Tensor) -> Token | Held:
-        """What autograd gets in the place of a tensor."""
+    def pack(tensor: Tensor) -> Token | Held:
         offset = int(tensor.storage_offset())
-        for first, last, index in self._places.get(tensor.untyped_storage().data_ptr(), ()):
+        for first, last, index in places.get(tensor.untyped_storage().data_ptr(), ()):
             if first <= offset < last and tensor.numel():
                 token = Token(index, tuple(tensor.shape), tensor.stride(), offset - first)
-                return self._saved.note(token)
-        return self._saved.note(Held(tensor))
+                return saved.note(token)
+        return saved.note(Held(tensor))
+
+    return pack
 
 
-class Player:
-    """Packs what was written down, whatever a forward saves.
+@contextmanager
+def repeating(written: Written, saved: Saved) -> Iterator[Pack]:
+    """Around a forward: packs what was written down, whatever it saves.
 
     Args:
         written: What :meth:`Saved.written` gave.
         saved: Where it is noted.
+
+    Raises:
+        ConfigurationError: The forward saves something else than the one that was written, or less.
     """
+    left = deque(written)
 
-    def __init__(self, written: Written, saved: Saved) -> None:
-        self._left = deque(written)
-        self._saved = saved
-
-    def pack(self, tensor: Tensor) -> Token | Held:
-        """The next one.
-
-        Raises:
-            ConfigurationError: The forward saves something else than the one that was written.
-        """
-        entry = self._left.popleft() if self._left else ()
+    def pack(tensor: Tensor) -> Token | Held:
+        entry = left.popleft() if left else ()
         if entry is None:
-            return self._saved.note(Held(tensor))
+            return saved.note(Held(tensor))
         if isinstance(entry, Tensor) and entry.shape == tensor.shape:
-            return self._saved.note(Held(entry.to(tensor.device)))
+            return saved.note(Held(entry.to(tensor.device)))
         if isinstance(entry, list) and tuple(entry[1]) == tensor.shape:
             index, shape, stride, offset = entry
-            return self._saved.note(Token(index, tuple(shape), tuple(stride), offset))
+            return saved.note(Token(index, tuple(shape), tuple(stride), offset))
         raise _other()
 
-    def check_done(self) -> None:
-        """Refuse a forward that saved less.
-
-        Raises:
-            ConfigurationError: It did.
-        """
-        if self._left:
-            raise _other()
+    yield pack
+    if left:
+        raise _other()
 
 
 def _other() -> ConfigurationError:
@@ -178,30 +171,28 @@ def reading(
             _Through.apply(parameter, value) if parameter.requires_grad else value
             for parameter, value in zip(parameters, values, strict=True)
         ]
-    places = [
-        (module._parameters, name, copy)  # noqa: SLF001 - assigning by name is refused
-        for own, copy in zip(slots, copies, strict=True)
-        for module, name in own
-    ]
-    before = [table[name] for table, name, _ in places]
-    _put(places)
+    with replaced((slot, copy) for own, copy in zip(slots, copies, strict=True) for slot in own):
+        yield
+
+
+@contextmanager
+def replaced(values: Iterable[tuple[Slot, Tensor]]) -> Iterator[None]:
+    """While inside, modules hold other tensors under the names of their parameters."""
+    found = list(values)
+    # Assigning by name is refused.
+    tables = [(module._parameters, name) for (module, name), _ in found]  # noqa: SLF001
+    before: list[Any] = [table[name] for table, name in tables]
+    for (table, name), (_, value) in zip(tables, found, strict=True):
+        table[name] = value  # type: ignore[assignment]
     try:
         yield
     finally:
-        _put((table, name, own) for (table, name, _), own in zip(places, before, strict=True))
-        _forget_copies(module for own in slots for module, _ in own)
-
-
-def _forget_copies(modules: Iterable[nn.Module]) -> None:
-    """nn.LSTM holds its weights twice; called again, it notices that they are others."""
-    for module in {module: None for module in modules if isinstance(module, nn.RNNBase)}:
-        names = module._flat_weights_names  # noqa: SLF001
-        module._flat_weights = [getattr(module, name) for name in names]  # noqa: SLF001
-
-
-def _put(places: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
-    for table, name, value in places:
-        table[name] = value
+        for (table, name), own in zip(tables, before, strict=True):
+            table[name] = own
+        # nn.LSTM holds its weights twice; called again, it notices that they are others.
+        for module in {module for (module, _), _ in found if isinstance(module, nn.RNNBase)}:
+            names = module._flat_weights_names  # noqa: SLF001
+            module._flat_weights = [getattr(module, name) for name in names]  # noqa: SLF001
 
 
 class _Through(torch.autograd.Function):

@@ -14,30 +14,32 @@ weights and then saves (a cast under autocast, weight_norm's product) stays what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import Late
 from lightning_tspipe.runtime.batches.random_states import RandomStates
-from lightning_tspipe.runtime.weights.checks import WeightChecks
+from lightning_tspipe.runtime.stages.stage import Versions
 from lightning_tspipe.runtime.weights.policies import WeightPolicy
-from lightning_tspipe.runtime.weights.prediction import (
-    Group,
-    predicted_update,
-    remember_gradients,
-)
+from lightning_tspipe.runtime.weights.prediction import Group, predicted_update, remember_gradients
 from lightning_tspipe.runtime.weights.saved_tensors import (
     Held,
-    Player,
-    Recorder,
     Saved,
+    Slot,
     Token,
     reading,
+    recording,
+    repeating,
 )
 
 Values = list[Tensor]
@@ -76,19 +78,126 @@ class _InFlight:
 
 
 @dataclass
-class StageWeights:
-    """The trained weights of one rank.
+class WeightChecks:
+    """Refuses weights that something else than their optimizer's step changes, or that are lost.
+
+    What a device says of values is looked at later, so that the host doesn't wait for it.
 
     Args:
-        policy: What reads which version.
-        rank: Of this rank; rank 0 has the loss.
-        num_ranks: In the pipeline.
         names: Of the parameters.
-        parameters: The parameters, as the optimizers hold them.
-        slots: For each parameter, the modules and names under which the stage reads it.
-        optimizers: Those that update them.
+        parameters: The parameters.
+        sees_values: Whether changes that leave no other trace (through ``.data``) are looked for.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    sees_values: bool
+    _seen: list[tuple[int, int]] = field(default_factory=list)
+    _sums: Tensor | None = None
+    _verdicts: list[tuple[Late, Callable[[Any], None]]] = field(default_factory=list)
+
+    def updated(self) -> None:
+        """An optimizer has changed the weights, as it may."""
+        self._seen, self._sums = self._marks(), self._values()
+
+    def forget(self) -> None:
+        """From now on they may be anything."""
+        self._seen, self._sums = [], None
+
+    def look(self) -> None:
+        """What the device has said of the checks so far.
+
+        Raises:
+            ConfigurationError: One has failed.
+        """
+        verdicts, self._verdicts = self._verdicts, []
+        for verdict, judge in verdicts:
+            judge(verdict.tolist())
+
+    def unchanged(self) -> None:
+        """The weights are as the last update left them, as far as the host can see.
+
+        Raises:
+            ConfigurationError: Names one that is not.
+        """
+        if not self._seen:
+            self.updated()
+        self._refuse_changed([a != b for a, b in zip(self._seen, self._marks(), strict=True)])
+
+    def before_update(self) -> None:
+        """They are so, their values too (:meth:`look` tells), and their gradients predictable.
+
+        Raises:
+            ConfigurationError: Names one that was changed, or whose gradient is sparse.
+        """
+        self.unchanged()
+        self.look()
+        values = self._values()
+        if self._sums is not None and values is not None:
+            self._verdicts.append((Late(self._sums != values), self._refuse_changed))
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                raise ConfigurationError(
+                    f"{name!r} has a sparse gradient, and updates by sparse gradients can't be "
+                    "predicted. Use nn.Embedding(sparse=False)"
+                )
+
+    def finite(self, predicted: Sequence[Tensor], steps: int) -> None:
+        """Values that were predicted by so many updates are numbers; :meth:`look` tells."""
+        if predicted:
+            found = torch.stack([_sums_of(predicted), _sums_of(self.parameters)]).isfinite()
+            self._verdicts.append((Late(~found), partial(self._refuse_lost, steps)))
+
+    def _refuse_changed(self, are_changed: Sequence[bool]) -> None:
+        for name, is_changed in zip(self.names, are_changed, strict=True):
+            if is_changed:
+                raise ConfigurationError(
+                    f"{name!r} was changed between two updates, while forwards of later batches "
+                    "are under way that have read it. With schedule='1f1b' only optimizer.step may "
+                    "change what is trained; use schedule='gpipe', or do it where an epoch begins"
+                )
+
+    def _refuse_lost(self, steps: int, are_lost: Sequence[Sequence[bool]]) -> None:
+        for name, is_lost, was_lost in zip(self.names, *are_lost, strict=True):
+            if is_lost:
+                whose = "it holds one itself" if was_lost else (
+                    "its optimizer's state holds one, or the learning rate is too high"
+                )  # fmt: skip
+                raise ConfigurationError(
+                    f"the prediction of {name!r} by {steps} updates is not finite: {whose}"
+                )
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """What differs when a parameter was written to, or replaced."""
+        return [(p._version, p.data_ptr()) for p in self.parameters]  # noqa: SLF001
+
+    def _values(self) -> Tensor | None:
+        """A number for each parameter that other values would hardly have."""
+        if not self.sees_values or not self.parameters:
+            return None
+        return _sums_of(self.parameters).nan_to_num(nan=0.0)
+
+
+def _sums_of(tensors: Iterable[Tensor]) -> Tensor:
+    """Sums in float64, shape (tensors,); those of half precision would leave its range."""
+    sums = [t.detach().sum(dtype=torch.float32 if t.itemsize < 4 else t.dtype) for t in tensors]
+    return torch.stack([each.double() for each in sums])
+
+
+@dataclass(eq=False)
+class StageWeights(Versions):
+    """The trained weights of one rank, which has been placed.
+
+    Args:
+        module: The LightningModule.
 
     Attributes:
+        policy: What reads which version.
+        rank: This rank; rank 0 has the loss.
+        num_ranks: In the pipeline.
+        parameters: The trained ones of the rank's stage, as the optimizers hold them.
+        slots: For each parameter, the modules and names under which the stage reads it.
+        optimizers: Those that update them.
         version: Updates so far.
         batches_per_update: Batches whose gradients are added up before an update.
         position: Place of the current batch in its epoch, which decides when updates come.
@@ -100,9 +209,8 @@ class StageWeights:
     policy: WeightPolicy
     rank: int
     num_ranks: int
-    names: Sequence[str]
+    module: InitVar[nn.Module]
     parameters: Sequence[nn.Parameter]
-    slots: Sequence[Sequence[tuple[nn.Module, str]]]
     optimizers: Sequence[Optimizer] = ()
     version: int = 0
     batches_per_update: int = 1
@@ -113,14 +221,23 @@ class StageWeights:
     _base: int = 0
     _kept: dict[int, Values] = field(default_factory=dict)
     _in_flight: dict[int, _InFlight] = field(default_factory=dict)
-    _groups: dict[int, tuple[Optimizer, Group]] = field(default_factory=dict)
     _backward_values: Sequence[Tensor] = ()
 
-    def __post_init__(self) -> None:
-        self._checks = WeightChecks(self.names, self.parameters, sees_values=self.num_ranks > 1)
+    def __post_init__(self, module: nn.Module) -> None:
+        slots: dict[nn.Parameter, list[Slot]] = {parameter: [] for parameter in self.parameters}
+        for owner in module.modules():
+            for name, own in owner.named_parameters(recurse=False, remove_duplicate=False):
+                if own in slots:
+                    slots[own].append((owner, name))
+        self.slots = list(slots.values())
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._checks = WeightChecks(
+            [names[p] for p in self.parameters], self.parameters, sees_values=self.num_ranks > 1
+        )
 
     # What the executor asks for
 
+    @override
     @contextmanager
     def forward(self, batch: int, offset: int) -> Iterator[None]:
         """Around a forward: the stage reads what the policy says.
@@ -132,22 +249,17 @@ class StageWeights:
         self._checks.unchanged()
         flight = self._in_flight.setdefault(batch, self._start(offset))
         ahead = flight.due + self._updates_after(offset) if self.policy.predicts_forward else 0
-        self._note(batch, forward=True, version=flight.version, predicted=ahead)
-        values: Sequence[Tensor] | None = None
-        if ahead:
-            values = self._predicted(ahead)
-        elif flight.version != self.version:
-            values = self._kept[flight.version]
+        values = self._values(Read(batch, forward=True, version=flight.version, predicted=ahead))
         if values is None and not offset and not self._predicts_backward:
             yield
             return
-        self._count(transient=ahead > 0)
         flight.calls.append((RandomStates.now(), Saved()))
-        tokens = Recorder(self.parameters if values is None else values, flight.calls[-1][1])
-        hooks = saved_tensors_hooks(tokens.pack, self._unpack)
+        pack = recording(self.parameters if values is None else values, flight.calls[-1][1])
+        hooks = saved_tensors_hooks(pack, self._unpack)
         with reading(self.parameters, self.slots, values), hooks:
             yield
 
+    @override
     @contextmanager
     def backward(self, batch: int) -> Iterator[None]:
         """Around a backward: tokens stand for what the policy says, and so do the modules."""
@@ -155,17 +267,21 @@ class StageWeights:
         flight = self._in_flight.get(batch)
         version = flight.version if flight is not None and self.policy.keeps else self.version
         ahead = self._updates_after(0) if self._predicts_backward else 0
-        self._note(batch, forward=False, version=version, predicted=ahead)
-        values: Sequence[Tensor] | None = None
-        if ahead:
-            values = self._predicted(ahead)
-        elif version != self.version:
-            values = self._kept[version]
+        values = self._values(Read(batch, forward=False, version=version, predicted=ahead))
         self._backward_values = self.parameters if values is None else values
-        self._count(transient=ahead > 0)
         with reading(self.parameters, self.slots, values):
             yield
         self._backward_values = ()
+
+    def _values(self, read: Read) -> Sequence[Tensor] | None:
+        """What is read in the place of the parameters; None: they are read themselves."""
+        self.last = read
+        if self.trace is not None:
+            self.trace.append(read)
+        self._count(transient=read.predicted > 0)
+        if read.predicted:
+            return self._predicted(read.predicted)
+        return None if read.version == self.version else self._kept[read.version]
 
     def trained(self, batch: int) -> None:
         """All backwards of a batch ran."""
@@ -184,7 +300,7 @@ class StageWeights:
             batch: {
                 "version": flight.version,
                 "due": flight.due,
-                "calls": [[random.to_dict(), saved.written()] for random, saved in flight.calls],
+                "calls": [[random.written, saved.written()] for random, saved in flight.calls],
             }
             for batch, flight in self._in_flight.items()
         }
@@ -214,23 +330,18 @@ class StageWeights:
         """
         made = self._in_flight.setdefault(batch, _InFlight(flight["version"], flight["due"]))
         random, written = flight["calls"][call]
-        made.calls.append((RandomStates.from_dict(random), Saved()))
-        player = Player(written, made.calls[-1][1])
+        made.calls.append((RandomStates(random), Saved()))
         now = RandomStates.now()
         made.calls[-1][0].restore()
-        with saved_tensors_hooks(player.pack, self._unpack):
+        with repeating(written, made.calls[-1][1]) as pack, saved_tensors_hooks(pack, self._unpack):
             yield
-        player.check_done()
         now.restore()
 
     # What happens around updates
 
     def keep(self) -> None:
         """Before an update: keep the current version if something will still read it."""
-        self._checks.unchanged()
-        self._checks.look()
-        self._checks.values_unchanged()
-        self._checks.gradients()
+        self._checks.before_update()
         read = {flight.version for flight in self._in_flight.values()}
         self._kept = {version: kept for version, kept in self._kept.items() if version in read}
         if self.policy.keeps and (self.version in read or self._delay):
@@ -294,58 +405,26 @@ class StageWeights:
     def _predicted(self, steps: int) -> Sequence[Tensor]:
         values = []
         for parameter in self.parameters:
-            optimizer, group = self._group_of(parameter)
+            optimizer, group = self._groups[id(parameter)]
             update = predicted_update(optimizer, parameter, group)
             value = parameter.detach()
             values.append(value.clone() if update is None else value - steps * update)
         self._checks.finite(values, steps)
         return values
 
-    def _group_of(self, parameter: Tensor) -> tuple[Optimizer, Group]:
-        if not self._groups:
-            self._groups = {
-                id(p): (optimizer, group)
-                for optimizer in self.optimizers
-                for group in optimizer.param_groups
-                for p in group["params"]
-            }
-        return self._groups[id(parameter)]
+    @cached_property
+    def _groups(self) -> dict[int, tuple[Optimizer, Group]]:
+        """Of each parameter, its optimizer and its group."""
+        return {
+            id(p): (optimizer, group)
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
 
     def _count(self, *, transient: bool = False) -> None:
         """Note how many copies of the weights are alive: the current one is the first."""
         self.most_versions = max(self.most_versions, 1 + len(self._kept) + transient)
 
-    def _note(self, batch: int, *, forward: bool, version: int, predicted: int) -> None:
-        self.last = Read(batch, forward, version, predicted)
-        if self.trace is not None:
-            self.trace.append(self.last)
-
     def _unpack(self, saved: Token | Held) -> Tensor:
         return saved.tensor if isinstance(saved, Held) else saved.of(self._backward_values)
-
-
-def stage_weights(
-    policy: WeightPolicy, rank: int, num_ranks: int, module: nn.Module, names: Iterable[str]
-) -> StageWeights:
-    """The weights of a rank that has been placed.
-
-    Args:
-        policy: What reads which version.
-        rank: This rank.
-        num_ranks: In the pipeline.
-        module: The LightningModule.
-        names: The trained parameters of the rank's stage.
-    """
-    wanted = {id(module.get_parameter(name)): name for name in names}
-    slots: dict[int, list[tuple[nn.Module, str]]] = {key: [] for key in wanted}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():  # noqa: SLF001
-            if parameter is not None and id(parameter) in slots:
-                slots[id(parameter)].append((owner, name))
-    parameters: Mapping[int, nn.Parameter] = {
-        id(p): p for p in module.parameters() if id(p) in wanted
-    }
-    return StageWeights(
-        policy, rank, num_ranks, list(wanted.values()),
-        [parameters[key] for key in wanted], list(slots.values()),
-    )  # fmt: skip

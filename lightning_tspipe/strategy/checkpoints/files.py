@@ -8,19 +8,35 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
-from lightning_tspipe.strategy.checkpoints.checksums import DamageError
-from lightning_tspipe.strategy.checkpoints.zips import compare_records, is_archive
-from lightning_tspipe.strategy.lightning.namespaces import Namespace, installed_namespaces
+from lightning_tspipe.strategy.checkpoints.checksums import (
+    DamageError,
+    compare_records,
+    is_archive,
+)
+from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import TorchCheckpointIO as _TorchCheckpointIO
 
 _PART = ".part"
 _MANY = 3
 _MAGIC = b"PK\x03\x04"
+
+
+@contextmanager
+def written_through(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file that is on the disk in the end."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_whole(checkpoint: Any, path: Path) -> None:
@@ -38,28 +54,28 @@ def write_whole(checkpoint: Any, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + _PART)
-    try:
-        with part.open("wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException as error:
-        with suppress(OSError):
-            part.unlink()
-        told = unsaved(error, path)
-        if told is None:
+    with explain_unsaved(path):
+        try:
+            with written_through(part) as file:
+                torch.save(checkpoint, file)
+            part.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                part.unlink()
             raise
-        raise told from None
 
 
-def unsaved(error: BaseException, path: Path) -> OSError | None:
-    """The error for a checkpoint that could not be written; None if not by the system's fault."""
-    reason = system_error(error)
-    if reason is None:
-        return None
-    text = f"{reason.strerror}, so the checkpoint was not saved; earlier ones are untouched"
-    return OSError(reason.errno, text, str(path))
+@contextmanager
+def explain_unsaved(path: Path) -> Iterator[None]:
+    """Say of a failure of the system that it kept a checkpoint from being saved."""
+    try:
+        yield
+    except BaseException as error:
+        reason = system_error(error)
+        if reason is None:
+            raise
+        text = f"{reason.strerror}, so the checkpoint was not saved; earlier ones are untouched"
+        raise OSError(reason.errno, text, str(path)) from None
 
 
 def system_error(error: BaseException) -> OSError | None:
@@ -87,37 +103,21 @@ def explain_damage(path: Any) -> Iterator[None]:
         file = Path(path)
         if isinstance(error, PermissionError) or not file.is_file():
             raise
-        if is_archive(file):
-            told = _damage_behind(error, file)
-            if told is not None:
-                raise damaged(file, told) from None
-            if isinstance(error, UnpicklingError):
-                raise CheckpointError(_too_rich(file, error)) from None
-            raise
-        raise CheckpointError(
-            f"{str(file)!r} is no complete checkpoint (it has {file.stat().st_size:,} bytes): "
-            f"{_why_incomplete(file)}. Give ckpt_path another one{others_beside(file)}"
-        ) from None
-
-
-def _why_incomplete(file: Path) -> str:
-    """Why a file is no archive."""
-    with file.open("rb") as opened:
-        if opened.read(len(_MAGIC)) == _MAGIC:
-            return "it was cut off when it was written or copied"
-    return "it does not begin as one does, so it is damaged, or something else"
-
-
-def _too_rich(file: Path, error: UnpicklingError) -> str:
-    """The message for a checkpoint that is whole, and holds objects of the user's."""
-    found = re.search(r"GLOBAL ([\w.]+)", str(error))
-    what = f"objects of {found[1]}" if found else "objects of classes of yours"
-    return (
-        f"{str(file)!r} holds {what}, which are not read unless you say so, since to read them may "
-        "run whatever the file says. If you trust it, pass weights_only=False beside ckpt_path, as "
-        "in trainer.fit(..., weights_only=False), or name the class by "
-        "torch.serialization.add_safe_globals([...])"
-    )
+        if not is_archive(file):
+            why = "it does not begin as one does, so it is damaged, or something else"
+            with file.open("rb") as opened:
+                if opened.read(len(_MAGIC)) == _MAGIC:
+                    why = "it was cut off when it was written or copied"
+            raise CheckpointError(
+                f"{str(file)!r} is no complete checkpoint (it has {file.stat().st_size:,} bytes): "
+                f"{why}. Give ckpt_path another one{others_beside(file)}"
+            ) from None
+        told = _damage_behind(error, file)
+        if told is not None:
+            raise damaged(file, told) from None
+        if isinstance(error, UnpicklingError):
+            raise untrusted(file, "it", error) from None
+        raise
 
 
 def _damage_behind(error: Exception, file: Path) -> str | None:
@@ -138,12 +138,22 @@ def verify_file(path: Path) -> bool:
     Raises:
         CheckpointError: Something in it differs from what was written.
     """
-    if not is_archive(path):
-        return True
     try:
-        return compare_records(path)
+        return not is_archive(path) or compare_records(path)
     except DamageError as error:
         raise damaged(path, str(error), is_summed=True) from None
+
+
+def untrusted(path: Path, what: str, error: UnpicklingError) -> CheckpointError:
+    """The error for a checkpoint that is whole, and holds objects of the user's."""
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    named = f" ({found[1]})" if found else ""
+    return CheckpointError(
+        f"{str(path)!r}: {what} holds more than tensors and plain values{named}, and reading it "
+        "may run code. If you trust who made it, pass weights_only=False beside ckpt_path, as in "
+        "trainer.fit(..., weights_only=False), or name the class by "
+        "torch.serialization.add_safe_globals([...])"
+    )
 
 
 def damaged(path: Path, what: str, *, is_summed: bool = False) -> CheckpointError:
@@ -172,31 +182,24 @@ def others_beside(file: Path) -> str:
     return f"; beside it lie {names}" if names else ""
 
 
-def _io_class(name: str, base: type) -> type:
+# Lightning's plugin
+
+_USUAL = tuple(each.torch_checkpoint_io for each in installed_namespaces())
+if not TYPE_CHECKING:  # whose classes both Lightnings know for theirs
+    _TorchCheckpointIO = type("_TorchCheckpointIO", _USUAL, {})
+
+
+class WholeFiles(_TorchCheckpointIO):
+    """The plugin by which checkpoints are written unless the user brings one."""
+
+    @override
     def save_checkpoint(
-        self: Any, checkpoint: Any, path: Any, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
         if storage_options is None and "://" not in str(path):
             write_whole(checkpoint, Path(path))
         else:
-            base.save_checkpoint(self, checkpoint, path, storage_options)  # type: ignore[attr-defined]
-
-    return type(name, (base,), {"save_checkpoint": save_checkpoint, "__module__": __name__})
-
-
-# Under their names, since they travel to workers.
-_NAMES = {each.name: f"WholeFiles{number}" for number, each in enumerate(installed_namespaces())}
-globals().update(
-    {
-        _NAMES[each.name]: _io_class(_NAMES[each.name], each.torch_checkpoint_io)
-        for each in installed_namespaces()
-    }
-)
-
-
-def whole_files(namespace: Namespace) -> Any:
-    """The plugin by which checkpoints are written unless the user brings one."""
-    return globals()[_NAMES[namespace.name]]()
+            super().save_checkpoint(checkpoint, path, storage_options)
 
 
 def innermost(io: Any) -> Any:
@@ -207,17 +210,5 @@ def innermost(io: Any) -> Any:
 
 
 def is_usual(io: Any) -> bool:
-    """Whether checkpoints are written as Lightning does it, or as :func:`whole_files`."""
-    usual = [each.torch_checkpoint_io for each in installed_namespaces()]
-    return type(io) in {*usual, *(globals()[name] for name in _NAMES.values())}
-
-
-def load_mapped(path: Path, weights_only: bool | None) -> Any:
-    """Load a checkpoint of which only what is looked at comes into memory.
-
-    Returns:
-        The checkpoint; None if the file is none that this can be done with.
-    """
-    if not is_archive(path):
-        return None
-    return torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+    """Whether checkpoints are written as Lightning does it, or as :class:`WholeFiles` does."""
+    return type(io) in {WholeFiles, *_USUAL}

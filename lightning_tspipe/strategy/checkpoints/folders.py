@@ -1,44 +1,120 @@
-"""Read a folder of shards without running code from it, and compare checksums."""
+"""A folder of shards: found, put in its place, read without running code from it, and compared.
+
+``torch.distributed.checkpoint`` writes the table of contents, ``.metadata``, with pickle, and its
+own reader would run whatever code stands in such a file. Here a name in it is looked up among those
+that belong there.
+"""
 
 from __future__ import annotations
 
+import io
+import os
 import pickle
-import re
-from collections.abc import Iterator
+import shutil
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from functools import cache
+from math import prod
+from pathlib import Path, PurePosixPath
 from typing import Any
+from zlib import crc32
 
 import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.utils import _create_file_view
+from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.strategy.checkpoints.checksums import (
+    BLOCK,
     TABLE_FILE,
-    BlockCache,
     DamageError,
     Sums,
-    Window,
     from_json,
 )
-from lightning_tspipe.strategy.checkpoints.contents import (
-    Entry,
-    ForeignError,
-    Piece,
-    Place,
-    assemble,
-)
-from lightning_tspipe.strategy.checkpoints.contents import read_contents as _read_contents
-from lightning_tspipe.strategy.checkpoints.files import damaged, others_beside
+from lightning_tspipe.strategy.checkpoints.files import damaged, others_beside, untrusted
+from lightning_tspipe.strategy.checkpoints.sources import PartialSource, Place
 
 CONTENTS_FILE = ".metadata"
 META_FILE = "meta.pt"
 IS_SUMMED = "lightning_tspipe_checksums"
 """In ``meta.pt``: the folder was written with checksums."""
+_SUFFIX = ".distcp"
+_OF_METADATA = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+    "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(metadata.__name__, name): getattr(metadata, name) for name in _OF_METADATA},
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,  # noqa: SLF001
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): str,
+    ("collections", "OrderedDict"): OrderedDict,
+    # Where the folder was written; nobody goes there.
+    **{
+        (module, name): PurePosixPath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
 
 
-class Folder:
+def is_sharded(path: Path) -> bool:
+    """Whether a path is a folder of shards.
+
+    Raises:
+        CheckpointError: It is a folder in which something is missing.
+    """
+    if not path.is_dir():
+        return False
+    missing = [name for name in (CONTENTS_FILE, META_FILE) if not (path / name).is_file()]
+    if missing:
+        found = sorted(entry.name for entry in path.iterdir())
+        raise CheckpointError(
+            f"{str(path)!r} is a folder, but not a whole checkpoint of shards: "
+            f"{' and '.join(missing)} is missing (it holds {', '.join(found[:5]) or 'nothing'}). "
+            f"Give ckpt_path another one{others_beside(path)}"
+        )
+    return True
+
+
+def take_place_of(part: Path, path: Path) -> None:
+    """Put a finished folder where an older checkpoint may be.
+
+    A folder can't replace another one at once: should the process end between the two renames,
+    :func:`newest` finds the older one.
+    """
+    old = aside(path)
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        path.rename(old)
+    part.rename(path)
+    if old.is_dir():
+        shutil.rmtree(old)
+    else:
+        old.unlink(missing_ok=True)
+
+
+def newest(path: Path) -> Path:
+    """The checkpoint of a path, also when its replacement was cut short."""
+    old = aside(path)
+    return old if old.exists() and not path.exists() else path
+
+
+def aside(path: Path) -> Path:
+    """The path of a checkpoint while its replacement takes its place."""
+    return path.with_name(f".{path.name}.old")
+
+
+class ForeignError(Exception):
+    """Something that does not belong into a folder of shards; says what."""
+
+
+class FolderSource(PartialSource):
     """A folder of shards.
 
     Args:
@@ -47,7 +123,7 @@ class Folder:
         trusts: Whether values are read of which reading may run code.
 
     Attributes:
-        places: What it holds.
+        num_optimizers: Optimizers whose state it holds.
         has_checksums: Whether it was written with checksums, and they are compared.
 
     Raises:
@@ -57,67 +133,97 @@ class Folder:
     def __init__(self, path: Path, *, verify: bool = True, trusts: bool = False) -> None:
         self._path = path
         self._verify, self._trusts = verify, trusts
-        self._cache = BlockCache()
+        self._compare = cache(self._compare_block)  # small values often share a block
         self._table = self._read_table() if verify else None
         self.has_checksums = self._table is not None
         with self._explained(f"its {CONTENTS_FILE}"):
-            self.places: dict[Place, Entry] = _read_contents(self._content(CONTENTS_FILE))
-        if not any(place[0] == "model" for place in self.places if place):
-            roots = sorted({str(place[0]) for place in self.places if place})
-            raise self._foreign(f"it has no 'model', but {', '.join(roots[:5]) or 'nothing'}")
+            with self._open(CONTENTS_FILE) as file:
+                self._contents = _contents_of(file.read())
+            self._names: dict[Place, str] = {
+                place: name for name, place in self._contents.planner_data.items()
+            }
+        roots = {str(place[0]) for place in self._names}
+        self.num_optimizers = sum(root.startswith("optimizer_") for root in roots)
+
+    @property
+    @override
+    def places(self) -> Collection[Place]:
+        return self._names.keys()
+
+    @property
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        entries = self._contents.state_dict_metadata
+        return {
+            str(place[1]): tuple(entry.size)
+            for place, name in self._names.items()
+            if place[0] == "model" and isinstance(entry := entries[name], TensorStorageMetadata)
+        }
 
     def rest(self) -> dict[str, Any]:
-        """What ``meta.pt`` holds.
+        """What ``meta.pt`` holds: what Lightning keeps beside the weights and the optimizers.
 
         Raises:
             CheckpointError: It is damaged, or holds what may run code.
         """
-        with self._explained(META_FILE), self._open(META_FILE) as window:
-            found = self._load(window, trusts=self._trusts)
-        if not isinstance(found, dict):
-            raise self._foreign(f"{META_FILE} holds a {type(found).__name__}")
+        with self._explained(META_FILE), self._open(META_FILE) as file:
+            found = _load(file, trusts=self._trusts)
+            if not isinstance(found, dict):
+                raise ForeignError(f"it holds a {type(found).__name__}")
         if found.pop(IS_SUMMED, False) and self._verify and self._table is None:
             raise damaged(self._path, f"its {TABLE_FILE} is missing", is_summed=True)
         return found
 
+    @override
     def read(self, place: Place) -> Any:
-        """A tensor, on the CPU, or a value.
+        name = self._names[place]
+        entry = self._contents.state_dict_metadata[name]
+        if not isinstance(entry, TensorStorageMetadata):
+            return self._read_piece(MetadataIndex(name), trusts=self._trusts)
+        with self._explained(repr(name)):
+            whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+            for chunk in entry.chunks:
+                part = self._read_piece(MetadataIndex(name, chunk.offsets), trusts=False)
+                if not isinstance(part, Tensor) or part.shape != chunk.sizes:
+                    raise ForeignError(f"a part of it is a {type(part).__name__} that does not fit")
+                if part.shape == entry.size:
+                    return part.to(whole.dtype)
+                ends = zip(chunk.offsets, chunk.sizes, strict=True)
+                whole[tuple(slice(first, first + size) for first, size in ends)].copy_(part)
+        return whole
 
-        Raises:
-            CheckpointError: It is damaged, or holds what may run code.
-        """
-        entry = self.places[place]
-        with self._explained(repr(entry.name)):
-            return assemble(entry, partial(self._read_piece, entry))
+    def _read_piece(self, index: MetadataIndex, *, trusts: bool) -> Any:
+        info = self._contents.storage_data[index]
+        with (
+            self._explained(f"{index.fqn!r} in {info.relative_path}"),
+            self._open(info.relative_path, info.offset, info.length) as file,
+        ):
+            return _load(file, trusts=trusts)
 
-    def _read_piece(self, entry: Entry, piece: Piece) -> Any:
-        where = f"{entry.name!r} in {piece.file}"
-        with self._explained(where), self._open(piece.file, piece.start, piece.length) as window:
-            return self._load(window, trusts=self._trusts and entry.dtype is None)
+    @contextmanager
+    def _open(self, name: str, start: int = 0, length: int | None = None) -> Iterator[Any]:
+        """A part of a file, or all of it, which was compared."""
+        with (self._path / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            end = size if length is None else min(start + length, size)
+            if self._table is not None:
+                for number in range(start // BLOCK, -(-end // BLOCK)):
+                    self._compare(name, number)
+            yield _create_file_view(file, start, max(0, end - start))
 
-    def _open(self, name: str, start: int = 0, length: int | None = None) -> Window:
-        sums = None
-        if self._table is not None:
-            if name not in self._table:
-                raise ForeignError(f"its file {name!r} is not among those that were written")
-            sums = self._table[name]
-        path = self._path / name
-        if length is None:
-            length = path.stat().st_size
-        return Window(path, start, length, sums, self._cache)
-
-    def _content(self, name: str) -> bytes:
-        with self._open(name) as window:
-            return window.read()
-
-    @staticmethod
-    def _load(window: Window, *, trusts: bool) -> Any:
-        try:
-            return torch.load(window, map_location="cpu", weights_only=not trusts)  # type: ignore[arg-type]
-        except Exception:
-            if window.damage is not None:  # torch reports something that follows from it
-                raise window.damage from None
-            raise
+    def _compare_block(self, name: str, number: int) -> None:
+        assert self._table is not None
+        if name not in self._table:
+            raise ForeignError(f"its file {name!r} is not among those that were written")
+        first = number * BLOCK
+        with (self._path / name).open("rb") as file:
+            file.seek(first)
+            content = file.read(BLOCK)
+        if (crc32(content),) != self._table[name].blocks[number : number + 1]:
+            raise DamageError(
+                f"of its file {name!r}, bytes {first:,} to {first + len(content):,} differ from "
+                "what was written"
+            )
 
     def _read_table(self) -> dict[str, Sums] | None:
         file = self._path / TABLE_FILE
@@ -127,20 +233,16 @@ class Folder:
             table = from_json(file.read_bytes())
         except DamageError as error:
             raise damaged(self._path, f"its {TABLE_FILE}: {error}", is_summed=True) from None
-        for name, sums in table.items():
-            self._check_size(self._path / name, sums.size)
+        for name, (expected, _) in table.items():
+            file = self._path / name
+            if not file.is_file():
+                raise damaged(self._path, f"its file {name!r} is missing")
+            found = file.stat().st_size
+            if found != expected:
+                how = "was cut off" if found < expected else "is too long"
+                told = f"its file {name!r} {how} ({found:,} bytes instead of {expected:,})"
+                raise damaged(self._path, told)
         return table
-
-    def _check_size(self, file: Path, expected: int) -> None:
-        if not file.is_file():
-            raise damaged(self._path, f"its file {file.name!r} is missing")
-        found = file.stat().st_size
-        if found != expected:
-            how = "was cut off" if found < expected else "is too long"
-            raise damaged(
-                self._path,
-                f"its file {file.name!r} {how} ({found:,} bytes instead of {expected:,})",
-            )
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -150,31 +252,92 @@ class Folder:
         except (CheckpointError, PermissionError):
             raise
         except ForeignError as error:
-            raise self._foreign(f"{what}: {error}") from None
+            raise CheckpointError(
+                f"{str(self._path)!r} is no checkpoint of shards in the layout of this strategy "
+                f"and of Lightning's FSDPStrategy: {what}: {error}. Nothing of it was run. Give "
+                f"ckpt_path another one{others_beside(self._path)}"
+            ) from None
         except DamageError as error:
             raise damaged(self._path, f"{error}, so {what} can't be read", is_summed=True) from None
         except FileNotFoundError as error:
             name = Path(str(error.filename)).name
             raise damaged(self._path, f"its file {name!r} is missing") from None
-        except pickle.UnpicklingError as error:
-            raise self._untrusted(what, error) from None
         except Exception as error:  # noqa: BLE001 - torch reads on, into whatever comes of it
+            if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
+                raise untrusted(self._path, what, error) from None
             told = f"{what} can't be read ({type(error).__name__}: {first_line(error)})"
             raise damaged(self._path, told) from None
 
-    def _foreign(self, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{str(self._path)!r} is no checkpoint of shards in the layout of this strategy and of "
-            f"Lightning's FSDPStrategy: {what}. Nothing of it was run. Give ckpt_path another one"
-            f"{others_beside(self._path)}"
+
+def _load(file: Any, *, trusts: bool) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=not trusts)
+
+
+def _contents_of(content: bytes) -> Metadata:
+    """The table of contents of a folder.
+
+    Raises:
+        ForeignError: It is not that of a folder of shards.
+    """
+    try:
+        return _checked(_Unpickler(io.BytesIO(content)).load())
+    except ForeignError:
+        raise
+    except Exception as error:  # noqa: BLE001 - what a pickle that is none may end with has no common type
+        raise ForeignError(f"its parts don't fit ({type(error).__name__}: {error})") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows a few classes of data, and nothing that does something."""
+
+    @override
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        known = _KNOWN.get((module_name, global_name))
+        if known is not None:
+            return known
+        if module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype):
+            return vars(torch)[global_name]
+        raise ForeignError(
+            f"it would load {module_name}.{global_name}, which is no part of a checkpoint of shards"
         )
 
-    def _untrusted(self, what: str, error: Exception) -> CheckpointError:
-        named = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if named is None:
-            return damaged(self._path, f"{what} holds no pickle that torch would have written")
-        return CheckpointError(
-            f"{str(self._path)!r}: {what} holds more than tensors and plain values ({named[1]}), "
-            "and reading it may run code. If you know who made it: "
-            "trainer.fit(..., ckpt_path=..., weights_only=False)"
-        )
+    @override
+    def persistent_load(self, pid: Any) -> Any:
+        raise ForeignError("it points to objects outside")
+
+
+def _checked(found: Any) -> Metadata:
+    """Refuse contents that would be read otherwise than they were written, or from elsewhere."""
+    if not isinstance(found, Metadata):
+        raise ForeignError(f"it holds a {type(found).__name__}, not torch's Metadata")
+    if not isinstance(found.planner_data, Mapping):
+        raise ForeignError("it was written without the names of what it holds (flat_state_dict)")
+    roots = sorted({str(place[0]) for place in found.planner_data.values()})
+    if "model" not in roots:
+        raise ForeignError(f"it has no 'model', but {', '.join(roots[:5]) or 'nothing'}")
+    for index, info in found.storage_data.items():
+        _check_piece(index.fqn, info)
+    for name in found.planner_data:
+        _check_entry(name, found.state_dict_metadata[name], found.storage_data)
+    return found
+
+
+def _check_piece(name: str, info: Any) -> None:
+    file = info.relative_path
+    # Not just anywhere on this machine.
+    if PurePosixPath(file).name != file or not file.endswith(_SUFFIX):
+        raise ForeignError(f"{name!r} would be read from {file!r}")
+    if info.transform_descriptors:
+        raise ForeignError(f"{name!r} is encoded by {info.transform_descriptors}")
+    if min(info.offset, info.length) < 0:
+        raise ForeignError(f"{name!r} would be read from before the beginning of {file!r}")
+
+
+def _check_entry(name: str, entry: Any, pieces: Mapping[MetadataIndex, Any]) -> None:
+    parts = [MetadataIndex(name)]
+    if isinstance(entry, TensorStorageMetadata):
+        parts = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
+        if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
+            raise ForeignError(f"{name!r} has another shape than its parts make up")
+    if not all(part in pieces for part in parts):
+        raise ForeignError(f"its parts don't fit: there is nothing of {name!r}")

@@ -16,26 +16,23 @@ import torch
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.weights.materializing import Source, is_on_meta
+from lightning_tspipe.strategy.checkpoints.checksums import is_archive
 from lightning_tspipe.strategy.checkpoints.files import (
     explain_damage,
     innermost,
     is_usual,
-    load_mapped,
     verify_file,
 )
-from lightning_tspipe.strategy.checkpoints.folders import IS_SUMMED
-from lightning_tspipe.strategy.checkpoints.shards import (
-    GRADIENTS,
-    FileSource,
+from lightning_tspipe.strategy.checkpoints.folders import (
+    IS_SUMMED,
     FolderSource,
     is_sharded,
     newest,
 )
-from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.checkpoints.sources import GRADIENTS, FileSource
 from lightning_tspipe.strategy.training import progress
-from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
-from lightning_tspipe.strategy.training.progress import Resumption
+from lightning_tspipe.strategy.training.steps import Parts
 
 ENTRY = "lightning_tspipe"
 """In a checkpoint, what a pipeline needs beside Lightning's own to go on where it stopped."""
@@ -50,18 +47,14 @@ class CheckpointReader:
     """Loads checkpoints.
 
     Args:
-        run: The run.
-        weights: Gets the checkpoint, if each rank reads its part later.
-        resumption: Gets where the run stopped.
+        parts: Get the checkpoint, if each rank reads its part later, and where the run stopped.
         verifies: Whether a checkpoint is compared with its checksums.
     """
 
-    def __init__(
-        self, run: Run, weights: ModuleWeights, resumption: Resumption, *, verifies: bool
-    ) -> None:
-        self._run = run
-        self._weights = weights
-        self._resumption = resumption
+    def __init__(self, parts: Parts, *, verifies: bool) -> None:
+        self._run = parts.run
+        self._weights = parts.weights
+        self._resumption = parts.resumption
         self._verifies = verifies
 
     def load(self, given: Any, weights_only: bool | None) -> Any:
@@ -71,19 +64,15 @@ class CheckpointReader:
             CheckpointError: It is damaged.
         """
         with explain_damage(given):
-            checkpoint = self._load(Path(given), given, weights_only)
-            return self._without_own(checkpoint)
-
-    def _without_own(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint of any Trainer; a fit goes on where the pipeline stopped."""
-        # Of shards that were made one file, in which nothing that is empty is left.
-        apart = checkpoint.pop(GRADIENTS, {})
-        checkpoint.pop(IS_SUMMED, None)
-        for state in checkpoint.get("optimizer_states", ()):
-            state.setdefault("state", {})
-        if self._run.trainer.state.fn == "fit":
-            self._resume(checkpoint, apart)
-        return checkpoint
+            checkpoint: dict[str, Any] = self._load(Path(given), given, weights_only)
+            # Of shards that were made one file, in which nothing that is empty is left.
+            apart = checkpoint.pop(GRADIENTS, {})
+            checkpoint.pop(IS_SUMMED, None)
+            for state in checkpoint.get("optimizer_states", ()):
+                state.setdefault("state", {})
+            if self._run.trainer.state.fn == "fit":
+                self._resume(checkpoint, apart)
+            return checkpoint
 
     def _resume(self, checkpoint: dict[str, Any], apart: Mapping[str, Any]) -> None:
         """Go on where the run of the checkpoint stopped."""
@@ -110,14 +99,13 @@ class CheckpointReader:
             self._tell_unverified(path, has_checksums=verify_file(path))
         weights.source = None
         is_read_in_parts = run.spread is not None or is_on_meta(run.module)
-        checkpoint = None
-        if is_read_in_parts and is_usual(innermost(run.lightning.checkpoint_io)):
-            checkpoint = load_mapped(path, weights_only)
-        if checkpoint is None:
+        io = run.checkpoint_io
+        if is_read_in_parts and is_usual(innermost(io)) and is_archive(path):
+            # Only what is looked at comes into memory.
+            checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
+        else:
             torch.cuda.empty_cache()
-            checkpoint = run.lightning.checkpoint_io.load_checkpoint(
-                given, weights_only=weights_only
-            )
+            checkpoint = io.load_checkpoint(given, weights_only=weights_only)
         if is_read_in_parts:
             weights.source = FileSource(checkpoint)
         return checkpoint

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -21,24 +23,14 @@ from lightning_tspipe.runtime.faults.phases import HERE, SAVING
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.strategy.checkpoints.files import innermost, is_usual
+from lightning_tspipe.strategy.checkpoints.folders import aside, is_sharded
 from lightning_tspipe.strategy.checkpoints.loading import ENTRY
-from lightning_tspipe.strategy.checkpoints.shards import (
-    GRADIENTS,
-    aside,
-    is_sharded,
-    own_optimizer_state,
-)
+from lightning_tspipe.strategy.checkpoints.sources import GRADIENTS
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
-from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training import progress
-from lightning_tspipe.strategy.training.data import Data
-from lightning_tspipe.strategy.training.evaluating import Evaluator
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
-from lightning_tspipe.strategy.training.manual import ManualOptimization
-from lightning_tspipe.strategy.training.module_weights import ModuleWeights
-from lightning_tspipe.strategy.training.optimizers import plain_optimizer
-from lightning_tspipe.strategy.training.progress import Progress, Resumption
-from lightning_tspipe.strategy.training.repacking import Repacking
+from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
+from lightning_tspipe.strategy.training.progress import Progress
+from lightning_tspipe.strategy.training.steps import Parts
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -47,40 +39,16 @@ class CheckpointWriter:
     """Saves checkpoints.
 
     Args:
-        run: The run.
-        data: Its batches.
-        weights: Where values come from, if there are none yet.
-        resumption: Where this run went on.
-        evaluator: Knows which random states are the training's.
-        manual: Optimization by hand, which may accumulate gradients.
-        repacking: Knows what is frozen.
-        heads: Those of a fan-out.
+        parts: Whose states a checkpoint has.
         distributed: Whether a checkpoint is a folder to which each rank writes what it holds.
 
     Attributes:
         has_told: Whether it was said that nothing is saved of a failure.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - whose states a checkpoint has
-        self,
-        run: Run,
-        data: Data,
-        weights: ModuleWeights,
-        resumption: Resumption,
-        evaluator: Evaluator,
-        manual: ManualOptimization,
-        repacking: Repacking,
-        heads: HeadsHere,
-        distributed: bool | Literal["auto"],
-    ) -> None:
-        self._run = run
-        self._data = data
-        self._weights = weights
-        self._resumption = resumption
-        self._evaluator = evaluator
-        self._manual = manual
-        self._repacking = repacking
-        self._heads = heads
+    def __init__(self, parts: Parts, *, distributed: bool | Literal["auto"]) -> None:
+        self._parts = parts
+        self._run = parts.run
         self._distributed = distributed
         self._writer: ShardWriter | None = None
         self._left: Progress | None = None
@@ -99,7 +67,7 @@ class CheckpointWriter:
         writes_shards = self._distributed
         if writes_shards == "auto":
             writes_shards = self._run.num_ranks > 1 and is_on_meta(self._run.module)
-        plugin = innermost(self._run.lightning.checkpoint_io)
+        plugin = innermost(self._run.checkpoint_io)
         if writes_shards and not is_usual(plugin):
             raise ConfigurationError(
                 f"{type(plugin).__name__} would not be asked: a checkpoint of shards is written by "
@@ -119,19 +87,16 @@ class CheckpointWriter:
 
     def module_state(self) -> dict[str, Any]:
         """The weights: all of them on rank 0, or those of this rank."""
-        if self._run.is_failing:
+        run, engine = self._run, self._run.placed
+        if run.is_failing:
             return {}
         HERE.interrupt(SAVING)
-        with waiting("collecting the weights"):
-            return self._module_state()
-
-    def _module_state(self) -> dict[str, Any]:
-        run, engine = self._run, self._run.placed
         if engine is not None and self._saves_shards:
             first = run.replicas.is_first  # the pipeline that is saved
             return engine.shards.own_state_dict(run.pipeline_rank) if first else {}
         if engine is not None:
-            return engine.shards.state_dict(run.pipeline_rank, run.transport)
+            with waiting("collecting the weights"):
+                return engine.shards.state_dict(run.pipeline_rank, run.transport)
         if run.is_loss_rank and is_on_meta(run.module):
             raise ConfigurationError(
                 "the module was built on the meta device and has no weights yet: they come with "
@@ -141,21 +106,19 @@ class CheckpointWriter:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What an optimizer keeps: for all parameters on rank 0, or for those of this rank."""
-        if self._run.is_failing:
-            return {}
-        with waiting("collecting the optimizer's state"):
-            return self._optimizer_state(plain_optimizer(optimizer))
-
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         run, engine = self._run, self._run.placed
+        if run.is_failing:
+            return {}
+        optimizer = plain_optimizer(optimizer)
         if engine is None:
-            self._weights.restore_optimizers()
+            self._parts.weights.restore_optimizers()
         # After a fit the module is whole again; of the optimizers each rank still has its part.
         shards = self._left_shards if engine is None else engine.shards
         if not self._saves_shards:
             if shards is None:
                 return optimizer.state_dict()
-            return shards.optimizer_state(optimizer, run.transport)
+            with waiting("collecting the optimizer's state"):
+                return shards.optimizer_state(optimizer, run.transport)
 
         def is_mine(name: str) -> bool:
             owner = LOSS_RANK if shards is None else shards.owner(name)
@@ -185,7 +148,7 @@ class CheckpointWriter:
 
     def tell_unsaved(self) -> None:
         """Say once that nothing is saved of this failure."""
-        if self._run.is_global_zero and self._run.has_transport and not self.has_told:
+        if self._run.is_global_zero and self._run.has_met and not self.has_told:
             self.has_told = True
             log.warning(
                 "no checkpoint of this failure: other ranks hold parts of the model, and they may "
@@ -196,16 +159,16 @@ class CheckpointWriter:
         run = self._run
         if "optimizer_states" not in checkpoint:  # with weights_only
             return
-        with self._evaluator.outside_validation():
-            before = self._resumption.here if self._left is None else self._left
+        with self._parts.evaluator.outside_validation():
+            before = self._parts.resumption.here if self._left is None else self._left
             found = before if run.engine is None else self._progress()
         if found is not None and run.is_global_zero and run.plan.now is not None:
-            found |= run.plan.to_entries(self._repacking.freezing)
+            found |= run.plan.to_entries(self._parts.repacking.freezing)
         if run.is_loss_rank:
             # Of shards no rank has the teacher that a callback would go on from.
-            declared = None if self._saves_shards else self._data.declared_delay
+            declared = None if self._saves_shards else self._parts.data.declared_delay
             _add(checkpoint, run.replicas.gather(found), declared)
-        self._heads.note_stopped(checkpoint)
+        self._parts.heads.note_stopped(checkpoint)
 
     def _write(self, checkpoint: dict[str, Any], given: Any, storage_options: Any) -> None:
         run = self._run
@@ -216,7 +179,7 @@ class CheckpointWriter:
             if is_sharded(path):
                 shutil.rmtree(aside(path), ignore_errors=True)
                 path.rename(aside(path))
-            files = run.lightning.checkpoint_io
+            files = run.checkpoint_io
             files.save_checkpoint(checkpoint, given, storage_options=storage_options)
             shutil.rmtree(aside(path), ignore_errors=True)
 
@@ -226,40 +189,31 @@ class CheckpointWriter:
                 f"{str(path)!r}: a checkpoint of shards goes into a folder that all ranks see, and "
                 "takes no storage_options"
             )
+        run = self._run
         states = {"model": checkpoint.pop("state_dict")}
         if "optimizer_states" in checkpoint:
-            states[GRADIENTS] = self._own_gradients()
+            shards = self._left_shards if run.placed is None else run.placed.shards
+            accumulated: dict[str, Any] = {}
+            if shards is not None and self._accumulates:
+                accumulated[str(run.replica)] = shards.gradients(run.pipeline_rank)
+            states[GRADIENTS] = accumulated
             for index, state in enumerate(checkpoint["optimizer_states"]):
                 states[f"optimizer_{index}"] = state
             checkpoint["optimizer_states"] = []  # that there is no state yet is one too
         if self._writer is None:
-            self._writer = ShardWriter(self._run.timeout, is_connected=self._run.total_ranks > 1)
-        waits = not self._writes_meanwhile
+            self._writer = ShardWriter(run.timeout, is_connected=run.total_ranks > 1)
+        goes_on = isinstance(run.checkpoint_io, run.namespace.async_checkpoint_io)
+        waits = run.engine is None or not goes_on
         self._writer.write(states, checkpoint, path, waits=waits)
         if waits:
-            self._run.barrier()
-
-    def _own_gradients(self) -> dict[str, Any]:
-        """What this rank has accumulated, by replica; each has its own."""
-        run = self._run
-        shards = self._left_shards if run.placed is None else run.placed.shards
-        if shards is None or not self._accumulates:
-            return {}
-        return {str(run.replica): shards.gradients(run.pipeline_rank)}
-
-    @property
-    def _writes_meanwhile(self) -> bool:
-        """Whether the training goes on while a checkpoint is written."""
-        lightning = self._run.lightning
-        kind = lightning.namespace.async_checkpoint_io
-        return self._run.engine is not None and isinstance(lightning.checkpoint_io, kind)
+            run.barrier()
 
     def remove(self, path: Any) -> None:
         """Remove a checkpoint; not before the one that replaces it is complete."""
 
         def remove() -> None:
             if self._run.is_global_zero:
-                self._run.lightning.checkpoint_io.remove_checkpoint(path)
+                self._run.checkpoint_io.remove_checkpoint(path)
 
         if self._writer is not None and self._writer.is_busy:
             self._writer.do(remove)
@@ -268,31 +222,25 @@ class CheckpointWriter:
 
     # The end of a fit, and of a run
 
-    def wait(self) -> None:
-        """Wait for shards that are still being written."""
-        if self._writer is not None:
-            self._writer.wait()
-
     def note_end(self) -> None:
         """A training ends: what is saved after it must be something to go on from."""
         if self._run.engine is not None:
             self._left = self._progress()
             self._left_shards = self._run.engine.shards
-        self.wait()
+        if self._writer is not None:
+            self._writer.wait()
 
     def end_without_batches(self) -> None:
         """A fit went on from a checkpoint of its end: what is saved now is what was loaded."""
-        if self._run.engine is None and self._resumption.here is not None:
-            self._left = self._resumption.here
-            self._weights.restore_optimizers()
+        if self._run.engine is None and self._parts.resumption.here is not None:
+            self._left = self._parts.resumption.here
+            self._parts.weights.restore_optimizers()
 
     def end_writing(self, *, waits: bool) -> None:
         """Write no more shards; wait for those that are being written, unless ranks may be gone."""
         writer, self._writer = self._writer, None
         if writer is not None and waits:
-            writer.close()
-        elif writer is not None:
-            writer.abandon()
+            writer.wait()
 
     def finish_files(self) -> None:
         """Wait for files that are still being written.
@@ -301,7 +249,7 @@ class CheckpointWriter:
             Exception: One of them was not, and no rank has ended yet; later it is too late to say.
         """
         try:
-            self._run.lightning.checkpoint_io.teardown()
+            self._run.checkpoint_io.teardown()
         except Exception as error:
             if self._run.trainer.interrupted:
                 if not self.has_told:
@@ -319,7 +267,7 @@ class CheckpointWriter:
         return (
             self._run.total_ranks == 1
             and trainer.interrupted
-            and self._data.loader is not None
+            and self._parts.data.loader is not None
             and batches.processed < batches.ready
         )
 
@@ -331,11 +279,11 @@ class CheckpointWriter:
         or in BatchNorm's statistics; or what a teacher that runs ahead had computed for it is gone.
         """
         run, engine = self._run, self._run.engine
-        if engine is None or not self._data.has_begun or not self._fails_within_batch:
+        if engine is None or not self._parts.data.has_begun or not self._fails_within_batch:
             return False
         accumulates = run.trainer.accumulate_grad_batches > 1
         counts = any(isinstance(m, _BatchNorm) and m.training for m in run.module.modules())
-        is_late = engine.position != self._data.position and engine.ahead() is not None
+        is_late = engine.position != self._parts.data.position and engine.ahead() is not None
         return accumulates or counts or is_late or engine.captured.plan.has_ema
 
     def _progress(self) -> Progress | None:
@@ -348,15 +296,34 @@ class CheckpointWriter:
         batches: Any = loop.epoch_loop.batch_progress.current
         coming = batches.processed if repeats else batches.ready
         place = (epoch, 0) if ended else (epoch - 1, coming)
-        self._accumulates = loop._should_accumulate() or bool(self._manual.commands.waiting)  # noqa: SLF001
+        self._accumulates = loop._should_accumulate() or bool(self._parts.manual.waiting)  # noqa: SLF001
         return progress.collect(
             engine,
-            self._data.loader,
+            self._parts.data.loader,
             epoch_ended=ended,
-            position=self._data.position if repeats else None,
+            position=self._parts.data.position if repeats else None,
             with_gradients=self._accumulates and not self._saves_shards,
             place=None if self._saves_shards else place,
         )
+
+
+def own_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, is_mine: Callable[[str], bool]
+) -> dict[str, Any]:
+    """An optimizer's state for some parameters, keyed by their names.
+
+    Torch's optimizers load it as it is: they take the names of ``param_groups`` for keys.
+    """
+    own = optimizer.state_dict()
+    names = optimizer_names(module, optimizer)
+    rest: Iterator[str] = iter(names)
+    groups = [{**g, "params": [next(rest) for _ in g["params"]]} for g in own["param_groups"]]
+    state = {
+        name: own["state"][place]
+        for place, name in enumerate(names)
+        if place in own["state"] and is_mine(name)
+    }
+    return {"state": state, "param_groups": groups}
 
 
 def _add(checkpoint: dict[str, Any], replicas: list[dict[str, Any] | None], declared: Any) -> None:

@@ -12,34 +12,34 @@ from __future__ import annotations
 
 import io
 import os
-import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from typing_extensions import override
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.strategy.checkpoints.checksums import (
-    TABLE_FILE,
-    SummedStream,
-    Sums,
-    sums_of,
-    to_json,
+from lightning_tspipe.strategy.checkpoints.checksums import TABLE_FILE, Sums, sums_of, to_json
+from lightning_tspipe.strategy.checkpoints.files import (
+    explain_unsaved,
+    system_error,
+    written_through,
 )
-from lightning_tspipe.strategy.checkpoints.files import system_error, unsaved
-from lightning_tspipe.strategy.checkpoints.folders import IS_SUMMED, META_FILE
-from lightning_tspipe.strategy.checkpoints.shards import take_place_of
+from lightning_tspipe.strategy.checkpoints.folders import (
+    CONTENTS_FILE,
+    IS_SUMMED,
+    META_FILE,
+    take_place_of,
+)
 
 
 class ShardWriter:
@@ -57,7 +57,6 @@ class ShardWriter:
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._place = self._group.rank() if is_connected else 0
         self._is_first = self._place == 0
-        self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -74,10 +73,9 @@ class ShardWriter:
             OSError: It could not be written, or one that was begun before could not.
         """
         self.wait()
-        part = path.with_name(f".{path.name}.part")
         if not waits:
-            states = apply_to_collection(states, Tensor, _copy)
-        finish = self._begin(states, rest, part, path)
+            states = apply_to_collection(states, Tensor, lambda x: x.detach().to("cpu", copy=True))
+        finish = self._begin(states, rest, path)
         if waits:
             finish()
         else:
@@ -85,16 +83,25 @@ class ShardWriter:
 
     def do(self, task: Callable[[], None]) -> None:
         """Do something when all that was begun is complete; not at all, if that failed."""
-        if self._thread is None:
-            # Not one that the process waits for at its end: peers that are gone never answer.
-            self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
-            self._thread.start()
-        self._tasks.put(task)
+        before = self._thread
+
+        def work() -> None:
+            if before is not None:
+                before.join()
+            if self._error is None:
+                try:
+                    task()
+                except BaseException as error:  # noqa: BLE001 - told by the thread that waits
+                    self._error = error
+
+        # Not one that the process waits for at its end: peers that are gone never answer.
+        self._thread = threading.Thread(target=work, name="checkpoints", daemon=True)
+        self._thread.start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether something was begun that may not be complete."""
-        return self._tasks.unfinished_tasks > 0
+        """Whether something was begun of which nobody knows yet how it ended."""
+        return self._thread is not None
 
     def wait(self) -> None:
         """Wait until all that was begun is complete.
@@ -102,43 +109,24 @@ class ShardWriter:
         Raises:
             OSError: It could not be written.
         """
-        self._tasks.join()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def close(self) -> None:
-        """Wait, and end the thread."""
-        try:
-            self.wait()
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Wait for nothing; the thread ends after what it does now."""
-        self._tasks.put(None)
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                if self._error is None:
-                    task()
-            except BaseException as error:  # noqa: BLE001 - told by the thread that waits
-                self._error = error
-            self._tasks.task_done()
-
-    def _begin(
-        self, states: dict[str, Any], rest: Any, part: Path, path: Path
-    ) -> Callable[[], None]:
+    def _begin(self, states: dict[str, Any], rest: Any, path: Path) -> Callable[[], None]:
         """Agree on who writes what.
 
         Returns:
             The rest of the work, in which no other collectives are used.
         """
+        part = path.with_name(f".{path.name}.part")
         if self._is_first:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
-        planner, writer = DefaultSavePlanner(), SummingWriter(part)
+        planner, writer = DefaultSavePlanner(), FileSystemWriter(part)
         planner.set_up_planner(states, writer.storage_meta(), self._is_first)
         writer.set_up_storage_writer(self._is_first)
         own = planner.create_local_plan()
@@ -148,43 +136,58 @@ class ShardWriter:
         if self._is_first:
             torch.save({**rest, IS_SUMMED: True}, content)
 
-        def write() -> Any:
+        def write() -> tuple[Any, dict[str, Sums]]:
             done = writer.write_data(plan, planner)
             done.wait()
-            return done.value(), writer.sums
+            files = {written.storage_data.relative_path for written in done.value()}
+            return done.value(), {name: sums_of(part / name) for name in files}
 
         def complete(results: list[Any]) -> None:
             writer.finish(metadata, [written for written, _ in results])
             _write_through(content.getvalue(), part / META_FILE)
             files = {name: one for _, sums in results for name, one in sums.items()}
-            files |= {**writer.sums, META_FILE: sums_of(content.getvalue())}
+            files |= {name: sums_of(part / name) for name in (CONTENTS_FILE, META_FILE)}
             _write_through(to_json(files).encode(), part / TABLE_FILE)
             _sync_folder(part)
             take_place_of(part, path)
 
-        return lambda: self._finish(write, complete, part, path)
+        def finish() -> None:
+            with explain_unsaved(path), self._removed_on_failure(part):
+                results = self._all_write(write)
+                if self._is_first:
+                    complete(results)
 
-    def _finish(
-        self,
-        write: Callable[[], Any],
-        complete: Callable[[list[Any]], None],
-        part: Path,
-        path: Path,
-    ) -> None:
-        """Write, and on rank 0 put the folder in its place when all ranks have written."""
+        return finish
+
+    @contextmanager
+    def _removed_on_failure(self, part: Path) -> Iterator[None]:
         try:
-            result, own = _outcome(write)
-            results = self._gather(result)
-            _raise_failures(own, results)
-            if self._is_first:
-                complete(results)
-        except BaseException as error:
+            yield
+        except BaseException:
             if self._is_first:
                 shutil.rmtree(part, ignore_errors=True)
-            told = unsaved(error, path)
-            if told is None:
-                raise
-            raise told from None
+            raise
+
+    def _all_write(self, write: Callable[[], Any]) -> list[Any]:
+        """What all ranks have written; the error of one of them is raised by each."""
+        own: Exception | None = None
+        try:
+            result = write()
+        except Exception as error:  # noqa: BLE001 - raised when all know of it
+            own, result = error, None
+        # Of another rank's error that is not the system's, its text: it may not be pickled.
+        told = own and (system_error(own) or f"{type(own).__name__}: {own}")
+        outcomes = self._gather((result, told))
+        if own is not None:
+            raise own
+        for rank, (_, failure) in enumerate(outcomes):
+            if isinstance(failure, OSError):
+                raise failure
+            if failure is not None:
+                raise TransportError(
+                    f"rank {rank} could not write its part of a checkpoint: {failure}"
+                )
+        return [result for result, _ in outcomes]
 
     def _gather(self, value: Any) -> list[Any]:
         if self._group is None:
@@ -194,75 +197,9 @@ class ShardWriter:
         return values
 
 
-class SummingWriter(FileSystemWriter):
-    """Writes shards, and knows their checksums without reading them again.
-
-    Args:
-        path: The folder.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.fs = self._files = _SummingFiles()
-
-    @property
-    def sums(self) -> dict[str, Sums]:
-        """Of the files that this process wrote, by name."""
-        return self._files.sums
-
-
-class _SummingFiles(FileSystem):
-    """Files of this machine, summed while they are written."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, Sums] = {}
-
-    @contextmanager
-    @override
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with super().create_stream(path, mode) as file:
-            stream = SummedStream(file)
-            yield cast("io.IOBase", stream)
-        self.sums[Path(path).name] = stream.sums
-
-    @override
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-def _outcome(write: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """The result of a function, or its exception as others are told of it; and the exception."""
-    try:
-        return write(), None
-    except Exception as error:  # noqa: BLE001 - raised when all know of it
-        return system_error(error) or _NotWritten(f"{type(error).__name__}: {error}"), error
-
-
-class _NotWritten(Exception):  # noqa: N818 - it stands for another rank's
-    """Why a rank has not written its part."""
-
-
-def _raise_failures(own: Exception | None, results: list[Any]) -> None:
-    if own is not None:
-        raise own
-    for rank, result in enumerate(results):
-        if isinstance(result, _NotWritten):
-            raise TransportError(f"rank {rank} could not write its part of a checkpoint: {result}")
-        if isinstance(result, Exception):
-            raise result
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _write_through(content: bytes, path: Path) -> None:
-    """Write a file that is on the disk when this returns."""
-    with path.open("wb") as file:
+    with written_through(path) as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _sync_folder(path: Path) -> None:

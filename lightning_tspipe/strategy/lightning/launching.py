@@ -8,20 +8,21 @@ parent reports whichever process ended first.
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import util
-from types import TracebackType
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import (
     ProcessException,
     ProcessExitedException,
@@ -29,9 +30,9 @@ from torch.multiprocessing.spawn import (
 )
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.faults.failures import say
-from lightning_tspipe.runtime.faults.members import process_name
-from lightning_tspipe.runtime.faults.parents import (
+from lightning_tspipe.networks.modules import attributes_replaced
+from lightning_tspipe.runtime.faults.failures import print_at_the_end, say
+from lightning_tspipe.runtime.faults.local_processes import (
     PARENT,
     before_exec,
     end_with_parent,
@@ -43,10 +44,10 @@ from lightning_tspipe.runtime.faults.private_folder import (
     entry_name,
     make_job_folder,
     remove_job_folder,
+    shared_temporary_folder,
 )
-from lightning_tspipe.runtime.faults.rendezvous import HEIR, JOB_TOKEN, Launched
+from lightning_tspipe.runtime.faults.rendezvous import HEIR, JOB_TOKEN, Launched, process_name
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
-from lightning_tspipe.strategy.lightning.worker_memory import own_memory
 
 _GRACE = 6.0
 _PERIOD = 0.2
@@ -65,7 +66,7 @@ class _PassedOn:
 
     def __init__(self, launcher: Any) -> None:
         self._launcher = launcher
-        self._previous = signal.getsignal(signal.SIGTERM)
+        self._previous = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
         self._pid = os.getpid()
         self._signum = 0
         self._is_due = False
@@ -98,8 +99,7 @@ class _PassedOn:
 
     def give_back(self) -> None:
         """Have the signal handled as before."""
-        known = self._previous is not None
-        signal.signal(signal.SIGTERM, self._previous if known else signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, self._previous)
 
     @contextmanager
     def during(self) -> Iterator[None]:
@@ -166,12 +166,14 @@ class InWorker:
             return self.function(*args, **kwargs)
         except BaseException as exception:
             if trainer is not None:
-                trainer.strategy.namespace.interrupt(trainer, exception)
-                if not trainer.strategy.is_failing:
+                strategy = trainer.strategy
+                strategy.namespace.interrupt(trainer, exception)
+                trainer._signal_connector.teardown()  # noqa: SLF001
+                if not strategy.is_failing:
                     # What it saves of this end is written meanwhile, and this process may be the
                     # first to end: then the launcher ends all, in the middle of a file.
-                    trainer.strategy.shutdown.await_ends()
-                if trainer.strategy.shutdown.tell_now(exception):
+                    strategy.shutdown.await_ends()
+                if strategy.shutdown.tell_now(exception):
                     raise SystemExit(1) from None
             raise
 
@@ -188,36 +190,16 @@ class _Scripts:
 
     def _call_children_scripts(self) -> None:
         """Start them, so that they end with this process."""
-        self._check_can_spawn_children()  # type: ignore[attr-defined]
-        environment = self.cluster_environment
-        os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK=str(environment.local_rank()),
-            WORLD_SIZE=str(self.num_processes * self.num_nodes),
-        )
-        os.environ[JOB_TOKEN] = secrets.token_hex()
-        self.procs = []
-        for local_rank in range(1, self.num_processes):
-            command, folder = self._command(local_rank)
-            variables = {"LOCAL_RANK": str(local_rank), PARENT: signed_by_this_process()}
-            script = subprocess.Popen(  # noqa: S603 - what the user started
-                command, cwd=folder, env={**os.environ, **variables},
+
+        def start(command: Sequence[str], env: dict[str, str], cwd: str | None) -> Any:
+            return subprocess.Popen(  # noqa: S603 - what the user started
+                command, cwd=cwd, env={**env, PARENT: signed_by_this_process()},
                 preexec_fn=before_exec(),  # noqa: PLW1509 - one system call, and no lock is taken
             )  # fmt: skip
-            self.procs.append(script)
 
-    def _command(self, local_rank: int) -> tuple[list[str], str | None]:
-        """The command of this script, and its folder if that is another one."""
-        module = self._module
-        if module._HYDRA_AVAILABLE:  # noqa: SLF001
-            from hydra.core.hydra_config import HydraConfig  # noqa: PLC0415 - if it is there
-
-            if HydraConfig.initialized():
-                command, folder = module._hydra_subprocess_cmd(local_rank)  # noqa: SLF001
-                return list(command), folder
-        return list(module._basic_subprocess_cmd()), None  # noqa: SLF001
+        os.environ[JOB_TOKEN] = secrets.token_hex()
+        with attributes_replaced([(self._module, "subprocess", SimpleNamespace(Popen=start))]):
+            super()._call_children_scripts()  # type: ignore[misc]
 
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
@@ -246,23 +228,27 @@ class _Workers:
         self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any
     ) -> Any:
         """Start the workers and wait for them; what rank 0's returns."""
-        self._strategy.run.have_workers_failed = False
+        self._strategy.have_workers_failed = False
         self.procs = []  # not those of an earlier launch
-        worker = InWorker(function, self._start_method, self._states())
+        states = None
+        if self._start_method == "forkserver":
+            # What its workers would not inherit: Lightning takes it to spawned ones only.
+            states = self._strategy.namespace.workers._GlobalStateSnapshot.capture()  # noqa: SLF001
+            shared_temporary_folder()  # now: it serves all launches of this process
+        worker = InWorker(function, self._start_method, states)
         job = Launched(worker.token, self._strategy.cluster_environment.main_port)
-        with self._files(worker.token):
-            return self._launch(job, worker, *args, trainer=trainer, **kwargs)
-
-    def _launch(self, job: Launched, worker: InWorker, *args: Any, **kwargs: Any) -> Any:
-        is_over = threading.Event()
-        signals = _PassedOn(self)
+        # Temporary files of torch and Lightning lie where they are removed: those of tracebacks,
+        # and of the weights that travel back, would stay if a worker fails.
+        folder = make_job_folder(entry_name("launch", worker.token))
+        self._folder = str(folder)
+        is_over, signals = threading.Event(), _PassedOn(self)
         threading.Thread(target=self._look_after, args=(is_over, signals), daemon=True).start()
         try:
             launch = super().launch  # type: ignore[misc]
-            with signals.during():
-                return launch(worker, *args, **kwargs)
+            with attributes_replaced([(tempfile, "tempdir", self._folder)]), signals.during():
+                return launch(worker, *args, trainer=trainer, **kwargs)
         except BaseException as exception:
-            self._strategy.run.have_workers_failed = True
+            self._strategy.have_workers_failed = True
             words = _last_words(exception, job)
             code = getattr(exception, "exit_code", None)
             if code in _SIGTERM_CODES:
@@ -270,40 +256,19 @@ class _Workers:
                     say(words)
                 raise self._strategy.namespace.sigterm_exception from exception
             if isinstance(exception, ProcessException):
-                _print_instead_of_a_traceback(exception, words)
+                # Nothing has failed in the parent.
+                print_at_the_end(exception, words)
             raise
         finally:
             is_over.set()
             job.remove()
-
-    @contextmanager
-    def _files(self, token: str) -> Iterator[None]:
-        """While inside, temporary files of torch and Lightning lie where they are removed.
-
-        Those of tracebacks, and of the weights that travel back, would stay if a worker fails.
-        """
-        if self._start_method == "forkserver":
-            util.get_temp_dir()  # now: it serves all launches of this process
-        folder = make_job_folder(entry_name("launch", token))
-        self._folder = str(folder)
-        try:
-            with _temporary_files_in(self._folder):
-                yield
-        finally:
             remove_job_folder(folder)
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         if parent_of(os.environ[HEIR]).is_ending:
             raise SystemExit(1)  # there is nobody who would take them
-        with _temporary_files_in(self._folder):
+        with attributes_replaced([(tempfile, "tempdir", self._folder)]):
             return super()._collect_rank_zero_results(trainer, results)  # type: ignore[misc]
-
-    def _states(self) -> Any:
-        """What workers of a server would not inherit: Lightning takes it to spawned ones only."""
-        if self._start_method != "forkserver":
-            return None
-        module = self._strategy.namespace.launchers.multiprocessing
-        return module._GlobalStateSnapshot.capture()  # noqa: SLF001
 
     def _look_after(self, is_over: threading.Event, signals: _PassedOn) -> None:
         """Kill the workers that are left a while after one has failed, such as stopped ones.
@@ -322,13 +287,35 @@ class _Workers:
                 return
 
 
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    previous, tempfile.tempdir = tempfile.tempdir, folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = previous
+@torch.no_grad()
+def own_memory(owners: Iterable[Any]) -> None:
+    """Copy what came from the parent: tensors of modules, and of objects such as callbacks.
+
+    torch lets all workers share them, and one that two ranks update would be updated twice.
+
+    Of an object, the tensors and modules that its attributes are; data sets keep sharing theirs.
+    """
+    for owner in owners:
+        if isinstance(owner, nn.Module):
+            _own(owner)
+        elif hasattr(owner, "state_dict"):
+            _own_attributes(owner)
+            for value in vars(owner).values():
+                if isinstance(value, nn.Module):
+                    _own(value)
+
+
+def _own(module: nn.Module) -> None:
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        tensor.data = tensor.data.clone()
+    for child in module.modules():
+        _own_attributes(child)
+
+
+def _own_attributes(owner: Any) -> None:
+    for name, value in vars(owner).items():
+        if isinstance(value, Tensor) and value.is_shared():
+            vars(owner)[name] = value.clone().requires_grad_(value.requires_grad)
 
 
 def _last_words(exception: BaseException, job: Launched) -> str:
@@ -341,9 +328,8 @@ def _last_words(exception: BaseException, job: Launched) -> str:
         path, _, says = text.splitlines()[-1].partition(": ")
         kind = path.rpartition(".")[2]
         if kind == TransportError.__name__ and not told:
-            return (
-                f"The job ends, because {says}"  # it has met nobody, which is no fault of its own
-            )
+            # It has met nobody, which is no fault of its own.
+            return f"The job ends, because {says}"
         return f"{text}\n{_cause(exception, f'raised {kind}', job)}"
     if isinstance(exception, ProcessExitedException) and not told:
         how = f"ended with exit code {exception.exit_code}"
@@ -359,41 +345,22 @@ def _cause(exception: ProcessException, how: str, job: Launched) -> str:
     return f"The job ends, because {who} {how} in {job.phase_of(rank)}"
 
 
-def _print_instead_of_a_traceback(exception: BaseException, words: str) -> None:
-    """Nothing has failed in the parent: if it ends with this exception, print these."""
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if value is not exception:
-            previous(kind, value, trace)
-        elif words:
-            say(words)
-
-    sys.excepthook = hook
-
-
 def _launcher_class(name: str, part: type, base: type, **members: Any) -> type:
     return type(name, (part, base), {"__module__": __name__, **members})
 
 
+WORKER_LAUNCHERS = {
+    each.name: _launcher_class(f"Launcher{number}", _Workers, each.workers._MultiProcessingLauncher)  # noqa: SLF001
+    for number, each in enumerate(installed_namespaces())
+}
+"""The launchers of workers that are functions, by namespace."""
 # Under their names, since they travel to the workers.
-_NAMES = {each.name: f"Launcher{number}" for number, each in enumerate(installed_namespaces())}
-globals().update(
-    {
-        _NAMES[each.name]: _launcher_class(_NAMES[each.name], _Workers, each.worker_launcher)
-        for each in installed_namespaces()
-    }
-)
+globals().update({made.__name__: made for made in WORKER_LAUNCHERS.values()})
 
 
-def worker_launcher(strategy: Any, start_method: str) -> Any:
-    """The launcher of a strategy whose workers are functions."""
-    return globals()[_NAMES[strategy.namespace.name]](strategy, start_method=start_method)
-
-
-def script_launcher(strategy: Any, num_processes: int, num_nodes: int) -> Any:
+def script_launcher(run: Any) -> Any:
     """The launcher of a strategy whose workers are scripts."""
-    module = strategy.namespace.launchers.subprocess_script
+    module = run.namespace.scripts
     base = module._SubprocessScriptLauncher  # noqa: SLF001
     made = _launcher_class("ScriptLauncher", _Scripts, base, _module=module)
-    return made(strategy.cluster_environment, num_processes, num_nodes)
+    return made(run.cluster_environment, run.num_processes, run.num_nodes)

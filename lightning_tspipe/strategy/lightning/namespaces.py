@@ -1,22 +1,44 @@
-"""The two Lightning namespaces: ``lightning.pytorch`` and ``pytorch_lightning``.
+"""The two Lightning namespaces, ``lightning.pytorch`` and ``pytorch_lightning``, as one.
 
 They are separate copies of one code base, with separate registries; each refuses the other's
-modules and strategies. This module is the only place that knows both.
+modules and strategies. This module is the only place that knows both. The base class of the
+strategy is here too: Lightning's own, of the namespace whose Trainer uses it.
 """
 
 from __future__ import annotations
 
-import importlib
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from functools import wraps
 from importlib.util import find_spec
-from types import ModuleType
-from typing import Any
+from inspect import getattr_static, isfunction
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, TypedDict
 
+import torch
 from typing_extensions import override
+
+_FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+_PARTS = {
+    "strategies": "{package}.strategies",
+    "callbacks": "{package}.callbacks",
+    "workers": "{package}.strategies.launchers.multiprocessing",
+    "scripts": "{package}.strategies.launchers.subprocess_script",
+    "async_checkpoint_io": "{package}.plugins.io:AsyncCheckpointIO",
+    "torch_checkpoint_io": "{fabric}.plugins.io.torch_io:TorchCheckpointIO",
+    "sigterm_exception": "{package}.utilities.exceptions:SIGTERMException",
+    # The decorator that holds this process's rank
+    "rank_zero_only": "{package}.utilities.rank_zero:rank_zero_only",
+    "optimizers_to_device": "{fabric}.utilities.optimizer:_optimizers_to_device",
+    "init_dist_connection": "{fabric}.utilities.distributed:_init_dist_connection",
+    # Tells callbacks, strategy and loggers that an exception ends the run
+    "interrupt": "{package}.trainer.call:_interrupt",
+    "module": "{package}:LightningModule",
+}
+"""What each copy of Lightning has, and where; a package, a module or what is in one."""
 
 
 class Namespace:
-    """One copy of Lightning.
+    """One copy of Lightning; it has an attribute for each of ``_PARTS``.
 
     Args:
         name: Its package.
@@ -25,100 +47,24 @@ class Namespace:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def _module(self, path: str) -> ModuleType:
-        return importlib.import_module(f"{self.name}.{path}")
+    def __getattr__(self, part: str) -> Any:
+        if part not in _PARTS:
+            raise AttributeError(part)
+        path = _PARTS[part].format(package=self.name, fabric=_FABRIC[self.name])
+        return resolve_name(path)
 
     @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return namespace_of, (self.name,)  # modules that were imported don't travel
-
-    @cached_property
-    def strategies(self) -> ModuleType:
-        """The package of strategies."""
-        return self._module("strategies")
-
-    @cached_property
-    def launchers(self) -> Any:
-        """The launchers, as submodules."""
-        self._module("strategies.launchers.multiprocessing")
-        self._module("strategies.launchers.subprocess_script")
-        return self._module("strategies.launchers")
-
-    @cached_property
-    def callbacks(self) -> ModuleType:
-        """The package of callbacks."""
-        return self._module("callbacks")
-
-    @cached_property
-    def internal_names(self) -> frozenset[str]:
-        """Attributes that every module has."""
-        return frozenset(vars(self._module("core").LightningModule()))
-
-    @property
-    def _fabric(self) -> str:
-        return "lightning.fabric" if self.name == "lightning.pytorch" else "lightning_fabric"
-
-    @property
-    def worker_launcher(self) -> type:
-        """The launcher that starts functions."""
-        found: type = self.launchers.multiprocessing._MultiProcessingLauncher  # noqa: SLF001
-        return found
-
-    @cached_property
-    def torch_checkpoint_io(self) -> type:
-        """How Lightning writes checkpoints."""
-        found: type = importlib.import_module(
-            f"{self._fabric}.plugins.io.torch_io"
-        ).TorchCheckpointIO
-        return found
-
-    @cached_property
-    def async_checkpoint_io(self) -> type:
-        """The plugin with which the training goes on while a checkpoint is written."""
-        found: type = self._module("plugins.io").AsyncCheckpointIO
-        return found
+        return namespace_of, (self.name,)
 
     def callback(self, **hooks: Any) -> Any:
         """A callback of this namespace with the given hooks; they get no ``self``."""
         members = {k: staticmethod(v) if callable(v) else v for k, v in hooks.items()}
         return type("PipelineCallback", (self.callbacks.Callback,), members)()
 
-    def interrupt(self, trainer: Any, exception: BaseException) -> None:
-        """Tell callbacks, strategy and loggers that an exception ends the run."""
-        self._module("trainer.call")._interrupt(trainer, exception)  # noqa: SLF001
-        trainer._signal_connector.teardown()  # noqa: SLF001
-
-    @property
-    def sigterm_exception(self) -> type[SystemExit]:
-        """What the loops raise after a SIGTERM."""
-        found: type[SystemExit] = self._module("utilities.exceptions").SIGTERMException
-        return found
-
-    @property
-    def rank_zero_only(self) -> Any:
-        """The decorator that holds this process's rank."""
-        return self._module("utilities.rank_zero").rank_zero_only
-
-    def init_dist_connection(self, environment: Any, backend: str, **kwargs: Any) -> None:
-        """Start the process group of all ranks."""
-        module = importlib.import_module(f"{self._fabric}.utilities.distributed")
-        module._init_dist_connection(environment, backend, **kwargs)  # noqa: SLF001
-
-    def optimizers_to_device(self, optimizers: Any, device: Any) -> None:
-        """Move what optimizers keep."""
-        module = importlib.import_module(f"{self._fabric}.utilities.optimizer")
-        module._optimizers_to_device(optimizers, device)  # noqa: SLF001
-
-    def prediction_writers(self, trainer: Any) -> list[Any]:
-        """The callbacks that write predictions."""
-        kind = self.callbacks.BasePredictionWriter
-        return [callback for callback in trainer.callbacks if isinstance(callback, kind)]
-
 
 _NAMESPACES = {
-    name: Namespace(name)
-    for name in ("lightning.pytorch", "pytorch_lightning")
-    if find_spec(name.split(".", maxsplit=1)[0])
+    name: Namespace(name) for name in _FABRIC if find_spec(name.split(".", maxsplit=1)[0])
 }
 
 
@@ -135,3 +81,67 @@ def namespace_of(path: str) -> Namespace:
     """
     found = (each for name, each in _NAMESPACES.items() if path.startswith(name))
     return next(found, installed_namespaces()[0])
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import ParallelStrategy
+    from pytorch_lightning.strategies import ParallelStrategy as OtherParallelStrategy
+
+    class LightningStrategy(ParallelStrategy, OtherParallelStrategy):  # type: ignore[misc]
+        """A strategy to both Trainers; inherited methods are those of ``namespace``."""
+
+        namespace: Namespace
+        """Known when a Trainer hands over its accelerator; until then the first installed one."""
+
+
+class StrategyArguments(TypedDict, total=False):
+    """Arguments of every Lightning strategy; of plugins, two namespaces have no common type."""
+
+    accelerator: Any
+    parallel_devices: list[torch.device] | None
+    cluster_environment: Any
+    checkpoint_io: Any
+    precision_plugin: Any
+
+
+def _method(choices: Mapping[str, Callable[..., Any]], default: Callable[..., Any]) -> Any:
+    @wraps(default)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return choices[self.namespace.name](self, *args, **kwargs)
+
+    # Lightning looks below one decorator to see whether a method is overridden.
+    vars(call)["__wrapped__"] = getattr(default, "__wrapped__", default)
+    return call
+
+
+def _property(choices: Mapping[str, Any], default: property) -> property:
+    def get(self: Any) -> Any:
+        return choices[self.namespace.name].fget(self)
+
+    def set_(self: Any, value: Any) -> None:
+        choices[self.namespace.name].fset(self, value)
+
+    return property(get, None if default.fset is None else set_, doc=default.__doc__)
+
+
+def _joined() -> type:
+    """A class below the strategies of all namespaces, which dispatches what it inherits.
+
+    Python's own order of methods would give every object those of the first namespace.
+    """
+    bases = {each.name: each.strategies.ParallelStrategy for each in installed_namespaces()}
+    first = next(iter(bases.values()))
+    members: dict[str, Any] = {"__doc__": _joined.__doc__, "__module__": __name__}
+    for name in dir(first):
+        default: Any = getattr_static(first, name)
+        choices = {key: getattr_static(base, name, default) for key, base in bases.items()}
+        if isinstance(default, property):
+            members[name] = _property(choices, default)
+        elif isfunction(default) and not name.startswith("__"):
+            members[name] = _method(choices, default)
+    made: type = type(first)("LightningStrategy", tuple(bases.values()), members)
+    return made
+
+
+if not TYPE_CHECKING:
+    LightningStrategy = _joined()

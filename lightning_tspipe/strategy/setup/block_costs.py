@@ -6,10 +6,8 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import asdict
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,105 +17,142 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
-from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, described
-from lightning_tspipe.planning.relay_modes import plan_mode, within
-from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes
+from lightning_tspipe.planning.plain import from_plain, plain, to_plain
+from lightning_tspipe.planning.plan import RunPlan
+from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
+from lightning_tspipe.profiling import moments
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
 from lightning_tspipe.runtime.modes.relay.profiler import measure_block
-from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.strategy.setup.machine import link_of, memory_limit, nominal_rate
+from lightning_tspipe.runtime.stages.randomness import draws
+from lightning_tspipe.strategy.setup.options import (
+    SetupOptions,
+    link_of,
+    memory_limit,
+    nominal_rate,
+)
+from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 
 
-class BlockCosts:
+class BlockPlanner:
     """Finds out what blocks cost, and who gets them.
 
     Args:
-        module: Has the blocks.
-        options: The callback ``BlockwiseRelay``.
-        transport: How to reach the other ranks, which measure too.
-        device: Where to measure.
-        context: The precision plugin's forward context.
-        memory: What a device may hold.
-        by_flops: Whether costs are calculated from operations, instead of measured.
+        here: This rank; the module has the blocks.
+        callback: ``BlockwiseRelay``, with its options.
+        options: The strategy's.
+        batch: A batch, the same on all ranks.
+        optimizers: What updates the blocks.
+
+    Attributes:
+        pairs: The blocks.
+        shapes: What flows between them.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what blocks need to run, and where
+    def __init__(
         self,
-        module: Any,
-        options: Any,
-        transport: Transport,
-        device: torch.device,
-        context: Callable[[], AbstractContextManager[None]],
-        memory: int | str | None,
-        *,
-        by_flops: bool = False,
-        ranks_per_device: int = 1,
-    ) -> None:
-        self._module = module
-        self._options = options
-        self._transport = transport
-        self._device = device
-        self._context = context
-        self._memory = memory
-        self._ranks_per_device = ranks_per_device
-        self._rate = nominal_rate(device) if by_flops else None
-
-    def plan(
-        self,
-        pairs: Sequence[BlockPair],
-        shapes: BlockShapes,
+        here: Rank,
+        callback: Any,
+        options: SetupOptions,
         batch: Any,
-        samples: int,
         optimizers: Sequence[torch.optim.Optimizer],
-    ) -> RelayPlan:
-        """The distribution of the blocks, the same on all ranks.
+    ) -> None:
+        module: Any = here.module
+        x = module.block_input(batch, "weights")
+        self.pairs: Sequence[BlockPair] = module.block_pairs
+        self.shapes = infer_shapes(self.pairs, module.block_loss, x, batch, here.context)
+        self._here, self._callback, self._options = here, callback, options
+        self._batch, self._samples, self._optimizers = batch, len(x), optimizers
+
+    def plan(self, run: PlanOfRun) -> RelayPlan:
+        """Who gets which blocks: as in the checkpoint that the run goes on from, or a new plan.
+
+        Args:
+            run: Knows that plan, and gets this one, the same on all ranks.
 
         Raises:
-            PartitionError: There is none.
+            PartitionError: The blocks can't be distributed as wished, or don't fit the memory.
         """
-        options, num_ranks = self._options, self._transport.num_ranks
-        names = tuple(pair.name for pair in pairs)
+        wished, transport = self._callback, self._here.transport
+        wanted = {
+            "devices": transport.num_ranks,
+            "devices per pipeline": transport.num_ranks,
+            "blocks": len(self.pairs),
+            **{name: plain(getattr(wished, name)) for name in ("mode", "partition", "widths")},
+            "memory_limit": plain(self._options.memory_limit),
+        }
+        found = run.reuse(wanted)
+        if found is None or found.blocks is None:
+            made = self._distribute()
+            source = self._options.source if made.stage_seconds else "given"
+            found = RunPlan(wanted, source, blocks=made)
+        blocks = found.blocks
+        assert blocks is not None
+
+        def changes(before: RunPlan) -> list[str]:
+            return self._changes(before.blocks, blocks)
+
+        run.place(found, changes if transport.rank == LOSS_RANK else None)
+        if transport.rank == LOSS_RANK:
+            rank_zero_info(f"BlockwiseRelay, mode {wished.mode!r}\n{blocks}")
+        return blocks
+
+    def _distribute(self) -> RelayPlan:
+        """The distribution of the blocks by what they cost; every rank calls it."""
+        wished, num_ranks = self._callback, self._here.transport.num_ranks
+        names = tuple(pair.name for pair in self.pairs)
         widths: Sequence[int] = (1,)
         plan = None
-        if options.partition is not None:
-            plan, widths = _by_hand(names, options, num_ranks), sorted(set(options.widths))
-        elif num_ranks == 1 or options.mode in {"ir", "dp"}:
+        if wished.partition is not None:
+            if sum(wished.partition) != len(names) or sum(wished.widths) != num_ranks:
+                raise PartitionError(
+                    f"partition={list(wished.partition)}, widths={list(wished.widths)}: there are "
+                    f"{len(names)} blocks and {num_ranks} devices, and the numbers must add up to "
+                    "them"
+                )
+            plan = RelayPlan((0, *accumulate(wished.partition)), wished.widths, names=names)
+        elif num_ranks == 1 or wished.mode in {"ir", "dp"}:
             # There is nothing to choose.
-            plan, widths = RelayPlan((0, len(pairs)), (num_ranks,), names=names), (num_ranks,)
-        elif options.mode == "ahd":
+            plan = RelayPlan((0, len(names)), (num_ranks,), names=names)
+        elif wished.mode == "ahd":
             widths = range(1, num_ranks + 1)
-        if plan is not None and self._memory is None:
+        if plan is not None and self._options.memory_limit is None:
             return plan
-        profile = self.profile(pairs, shapes, batch, samples, optimizers, widths)
-        limit = memory_limit(
-            self._memory, self._device,
-            ranks_per_device=self._ranks_per_device, whatever_is_free=self._rate is not None,
-        )  # fmt: skip
+        profile = self.profile(widths if plan is None else plan.widths)
+        limit = memory_limit(self._options, self._here.device)
         if plan is not None:
-            return within(limit, described(plan, profile))
-        return plan_mode(options.mode, profile, num_ranks, limit)
+            return profile.priced(plan, limit)
+        return plan_mode(wished.mode, profile, num_ranks, limit)
 
-    def profile(  # noqa: PLR0913, PLR0917 - what is measured, and how often
-        self,
-        pairs: Sequence[BlockPair],
-        shapes: BlockShapes,
-        batch: Any,
-        samples: int,
-        optimizers: Sequence[torch.optim.Optimizer],
-        widths: Sequence[int],
-    ) -> RelayProfile:
+    def _changes(self, before: RelayPlan | None, now: RelayPlan) -> list[str]:
+        """What is computed differently where blocks lie otherwise than in the run before."""
+        if before is None:
+            return ["its blocks were not relayed"]
+        is_apart = self._callback.sync_batchnorm is False and _shares(before) != _shares(now)
+        told = {
+            "BatchNorm in blocks that devices share normalises by the samples of each "
+            "(sync_batchnorm=False)": is_apart and any(pair.has_batchnorm for pair in self.pairs),
+            "dropout, or whatever else in the blocks is random, draws from the generator of the "
+            "rank that runs it": any(map(self._draws, self.pairs)),
+        }
+        return [text for text, is_so in told.items() if is_so]
+
+    def _draws(self, pair: BlockPair) -> bool:
+        """Whether a block draws random numbers."""
+        spec = self.shapes.input_spec(pair.index, self._samples)
+        return any(draws(block.modules(), block, spec) for block in (pair.teacher, pair.student))
+
+    # What blocks cost
+
+    def profile(self, widths: Sequence[int]) -> RelayProfile:
         """What the blocks cost: measured by all ranks, or known from an earlier run.
 
         Args:
-            pairs: The blocks.
-            shapes: What flows between them.
-            batch: A batch.
-            samples: Its samples.
-            optimizers: What updates the blocks.
             widths: How many devices may share a block.
         """
-        transport = self._transport
-        sizes = sorted({largest_share(width, samples) for width in widths})
-        file = self._cache_file(pairs, shapes, sizes)
+        transport = self._here.transport
+        sizes = sorted({largest_share(width, self._samples) for width in widths})
+        file = self._cache_file(sizes)
         text = None
         if transport.rank == LOSS_RANK and file is not None and file.is_file():
             text = file.read_text(encoding="utf-8")
@@ -126,67 +161,62 @@ class BlockCosts:
             rank_zero_info(f"BlockwiseRelay: what blocks cost is known from {file}")
         else:
             # Each rank measures some of them, so that it takes less time.
-            own = {
-                pair.index: self._measured(pair, shapes, sizes, batch, optimizers)
-                for pair in pairs[transport.rank :: transport.num_ranks]
-            }
+            mine = self.pairs[transport.rank :: transport.num_ranks]
+            own = {pair.index: self._measured(pair, sizes) for pair in mine}
             gathered = transport.gather_object(own, LOSS_RANK)
             blocks = {i: b for part in gathered or () for i, b in part.items()}
-            text = json.dumps([asdict(blocks[i]) for i in sorted(blocks)])
+            text = json.dumps([to_plain(blocks[i]) for i in sorted(blocks)])
             text = transport.broadcast_object(text, LOSS_RANK)
             if transport.rank == LOSS_RANK and file is not None:
                 _write(file, text)
-        latency, bandwidth = link_of(transport, by_flops=self._rate is not None)
-        return RelayProfile(tuple(map(_block, json.loads(text))), samples, latency, bandwidth)
+        found = from_plain(tuple[BlockProfile, ...], json.loads(text))
+        return RelayProfile(found, self._samples, *link_of(self._options, transport))
 
-    def _measured(
-        self,
-        pair: BlockPair,
-        shapes: BlockShapes,
-        sizes: Sequence[int],
-        batch: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> BlockProfile:
+    def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
         started = time.perf_counter()
-        pair.teacher.to(self._device)
-        pair.student.to(self._device)
+        device = self._here.device
+        module: Any = self._here.module
+        pair.teacher.to(device)
+        pair.student.to(device)
         found = measure_block(
             pair,
-            self._module.block_loss,
-            shapes,
+            module.block_loss,
+            self.shapes,
             sizes,
-            batch,
-            self._device,
-            steps=self._options.profile_steps,
-            moments=max(map(_moments, optimizers), default=0),
-            context=self._context,
-            flops_per_second=self._rate,
+            self._batch,
+            device,
+            steps=self._callback.profile_steps,
+            moments=max((moments(o.defaults) for o in self._optimizers), default=0),
+            context=self._here.context,
+            flops_per_second=nominal_rate(self._options, device),
         )
         took = time.perf_counter() - started
         rank_zero_info(
-            f"BlockwiseRelay: measured block {pair.index + 1} of {len(shapes.fields)} "
+            f"BlockwiseRelay: measured block {pair.index + 1} of {len(self.shapes.fields)} "
             f"({pair.name}), with {sizes} samples, in {took:.1f} s"
         )
         return found
 
-    def _cache_file(
-        self, pairs: Sequence[BlockPair], shapes: BlockShapes, sizes: Sequence[int]
-    ) -> Path | None:
-        where = self._options.profile_cache
-        if where is None or self._rate is not None:
+    def _cache_file(self, sizes: Sequence[int]) -> Path | None:
+        where, device = self._callback.profile_cache, self._here.device
+        if where is None or self._options.plans_by_flops:
             return None
         if where == "auto":
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
             where = Path(home) / "lightning_tspipe"
-        name = str(self._device)
-        if self._device.type == "cuda":
-            name = torch.cuda.get_device_name(self._device)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         known = [
-            *(f"{pair.teacher}{pair.student}" for pair in pairs), shapes, sizes, name,
-            torch.__version__, torch.get_num_threads(), self._options.profile_steps,
+            *(f"{pair.teacher}{pair.student}" for pair in self.pairs), self.shapes, sizes, name,
+            torch.__version__, torch.get_num_threads(), self._callback.profile_steps,
         ]  # fmt: skip
         key = hashlib.sha256(repr(known).encode()).hexdigest()[:20]
         return Path(where) / f"relay-{key}.json"
+
+
+def _shares(plan: RelayPlan) -> list[int]:
+    """For each block, how many devices share it."""
+    stages = zip(pairwise(plan.cuts), plan.widths, strict=True)
+    return [width for (first, last), width in stages for _ in range(first, last)]
 
 
 def _write(file: Path, text: str) -> None:
@@ -198,25 +228,3 @@ def _write(file: Path, text: str) -> None:
         part.replace(file)
     except OSError as error:
         rank_zero_info(f"BlockwiseRelay: the measured costs are not kept: {error}")
-
-
-def _block(data: dict[str, Any]) -> BlockProfile:
-    for kind in ("teacher", "student"):
-        data[kind] = {int(size): seconds for size, seconds in data[kind].items()}
-    return BlockProfile(**data)
-
-
-def _moments(optimizer: torch.optim.Optimizer) -> int:
-    """Tensors of the size of a parameter that the optimizer keeps for each."""
-    if "betas" in optimizer.defaults:
-        return 2
-    return int(bool(optimizer.defaults.get("momentum", 0)))
-
-
-def _by_hand(names: tuple[str, ...], options: Any, num_ranks: int) -> RelayPlan:
-    if sum(options.partition) != len(names) or sum(options.widths) != num_ranks:
-        raise PartitionError(
-            f"partition={list(options.partition)}, widths={list(options.widths)}: there are "
-            f"{len(names)} blocks and {num_ranks} devices, and the numbers must add up to them"
-        )
-    return RelayPlan((0, *accumulate(options.partition)), options.widths, names=names)

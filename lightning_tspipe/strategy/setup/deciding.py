@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,231 +11,40 @@ from typing import Any
 
 import torch
 
+from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.planning.cluster import Link
-from lightning_tspipe.planning.placement import Placement, default_ranks
-from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.recomputing import keep_or_recompute
-from lightning_tspipe.planning.run_plan import RunPlan, Source
-from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.profiling import is_paired, profile_step
+from lightning_tspipe.planning.heads import Task, TrunkCost
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.planning.plan import Plan, RunPlan
+from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
+from lightning_tspipe.profiling import is_paired, profile_forwards, profile_step
+from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names
 from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.strategy.setup.freezing import Freezing, of_plan, place_frozen
-from lightning_tspipe.strategy.setup.machine import link_of, memory_limit, nominal_rate
-from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
-from lightning_tspipe.strategy.setup.plan_of_run import FROZEN, PlanOfRun, made_for
-from lightning_tspipe.strategy.setup.weight_source import InitialWeights
+from lightning_tspipe.strategy.setup.freezing import of_plan, place_frozen
+from lightning_tspipe.strategy.setup.options import (
+    SetupOptions,
+    link_of,
+    memory_limit,
+    nominal_rate,
+    parse_bytes,
+)
+from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, decided_once, made_for
 
 log = logging.getLogger("lightning_tspipe")
 
 _ACTION_SECONDS = 1.0e-4
 
 
-def agree(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    captured: Captured,
-    options: SetupOptions,
-    transport: Transport,
-    device: torch.device,
-    optimizers: Sequence[torch.optim.Optimizer],
-    replicas: Replicas,
-    initial: InitialWeights,
-    freezing: Freezing,
-    num_frozen: int,
-    run: PlanOfRun,
-) -> RunPlan:
-    """Agree on the plan, on all ranks.
-
-    Raises:
-        PartitionError: The networks can't be cut as asked for.
-    """
-    num_ranks = transport.num_ranks
-    wanted = made_for(options, num_ranks, replicas.number, captured, num_frozen)
-    if initial.placement is not None:
-        return RunPlan(wanted, "given", initial.placement)
-    known = _known(wanted, captured, options, freezing, run)
-    if known is not None:
-        return known
-    decided = None
-    if replicas.is_first:
-        if transport.rank == num_ranks - 1:
-            link = link_of(transport, by_flops=options.plans_by_flops)
-            decided = _decide(captured, options, num_ranks, device, optimizers, num_frozen, link)
-        decided = transport.broadcast_object(decided, num_ranks - 1)
-    # Measured apart, they would not agree, and peers would hold different stages.
-    decision: _Decision = replicas.broadcast(decided)
-    parameters = parameter_names(captured.networks["student"])
-    freezing.learn(decision.profile, decision.plan, replicas.number, parameters)
-    if transport.rank == LOSS_RANK and replicas.is_first:
-        log.info("%s", decision.summary)
-    source = "given" if decision.plan is None else _source(options)
-    return RunPlan(wanted, source, decision.placement, decision.plan)
-
-
-def _known(
-    wanted: dict[str, Any],
-    captured: Captured,
-    options: SetupOptions,
-    freezing: Freezing,
-    run: PlanOfRun,
-) -> RunPlan | None:
-    """The plan that was given, or made before: by the run that this one resumes, or on freezing.
-
-    Raises:
-        PartitionError: The plan that was given is one for something else.
-    """
-    num_ranks, num_frozen = wanted["devices per pipeline"], wanted[FROZEN]
-    if options.plan is not None and not num_frozen:
-        _check_plan(options.plan, captured, num_ranks, wanted["devices"] // num_ranks)
-        return RunPlan(wanted, "given", options.plan.placement, options.plan)
-    found = run.reuse(wanted) if freezing.plan is None else None
-    if found is not None:
-        return found
-    if num_frozen and (freezing.plan is not None or _needs_no_measuring(options, num_ranks)):
-        number = 1 if options.num_microbatches == "auto" else options.num_microbatches
-        num_atoms = len(captured.networks["student"].atoms)
-        placement, plan = place_frozen(freezing, num_atoms, num_frozen, num_ranks, number)
-        return RunPlan(wanted, _source(options) if plan else "given", placement, plan)
-    return RunPlan(wanted, "given", _single(captured, options)) if num_ranks == 1 else None
-
-
-def _source(options: SetupOptions) -> Source:
-    return "flops" if options.plans_by_flops else "times"
-
-
-def _needs_no_measuring(options: SetupOptions, num_ranks: int) -> bool:
-    """Whether there is nothing to decide, or the user has decided it."""
-    return num_ranks == 1 or options.plan is not None or isinstance(options.partition, Mapping)
-
-
-@dataclass(frozen=True)
-class _Decision:
-    """A placement, why it was chosen, and the profile that it was chosen by."""
-
-    placement: Placement
-    summary: str
-    profile: StepProfile | None = None
-    plan: Plan | None = None
-
-
-def _check_plan(plan: Plan, captured: Captured, num_ranks: int, num_replicas: int) -> None:
-    """Refuse a plan that was made for something else.
-
-    Raises:
-        PartitionError: Says what differs.
-    """
-    planned, found = (plan.pipeline.num_ranks, plan.num_replicas), (num_ranks, num_replicas)
-    if planned != found:
-        raise PartitionError(
-            f"the plan is one for {_devices(*planned)}, and this run has {_devices(*found)}: use "
-            f"num_stages={planned[0]} and devices={planned[0] * planned[1]}, or plan again with "
-            f"--devices {found[0] * found[1]} --replicas {found[1]}"
-        )
-    cuts = {"student": plan.student_cuts, "teacher": plan.teacher_cuts}
-    layouts = {"student": plan.pipeline.student, "teacher": plan.pipeline.teacher}
-    for name in ("student", "teacher"):
-        network, layout = captured.networks.get(name), layouts[name]
-        found = (0, 0)
-        if network is not None:
-            found = len(network.atoms), len(captured.plan.calls_of(name))
-        planned = (cuts[name][-1], layout.num_calls) if layout is not None else (0, 0)
-        if planned != found:
-            raise PartitionError(
-                f"the plan is one for a {name} of {planned[0]} atoms that is called {planned[1]} "
-                f"times per step; this one has {found[0]} atoms and {found[1]} calls. Plan again: "
-                "the module or its step has changed"
-            )
-
-
-def _devices(num_ranks: int, num_replicas: int) -> str:
-    if num_replicas == 1:
-        return f"{num_ranks} devices"
-    return f"{num_replicas} replicas of {num_ranks} devices"
-
-
-def _single(captured: Captured, options: SetupOptions) -> Placement:
-    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
-    networks = captured.networks
-    teacher = networks.get("teacher")
-    return Placement(
-        1,
-        (0, len(networks["student"].atoms)),
-        (0,),
-        (0, len(teacher.atoms)) if teacher is not None else (),
-        (0,) if teacher is not None else (),
-        number,
-    )
-
-
-def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    captured: Captured,
-    options: SetupOptions,
-    num_ranks: int,
-    device: torch.device,
-    optimizers: Sequence[torch.optim.Optimizer],
-    num_frozen: int,
-    link: Link,
-) -> _Decision:
-    """Measure and plan."""
-    captured = captured.whole
-    plan, networks = captured.plan, captured.networks
-    student, teacher = networks["student"], networks.get("teacher")
-    paired = teacher is not None and is_paired(student, teacher)
-    if plan.has_ema and teacher is not None and not paired:
-        raise PartitionError(
-            "the step averages parameters of networks that are built differently, so that the "
-            "parts of a pair could come to different ranks. Give the teacher the same structure "
-            "as the beginning of the student"
-        )
-    partition = options.partition
-    if isinstance(partition, Mapping):
-        return _by_hand(partition, captured, options, num_ranks, paired=paired)
-    profile = profile_step(
-        captured, device, optimizers, options.microbatch_counts,
-        nominal_rate(device) if options.plans_by_flops else None, only_counts=True,
-    )  # fmt: skip
-    profile = profile.recomputing(options.recomputed([atom.name for atom in profile.student.atoms]))
-
-    def best(profile: StepProfile) -> Plan:
-        return profile.freezing(num_frozen).plan(
-            num_ranks,
-            state_limit=_state_limit(options, profile),
-            partition="auto" if isinstance(partition, str) else list(partition),
-            link=link,
-            **planning_constraints(options, device),
-        )
-
-    text = ""
-    if options.activation_checkpointing == "auto" and _is_limited(options, device):
-        profile, decided = keep_or_recompute(profile, best)
-        if profile.student.recomputed:
-            text = "\nactivation_checkpointing='auto' was switched on: nothing else fits as fast"
-    else:
-        decided = best(profile)
-    told = f"{decided}{text}\nlink between neighbours: {link}"
-    return _Decision(of_plan(decided, num_frozen), told, profile, decided)
-
-
-def _is_limited(options: SetupOptions, device: torch.device) -> bool:
-    """Whether memory may keep out a plan."""
-    limits = _memory_limit(options, device), options.state_limit
-    return any(limit is not None for limit in limits)
-
-
-def _memory_limit(options: SetupOptions, device: torch.device) -> int | None:
-    return memory_limit(
-        options.memory_limit, device,
-        ranks_per_device=options.ranks_per_device, whatever_is_free=options.plans_by_flops,
-    )  # fmt: skip
-
-
-def planning_constraints(options: SetupOptions, device: torch.device) -> dict[str, Any]:
+def planning_constraints(
+    options: SetupOptions, device: torch.device, transport: Transport
+) -> dict[str, Any]:
     """Constraints of the user and the machine on every plan of this run."""
     return {
-        "memory_limit": _memory_limit(options, device),
+        "link": link_of(options, transport),
+        "memory_limit": memory_limit(options, device),
         "schedule": options.schedule,
         "num_microbatches": options.num_microbatches,
         "split": False if options.compile else options.split_backward,
@@ -243,40 +53,207 @@ def planning_constraints(options: SetupOptions, device: torch.device) -> dict[st
     }
 
 
-def _by_hand(
-    partition: Mapping[str, Sequence[int]],
-    captured: Captured,
-    options: SetupOptions,
-    num_ranks: int,
-    *,
-    paired: bool,
-) -> _Decision:
-    cuts: dict[str, tuple[int, ...]] = {}
-    for name, network in captured.networks.items():
-        counts = partition.get(name)
-        if counts is None or len(counts) < 1 or sum(counts) != len(network.atoms):
-            raise PartitionError(
-                f"partition[{name!r}]={counts!r} must give the number of atoms of each stage, "
-                f"together {len(network.atoms)}"
+_Decision = tuple[Placement, str, StepProfile | None, Plan | None]
+"""A placement, why it was chosen, the profile that it was chosen by, and the plan of a search."""
+
+
+@dataclass(frozen=True)
+class Decider:
+    """Agrees with the other ranks on the plan of a training.
+
+    Attributes:
+        here: This rank.
+        captured: The step.
+        options: The user's.
+        training: What the training knows.
+        num_frozen: Atoms of the student that are frozen.
+    """
+
+    here: Rank
+    captured: Captured
+    options: SetupOptions
+    training: PlannedBy
+    num_frozen: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.here.transport.num_ranks
+
+    def agree(self, placement: Placement | None) -> RunPlan:
+        """The plan, the same on all ranks.
+
+        Args:
+            placement: Of a module that is spread over the ranks already, and stays so.
+
+        Raises:
+            PartitionError: The networks can't be cut as asked for.
+        """
+        wanted = made_for(self.options, self.here, self.captured, self.num_frozen)
+        if placement is not None:
+            return RunPlan(wanted, "given", placement)
+        known = self._known(wanted)
+        if known is not None:
+            return known
+        placed, summary, profile, plan = decided_once(self.here, self._decide)
+        if self.here.transport.rank == LOSS_RANK and self.here.replicas.is_first:
+            log.info("%s", summary)
+        if profile is None or plan is None:
+            return RunPlan(wanted, "given", placed)
+        freezing = self.training.freezing
+        freezing.learn(profile, plan, self.here.replicas.number)
+        freezing.parameters = parameter_names(self.captured.networks["student"])
+        return RunPlan(wanted, self.options.source, placed, plan)
+
+    def _known(self, wanted: dict[str, Any]) -> RunPlan | None:
+        """The plan that was given, or made before: by the run that goes on here, or on freezing.
+
+        Raises:
+            PartitionError: The plan that was given is one for something else.
+        """
+        options, freezing = self.options, self.training.freezing
+        number = options.given_microbatches
+        if options.plan is not None and not self.num_frozen:
+            self._check_plan(options.plan)
+            return RunPlan(wanted, "given", options.plan.placement, options.plan)
+        found = self.training.run.reuse(wanted) if freezing.plan is None else None
+        if found is not None:
+            return found
+        is_decided = options.plan is not None or isinstance(options.partition, Mapping)
+        atoms = {name: len(network.atoms) for name, network in self.captured.networks.items()}
+        if self.num_frozen and (freezing.plan is not None or is_decided or self.num_ranks == 1):
+            placement, plan = place_frozen(
+                freezing, atoms["student"], self.num_frozen, self.num_ranks, number
             )
-        cuts[name] = (0, *accumulate(counts))
-    teacher = cuts.get("teacher", ())
-    if paired and tuple(cuts["student"][: len(teacher) - 1]) != teacher[:-1]:
-        raise PartitionError(
-            f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts of "
-            "an EMA pair would lie on different ranks. Give one partition=[...] for both"
+            return RunPlan(wanted, options.source if plan else "given", placement, plan)
+        if self.num_ranks > 1:
+            return None
+        teacher = (0, atoms["teacher"]) if "teacher" in atoms else ()
+        return RunPlan(wanted, "given", Placement.of(1, (0, atoms["student"]), teacher, number))
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Refuse a plan that was made for something else.
+
+        Raises:
+            PartitionError: Says what differs.
+        """
+        planned = (plan.pipeline.num_ranks, plan.num_replicas)
+        found = (self.num_ranks, self.here.replicas.number)
+        if planned != found:
+            raise PartitionError(
+                f"the plan is one for {_devices(*planned)}, and this run has {_devices(*found)}: "
+                f"use num_stages={planned[0]} and devices={planned[0] * planned[1]}, or plan again "
+                f"with --devices {found[0] * found[1]} --replicas {found[1]}"
+            )
+        cuts = {"student": plan.student_cuts, "teacher": plan.teacher_cuts}
+        layouts = {"student": plan.pipeline.student, "teacher": plan.pipeline.teacher}
+        for name in ("student", "teacher"):
+            network, layout = self.captured.networks.get(name), layouts[name]
+            found = (0, 0)
+            if network is not None:
+                found = len(network.atoms), len(self.captured.plan.calls_of(name))
+            planned = (cuts[name][-1], layout.num_calls) if layout is not None else (0, 0)
+            if planned != found:
+                raise PartitionError(
+                    f"the plan is one for a {name} of {planned[0]} atoms that is called "
+                    f"{planned[1]} times per step; this one has {found[0]} atoms and {found[1]} "
+                    "calls. Plan again: the module or its step has changed"
+                )
+
+    def _decide(self) -> _Decision:
+        """Measure and plan."""
+        options, device, partition = self.options, self.here.device, self.options.partition
+        captured = self.captured.whole
+        student, teacher = captured.networks["student"], captured.networks.get("teacher")
+        paired = teacher is not None and is_paired(student, teacher)
+        if captured.plan.has_ema and teacher is not None and not paired:
+            raise PartitionError(
+                "the step averages parameters of networks that are built differently, so that the "
+                "parts of a pair could come to different ranks. Give the teacher the same "
+                "structure as the beginning of the student"
+            )
+        if isinstance(partition, Mapping):
+            return self._by_hand(partition, captured, paired=paired)
+        rate, counts = nominal_rate(options, device), options.microbatch_counts
+        profile = profile_step(
+            captured, device, self.training.optimizers, counts, rate, only_counts=True
         )
-    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
-    ranks = default_ranks(len(cuts["student"]) - 1, num_ranks)
-    teacher_ranks = default_ranks(len(teacher) - 1, num_ranks) if teacher else ()
-    if paired:
-        teacher_ranks = ranks[: len(teacher) - 1]
-    placement = Placement(num_ranks, cuts["student"], ranks, teacher, teacher_ranks, number)
-    return _Decision(placement, f"partition by hand: {cuts}")
+        names = [atom.name for atom in profile.student.atoms]
+        profile = profile.recomputing(options.recomputed(names))
+        constraints = planning_constraints(options, device, self.here.transport)
+        limit = options.state_limit
+
+        def best(profile: StepProfile) -> Plan:
+            share = (
+                int(limit * profile.state_bytes) if isinstance(limit, float) else parse_bytes(limit)
+            )
+            return profile.freezing(self.num_frozen).plan(
+                self.num_ranks,
+                state_limit=share,
+                partition="auto" if isinstance(partition, str) else list(partition),
+                **constraints,
+            )
+
+        text = ""
+        is_limited = constraints["memory_limit"] is not None or limit is not None
+        if options.activation_checkpointing == "auto" and is_limited:
+            profile, decided = keep_or_recompute(profile, best)
+            if profile.student.recomputed:
+                text = (
+                    "\nactivation_checkpointing='auto' was switched on: nothing else fits as fast"
+                )
+        else:
+            decided = best(profile)
+        told = f"{decided}{text}\nlink between neighbours: {constraints['link']}"
+        return of_plan(decided, self.num_frozen), told, profile, decided
+
+    def _by_hand(
+        self, partition: Mapping[str, Sequence[int]], captured: Captured, *, paired: bool
+    ) -> _Decision:
+        cuts: dict[str, tuple[int, ...]] = {}
+        for name, network in captured.networks.items():
+            counts = partition.get(name)
+            if counts is None or len(counts) < 1 or sum(counts) != len(network.atoms):
+                raise PartitionError(
+                    f"partition[{name!r}]={counts!r} must give the number of atoms of each stage, "
+                    f"together {len(network.atoms)}"
+                )
+            cuts[name] = (0, *accumulate(counts))
+        teacher = cuts.get("teacher", ())
+        if paired and tuple(cuts["student"][: len(teacher) - 1]) != teacher[:-1]:
+            raise PartitionError(
+                f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts "
+                "of an EMA pair would lie on different ranks. Give one partition=[...] for both"
+            )
+        number = self.options.given_microbatches
+        placement = Placement.of(self.num_ranks, cuts["student"], teacher, number)
+        return placement, f"partition by hand: {cuts}", None, None
 
 
-def _state_limit(options: SetupOptions, profile: StepProfile) -> int | None:
-    limit = options.state_limit
-    if not isinstance(limit, float):
-        return parse_bytes(limit)
-    return int(limit * profile.state_bytes)
+def _devices(num_ranks: int, num_replicas: int) -> str:
+    if num_replicas == 1:
+        return f"{num_ranks} devices"
+    return f"{num_replicas} replicas of {num_ranks} devices"
+
+
+def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Placement:
+    """The cuts of networks whose forwards alone run, with the least work on the busiest rank.
+
+    Raises:
+        PartitionError: They fit no memory.
+    """
+    num_ranks, device = here.transport.num_ranks, here.device
+    link, limit = link_of(options, here.transport), parse_bytes(options.memory_limit)
+    most = math.inf if limit is None else limit
+    busy = (0.0,) * num_ranks
+    cuts: dict[NetworkName, tuple[int, ...]] = {}
+    rate = nominal_rate(options, device)
+    for name, profile in profile_forwards(captured, device, flops_per_second=rate).items():
+        calls = [captured.plan.calls[i].input for i in captured.plan.calls_of(name)]
+        seconds = [len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms]
+        samples = sum(spec.shape[0] for spec in calls)
+        trunk = TrunkCost.of(profile, seconds, samples, link)
+        found = Task(trunk, (), num_ranks, most, beside=busy).best()
+        cuts[name], busy = found.cuts, found.busy
+    log.info("evaluation: stages start at atoms %s", {k: v[:-1] for k, v in cuts.items()})
+    return Placement.of(num_ranks, cuts.get("student", ()), cuts.get("teacher", ()))

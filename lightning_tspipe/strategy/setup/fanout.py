@@ -1,41 +1,55 @@
-"""Heads on a frozen trunk: who trains which, found at the first batch."""
+"""Heads on a frozen trunk: what they cost, and who trains which, found at the first batch."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from lightning_tspipe.capture import swap
+from lightning_tspipe.capture.plan import TensorSpec, ValueRef
+from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.heads import FanoutTraining, StudentFanout
 from lightning_tspipe.heads.training import refuse_trained_trunk
-from lightning_tspipe.planning.heads import HeadCost, TrunkCost, spread
-from lightning_tspipe.planning.pieces import WHOLE
-from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.run_plan import RunPlan
+from lightning_tspipe.networks.profiler import seconds_of
+from lightning_tspipe.planning.heads import (
+    HeadCost,
+    Spread,
+    Task,
+    TrunkCost,
+    choose_pieces,
+    seconds_in_pieces,
+)
+from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
+from lightning_tspipe.planning.plan import RunPlan
+from lightning_tspipe.profiling import moments, profile_forwards
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.stages.randomness import network_draws
-from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.strategy.setup.head_costs import (
-    ends_of_pieces,
-    head_costs,
-    prologue_seconds,
-    stand_ins,
-    trunk_cost,
+from lightning_tspipe.strategy.setup.options import (
+    SetupOptions,
+    link_of,
+    memory_limit,
+    nominal_rate,
+    parse_bytes,
 )
-from lightning_tspipe.strategy.setup.machine import memory_limit, nominal_rate
-from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun, made_for
+from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, decided_once, made_for
+from lightning_tspipe.strategy.setup.refusals import refuse
 
 log = logging.getLogger("lightning_tspipe")
+
+_NUM_TIMED = 3
+_UPDATE_SECONDS_PER_BYTE = 2.5e-10
+_PIECES = (1, 2, 4, 8)
 
 BLOCK = "student"
 
@@ -52,213 +66,264 @@ def fanout_networks(module: nn.Module, options: SetupOptions) -> Networks:
     Raises:
         ConfigurationError: No trunk, a trunk that is trained, or options that heads don't have.
     """
-    name = type(module).__name__
-    if not isinstance(module, FanoutTraining):
-        raise ConfigurationError(
-            f"{name}.student is a StudentFanout: derive {name} from FanoutTraining first, as in "
-            "class Tasks(FanoutTraining, LightningModule), which runs its steps for each head"
-        )
-    trunk = getattr(module, "teacher", None)
-    if not isinstance(trunk, nn.Module):
-        raise ConfigurationError(f"{name} has heads and no trunk: give it a submodule `teacher`")
-    refuse_trained_trunk(trunk)
-    _refuse_options(module, options)
+    name, trunk, own = type(module).__name__, getattr(module, "teacher", None), cast("Any", module)
+    beside = "does not go with heads on a trunk:"
+    refuse({
+        f"{name}.student is a StudentFanout: derive {name} from FanoutTraining first, as in class "
+        "Tasks(FanoutTraining, LightningModule), which runs its steps for each head":
+        not isinstance(module, FanoutTraining),
+        f"{name} has heads and no trunk: give it a submodule `teacher`":
+        not isinstance(trunk, nn.Module),
+        f"schedule={options.schedule!r} {beside} heads wait for no other rank as it is. Use "
+        "schedule='tspipe'": options.schedule == "1f1b",
+        f"plan {beside} heads are measured when they are placed. Give partition= and "
+        "num_microbatches=": options.plan is not None,
+        f"activation_checkpointing {beside} a trunk has no backward. In a head, use "
+        "torch.utils.checkpoint in its forward":
+        options.activation_checkpointing != "auto" and bool(options.activation_checkpointing),
+        f"automatic_optimization=False {beside} each rank has an optimizer for its own heads. "
+        "Write head_optimizer(name, parameters)": not getattr(own, "automatic_optimization", True),
+    })  # fmt: skip
+    refuse_trained_trunk(own.teacher)
     return Networks((), ("teacher",), (BLOCK,))
 
 
-def _refuse_options(module: Any, options: SetupOptions) -> None:
-    refused = {
-        f"schedule={options.schedule!r}": (
-            options.schedule == "1f1b",
-            "heads wait for no other rank as it is. Use schedule='tspipe'",
-        ),
-        "plan": (
-            options.plan is not None,
-            "heads are measured when they are placed. Give partition= and num_microbatches=",
-        ),
-        "activation_checkpointing": (
-            options.activation_checkpointing not in {False, "auto"},
-            "a trunk has no backward. In a head, use torch.utils.checkpoint in its forward",
-        ),
-        "automatic_optimization=False": (
-            not getattr(module, "automatic_optimization", True),
-            "each rank has an optimizer for its own heads. Write head_optimizer(name, parameters)",
-        ),
-    }
-    for name, (is_set, remedy) in refused.items():
-        if is_set:
-            raise ConfigurationError(f"{name} does not go with heads on a trunk: {remedy}")
-
-
-def heads_of(
-    module: nn.Module,
-    networks: Networks,
-    device: torch.device,
-    replicas: Replicas,
-    cache: FeatureCache | None = None,
-) -> Heads | None:
+def heads_of(here: Rank, cache: FeatureCache | None = None) -> Heads | None:
     """The heads of a module as stages; None if its student is something else.
 
     Raises:
         ConfigurationError: Several replicas of the pipeline.
     """
-    if not networks.local:
+    if not here.networks.local:
         return None
-    if replicas.number > 1:
+    if here.replicas.number > 1:
         raise ConfigurationError(
-            f"num_stages with {replicas.number} replicas: heads on a trunk are divided among all "
-            "devices. Leave num_stages out"
+            f"num_stages with {here.replicas.number} replicas: heads on a trunk are divided among "
+            "all devices. Leave num_stages out"
         )
-    return Heads(module, BLOCK, device, cache)
+    return Heads(here.module, BLOCK, here.device, cache)
 
 
-def place_heads(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    here: Rank,
-    heads: Heads,
-    captured: Captured,
-    options: SetupOptions,
-    step: Step,
-    batch: Any,
-    optimizers: Sequence[torch.optim.Optimizer] | None,
-    reading: float = 0.0,
-    run: PlanOfRun | None = None,
-) -> RunPlan:
-    """Measure trunk and heads on one rank, and agree on who gets what.
+@dataclass(frozen=True)
+class HeadPlanner:
+    """Measures trunk and heads on one rank, and agrees on who gets what.
 
-    Args:
+    Attributes:
         here: This rank.
         heads: The heads.
         captured: The step.
         options: The user's.
         step: The step.
         batch: Its batch, on all ranks.
-        optimizers: Of the heads; None where nothing is trained.
-        reading: Seconds that the data rank takes to read a batch.
-        run: Knows the plan of the checkpoint that a training goes on from.
-
-    Raises:
-        PartitionError: Nothing fits the memory.
+        training: What the training knows; None where nothing is trained.
     """
-    transport = here.transport
-    planner = transport.num_ranks - 1
-    wanted = made_for(options, transport.num_ranks, 1, captured, 0)
-    wanted["heads"] = list(heads.student.names)
-    found = None if run is None else run.reuse(wanted)
-    if found is not None and heads.cache is None:
-        return found
-    decided: Placement | PartitionError | None = None
-    if transport.rank == planner:
-        try:
-            decided = _decide(here, heads, captured, options, step, batch, optimizers, reading)
-        except PartitionError as error:
-            decided = error
-    decided = transport.broadcast_object(decided, planner)
-    if isinstance(decided, PartitionError):
-        raise decided
-    # Measured for the cache only, if there is a plan already.
-    return found or RunPlan(wanted, "flops" if options.plans_by_flops else "times", decided)
 
+    here: Rank
+    heads: Heads
+    captured: Captured
+    options: SetupOptions
+    step: Step
+    batch: Any
+    training: PlannedBy | None
 
-def _decide(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    here: Rank,
-    heads: Heads,
-    captured: Captured,
-    options: SetupOptions,
-    step: Step,
-    batch: Any,
-    optimizers: Sequence[torch.optim.Optimizer] | None,
-    reading: float,
-) -> Placement:
-    num_ranks = here.transport.num_ranks
-    costs = [HeadCost(name, 1.0) for name in heads.student.names]
-    cache, pieces = heads.cache, WHOLE
-    ends: list[int] = []
-    if num_ranks > 1 or cache is not None:
-        ends = ends_of_pieces(here, captured, options)
-        trunk, pieces = trunk_cost(here, captured, options, ends)
-        if optimizers is None:
-            costs = [HeadCost(cost.name, sum(trunk.seconds) / 10) for cost in costs]
-        else:
-            rate = nominal_rate(here.device) if options.plans_by_flops else None
-            costs = head_costs(here, heads, captured.plan, step, batch, optimizers, rate)
-    else:
-        atoms = len(captured.networks["teacher"].atoms)
-        trunk = TrunkCost((0.0,) * atoms, (0,) * atoms, (0.0,) * atoms, ("",) * atoms)
-    number = 1 if options.num_microbatches == "auto" else options.num_microbatches
-    limit = _memory_limit(options, here.device, trains=optimizers is not None)
-    beside = [0.0] * num_ranks
-    if num_ranks > 1 and not options.plans_by_flops:
-        beside[-1] = reading + prologue_seconds(here, captured.plan, step, batch)
-    cuts = _given_cuts(options, trunk, num_ranks)
-    found = spread(trunk, costs, num_ranks, limit, cuts, beside)
-    pieces = pieces.within(found.cuts[1], ends)
-    if num_ranks > 1:
-        log.info(
-            "heads on a trunk, %d pieces per batch, and %d of its first %d atoms\n%s",
-            number, pieces.number, pieces.num_atoms, found.describe(costs),
-        )  # fmt: skip
-    if cache is not None:
-        features = list(stand_ins(captured.plan, here.device).values())
-        cache.consider(sum(trunk.seconds) / len(found.ranks), features)
-    depth = options.queue_depth
-    if depth == "auto":
-        depth = len(found.ranks)
-    if depth and num_ranks > 1 and optimizers is not None:
-        depth = _depth_of_drawing(depth, captured, is_said=options.queue_depth != "auto")
-    return found.placement(depth, number, pieces)
+    def plan(self) -> RunPlan:
+        """The plan, the same on all ranks.
 
+        Raises:
+            PartitionError: Nothing fits the memory.
+        """
+        names = list(self.heads.student.names)
+        wanted = made_for(self.options, self.here, self.captured) | {"heads": names}
+        found = None if self.training is None else self.training.run.reuse(wanted)
+        if found is not None and self.heads.cache is None:
+            return found
+        decided = decided_once(self.here, self._decide)
+        # Measured for the cache only, if there is a plan already.
+        return found or RunPlan(wanted, self.options.source, decided)
 
-def _depth_of_drawing(depth: int, captured: Captured, *, is_said: bool) -> int:
-    """How far a trunk runs ahead: not at all if it draws random numbers.
-
-    What ran ahead runs again in a run that goes on, and would draw other ones.
-
-    Raises:
-        ConfigurationError: The user wants it to.
-    """
-    if not network_draws(captured.networks["teacher"], captured.plan):
-        return depth
-    if is_said:
-        raise ConfigurationError(
-            f"queue_depth={depth}: the trunk draws random numbers (dropout, in train mode?), and a "
-            "run that is resumed would draw others for the batches that it is ahead. Put it into "
-            "eval mode in on_train_start, or set queue_depth=0"
+    def _decide(self) -> Placement:
+        """Measure, and place trunk and heads."""
+        here, options, cache = self.here, self.options, self.heads.cache
+        num_ranks, names = here.transport.num_ranks, self.heads.student.names
+        number, pieces = options.given_microbatches, WHOLE
+        if num_ranks > 1 or cache is not None:
+            ends = self._ends_of_pieces()
+            trunk, pieces = self._trunk_cost(ends)
+            costs = self._head_costs(trunk)
+            beside = [0.0] * num_ranks
+            if num_ranks > 1 and not options.plans_by_flops:
+                beside[-1] = self._prologue_seconds()
+            limit = parse_bytes(options.memory_limit)
+            if self.training is not None:
+                limit = memory_limit(options, here.device)
+            most, given = math.inf if limit is None else limit, self._given_cuts(trunk)
+            found = Task(trunk, costs, num_ranks, most, given, beside).best()
+            pieces = pieces.within(found.cuts[1], ends)
+            if num_ranks > 1:
+                log.info(
+                    "heads on a trunk, %d pieces per batch, and %d of its first %d atoms\n%s",
+                    number, pieces.number, pieces.num_atoms, found.describe(costs),
+                )  # fmt: skip
+            if cache is not None:
+                stand_ins = list(self._stand_ins().values())
+                cache.consider(sum(trunk.seconds) / len(found.ranks), stand_ins)
+        else:  # all of it is here
+            atoms = len(self.captured.networks["teacher"].atoms)
+            found = Spread((0, atoms), (0,), (0,) * len(names), (0.0,), (0,))
+        return Placement(
+            num_ranks=num_ranks,
+            student_cuts=tuple(range(len(names) + 1)),
+            student_ranks=found.head_ranks,
+            teacher_cuts=found.cuts,
+            teacher_ranks=found.ranks,
+            num_microbatches=number,
+            depth=self._depth(len(found.ranks)),
+            pieces=pieces,
         )
-    log.warning(
-        "the trunk draws random numbers (dropout, in train mode?): it does not run ahead of the "
-        "heads, which takes longer. Put it into eval mode if it is to give the same features always"
-    )
-    return 0
 
+    def _depth(self, num_stages: int) -> int:
+        """How far a trunk runs ahead: not at all if it draws random numbers.
 
-def _memory_limit(options: SetupOptions, device: torch.device, *, trains: bool) -> float:
-    """Bytes that a rank may hold."""
-    said = options.memory_limit
-    if trains:
-        limit = memory_limit(
-            said, device,
-            ranks_per_device=options.ranks_per_device, whatever_is_free=options.plans_by_flops,
-        )  # fmt: skip
-    else:
-        limit = parse_bytes(said)
-    return math.inf if limit is None else limit
+        What ran ahead runs again in a run that goes on, and would draw other ones.
 
-
-def _given_cuts(options: SetupOptions, trunk: TrunkCost, num_ranks: int) -> tuple[int, ...] | None:
-    """Where the user cuts the trunk.
-
-    Raises:
-        PartitionError: Not all of it, or into more stages than there are ranks.
-    """
-    counts: Any = options.partition
-    if isinstance(counts, Mapping):
-        counts = counts.get("teacher", "auto")
-    if isinstance(counts, str) or num_ranks == 1:
-        return None
-    number = len(trunk.seconds)
-    if sum(counts) != number or min(counts) < 1 or len(counts) > num_ranks:
-        raise PartitionError(
-            f"partition={list(counts)}: the numbers of the trunk's atoms on each stage must add up "
-            f"to {number}, for at most {num_ranks} stages"
+        Raises:
+            ConfigurationError: The user wants it to.
+        """
+        said, plan = self.options.queue_depth, self.captured.plan
+        depth = num_stages if said == "auto" else said
+        matters = depth and self.here.transport.num_ranks > 1 and self.training is not None
+        if not matters or not network_draws(self.captured.networks["teacher"], plan):
+            return depth
+        if said != "auto":
+            raise ConfigurationError(
+                f"queue_depth={depth}: the trunk draws random numbers (dropout, in train mode?), "
+                "and a run that is resumed would draw others for the batches that it is ahead. Put "
+                "it into eval mode in on_train_start, or set queue_depth=0"
+            )
+        log.warning(
+            "the trunk draws random numbers (dropout, in train mode?): it does not run ahead of "
+            "the heads, which takes longer. Put it into eval mode if it is to give the same "
+            "features always"
         )
-    return (0, *accumulate(counts))
+        return 0
+
+    def _given_cuts(self, trunk: TrunkCost) -> tuple[int, ...] | None:
+        """Where the user cuts the trunk.
+
+        Raises:
+            PartitionError: Not all of it, or into more stages than there are ranks.
+        """
+        counts: Any = self.options.partition
+        num_ranks, number = self.here.transport.num_ranks, len(trunk.seconds)
+        if isinstance(counts, Mapping):
+            counts = counts.get("teacher", "auto")
+        if isinstance(counts, str) or num_ranks == 1:
+            return None
+        if sum(counts) != number or min(counts) < 1 or len(counts) > num_ranks:
+            raise PartitionError(
+                f"partition={list(counts)}: the numbers of the trunk's atoms on each stage must "
+                f"add up to {number}, for at most {num_ranks} stages"
+            )
+        return (0, *accumulate(counts))
+
+    # What is measured, or counted
+
+    def _trunk_cost(self, ends: list[int]) -> tuple[TrunkCost, Pieces]:
+        """The cost of the trunk, and the part of it that runs in pieces of a batch."""
+        here, options, plan = self.here, self.options, self.captured.plan
+        calls = [plan.calls[index].input for index in plan.calls_of("teacher")]
+        given = options.given_microbatches
+        batch_size = max(spec.shape[0] for spec in calls)
+        counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
+        rate = nominal_rate(options, here.device)
+        profile = profile_forwards(self.captured, here.device, counts, rate)["teacher"]
+        size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
+        if ends:
+            whole = next(spec for spec in calls if spec.shape[0] == batch_size)
+            pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
+        factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
+        seconds = [factor * each for each in seconds_in_pieces(pieces, profile, size)]
+        link = link_of(options, here.transport)
+        return TrunkCost.of(profile, seconds, samples, link, given), pieces
+
+    def _ends_of_pieces(self) -> list[int]:
+        """Numbers of the trunk's atoms that may run in pieces: they pass on a row per sample.
+
+        None if the samples of a batch may matter to each other, or the user said how many go
+        together.
+        """
+        trunk = self.here.module.get_submodule("teacher")
+        if self.options.num_microbatches != "auto" or any(m.training for m in trunk.modules()):
+            return []
+        network, plan = self.captured.networks["teacher"], self.captured.plan
+        calls = [plan.calls[index] for index in plan.calls_of("teacher")]
+        batch_size = max(call.input.shape[0] for call in calls)
+        known = []
+        for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
+            spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
+            shapes = network.shapes(spec, calls[0].num_links, self.here.context, grad=False)
+            known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
+        return [
+            end
+            for end in range(1, len(network.atoms))
+            if all(rows[end] for rows in known) and not network.outputs_between(0, end)
+        ]
+
+    def _head_costs(self, trunk: TrunkCost) -> list[HeadCost]:
+        """Time each head's own step on stand-ins for the features; nothing of it is left."""
+        module, student, device = self.here.module, self.heads.student, self.here.device
+        if self.training is None:  # forwards only
+            return [HeadCost(name, sum(trunk.seconds) / 10) for name in student.names]
+        student.to(device)
+        features, rate = self._stand_ins(), nominal_rate(self.options, device)
+        runner = StepRunner(module, self.here.networks, self.captured.plan, is_loss_rank=True)
+        costs = []
+        with swap.attributes_restored(list(module.modules()), tensors=False), swap.silenced(module):
+            for name in student.names:
+                head = student.heads[name]
+                with swap.attributes_restored(list(head.modules()), tensors=True):
+
+                    def run(name: str = name) -> None:
+                        with student.trains((name,), rehearses=True), self.here.context():
+                            loss = runner.replay(
+                                self.step, self.batch, 0, lambda c, r: features[c, r]
+                            )
+                        loss.backward()
+
+                    seconds = seconds_of(run, device, _NUM_TIMED, rate)
+                for parameter in head.parameters():
+                    parameter.grad = None
+                size = sum(p.nbytes for p in head.parameters())
+                held = round(size * (2 + _moments(head, self.training.optimizers)))
+                costs.append(HeadCost(name, seconds + held * _UPDATE_SECONDS_PER_BYTE, held))
+        return costs
+
+    def _prologue_seconds(self) -> float:
+        """Seconds that the data rank takes to read a batch and make the trunk's input of it."""
+        here, reading = self.here, 0.0 if self.training is None else self.training.reading
+        runner = StepRunner(
+            here.module, here.networks, self.captured.plan, is_loss_rank=True,
+            beginning=here.mode.prologue,
+        )  # fmt: skip
+
+        def inputs() -> None:
+            runner.inputs(self.step, self.batch, 0, effects=False)
+
+        return reading + seconds_of(inputs, here.device, _NUM_TIMED)
+
+    def _stand_ins(self) -> dict[tuple[int, ValueRef], Tensor]:
+        """Random features, by call and place."""
+        generator, device = torch.Generator().manual_seed(0), self.here.device
+        return {
+            (each.call, ValueRef(each.position, slot)): spec.random(generator, device)
+            for each in self.captured.plan.interceptions
+            for slot, spec in enumerate(each.leaves)
+            if isinstance(spec, TensorSpec)
+        }
+
+
+def _moments(head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Tensors that the optimizer of a head keeps for each of its parameters."""
+    own = set(map(id, head.parameters()))
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return next((moments(group) for group in groups if own & set(map(id, group["params"]))), 0)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, get_type_hints
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
-from lightning_tspipe.planning.cluster import Cluster, Link, divisors
-from lightning_tspipe.planning.placement import Placement, default_ranks
+from lightning_tspipe.planning.cluster import divisors
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.planning.plain import from_plain, to_plain
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import seconds_of_forward
+from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import Call, Front, FrozenPart
 
@@ -37,7 +38,8 @@ class Freezing:
         parameters: For each atom of the student, the names of its parameters, once it is known.
         num_known: Behind so many atoms something was known when it was chosen last.
         num_joined: So many batches of the loader are a global batch: replicas at the start.
-        is_shared: Whether each replica reads its part of every global batch.
+        is_shared: Whether each replica reads its part of every global batch, and the mesh may
+            change.
         profile: Of the whole step, as it was measured for the first plan; its batch is that of one
             replica then. None if nothing was measured.
         num_replicas: Replicas then.
@@ -60,63 +62,31 @@ class Freezing:
     plan: Plan | None = None
     front: Front | None = None
 
-    def learn(
-        self,
-        profile: StepProfile | None,
-        plan: Plan | None,
-        num_replicas: int,
-        parameters: tuple[tuple[str, ...], ...] = (),
-    ) -> None:
-        """Keep what the first plan was made from, if it was."""
-        if self.profile is None and profile is not None and plan is not None:
+    def learn(self, profile: StepProfile, plan: Plan, num_replicas: int) -> None:
+        """Keep what the first plan was made from."""
+        if self.profile is None:
             self.profile, self.num_replicas = profile, num_replicas
-            self.memory, self.parameters = max(plan.memory_bytes), parameters
+            self.memory = max(plan.memory_bytes)
 
     def to_json(self) -> str | None:
         """For a checkpoint, what batches and the next plan follow; None if nothing freezes."""
         if not self.is_on:
             return None
-        known = self.num_known if self.front is None else max(self.num_known, self.front.num_known)
-        return json.dumps(
-            {
-                "num_joined": self.num_joined,
-                "is_shared": self.is_shared,
-                "profile": None if self.profile is None else self.profile.to_json(),
-                "num_replicas": self.num_replicas,
-                "memory": self.memory,
-                "parameters": self.parameters,
-                "num_known": known,
-            }
-        )
+        kept = {name: getattr(self, name) for name in _KEPT}
+        if self.front is not None:
+            kept["num_known"] = max(self.num_known, self.front.num_known)
+        return json.dumps(to_plain(kept))
 
     def read(self, text: str | None) -> None:
         """Know what another run did, from :meth:`to_json`."""
-        if text is None:
-            return
-        data = json.loads(text)
-        self.num_joined, self.is_shared = data["num_joined"], data["is_shared"]
-        if data["profile"] is not None:
-            self.profile = StepProfile.from_json(data["profile"])
-        self.num_replicas, self.memory = data["num_replicas"], data["memory"]
-        self.parameters = tuple(map(tuple, data["parameters"]))
-        self.num_known = data["num_known"]
+        types = get_type_hints(Freezing)
+        for name, value in json.loads(text or "{}").items():
+            setattr(self, name, from_plain(types[name], value))
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Constraints on a division of the devices.
-
-    Attributes:
-        num_devices: Devices of the job.
-        meshes: Ranks of a pipeline that may be, fewest first.
-        link: Between two ranks.
-        constraints: Further arguments of :func:`~.planner.plan`.
-    """
-
-    num_devices: int
-    meshes: tuple[int, ...]
-    link: Link
-    constraints: dict[str, Any] = field(default_factory=dict)
+_KEPT = (
+    "num_joined", "is_shared", "profile", "num_replicas", "memory", "parameters", "num_known",
+)  # fmt: skip
 
 
 def possible_meshes(
@@ -146,13 +116,21 @@ def possible_meshes(
     return tuple(found) or (num_ranks,)
 
 
-def choose(freezing: Freezing, num_frozen: int, choices: Choices) -> Plan | None:
+def choose(
+    freezing: Freezing,
+    num_frozen: int,
+    num_devices: int,
+    meshes: Sequence[int],
+    constraints: Mapping[str, Any],
+) -> Plan | None:
     """The fastest plan whose fullest rank needs no more memory than at the start.
 
     Args:
         freezing: What is known.
         num_frozen: Atoms of the student that are frozen.
-        choices: What may be.
+        num_devices: Devices of the job.
+        meshes: Ranks of a pipeline that may be, fewest first.
+        constraints: Further arguments of :meth:`StepProfile.plan`.
 
     Returns:
         A plan of what is trained and, as its teacher, what is frozen; None if nothing is known, or
@@ -163,23 +141,35 @@ def choose(freezing: Freezing, num_frozen: int, choices: Choices) -> Plan | None
     profile = freezing.profile.freezing(num_frozen)
     profile = profile.with_batch(max(profile.batch_sizes) * freezing.num_replicas)
     profile = _known(profile, freezing)
-    best: Plan | None = None
-    for ranks in choices.meshes:
-        if best is not None and best.step_seconds <= _EQUAL * _fastest(profile, choices):
-            break
-        plan = _plan(profile, ranks, freezing, choices)
-        if best is None or (plan is not None and plan.step_seconds < best.step_seconds):
-            best = plan
-    return best
-
-
-def _fastest(profile: StepProfile, choices: Choices) -> float:
-    """Seconds of a step if no device ever waited, nor did anything twice."""
+    # If no device ever waited, nor did anything twice.
     samples, kinds = max(profile.batch_sizes), ("forward", "backward")
     seconds = sum(profile.student.sums(kind, samples)[-1] for kind in kinds)
     if profile.teacher is not None:
         seconds += profile.teacher.sums("forward", samples)[-1]
-    return profile.num_calls[0] * seconds / choices.num_devices
+    fastest = profile.num_calls[0] * seconds / num_devices
+    limits = dict(constraints)
+    if freezing.num_stages is None and freezing.memory is not None:
+        limits["memory_limit"] = min(freezing.memory, limits.get("memory_limit") or math.inf)
+    best: Plan | None = None
+    for ranks in meshes:
+        if best is not None and best.step_seconds <= _EQUAL * fastest:
+            break
+        replicas = num_devices // ranks
+        # Samples that can't be divided evenly cost as much as if there were a few more.
+        step = profile.with_batch(-(-samples // replicas) * replicas)
+        try:
+            plan = step.plan(
+                ranks,
+                num_replicas=replicas,
+                num_stages=freezing.num_stages,
+                thorough=False,
+                **limits,
+            )
+        except (PartitionError, ConfigurationError) as error:
+            log.debug("%d ranks: %s", ranks, error)
+            continue
+        best = plan if best is None else min(best, plan, key=attrgetter("step_seconds"))
+    return best
 
 
 def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
@@ -190,55 +180,20 @@ def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
     if freezing.front is None or profile.teacher is None:
         return profile
     freezing.num_known = max(freezing.num_known, freezing.front.num_known)
-    atoms = tuple(
-        replace(atom, forward=dict.fromkeys(atom.forward, 0.0))
-        if index < freezing.num_known
-        else atom
-        for index, atom in enumerate(profile.teacher.atoms)
-    )
-    return replace(profile, teacher=NetworkProfile(atoms))
+    atoms = profile.teacher.atoms
+    read = [replace(atom, forward=dict.fromkeys(atom.forward, 0.0)) for atom in atoms]
+    known = freezing.num_known
+    return replace(profile, teacher=NetworkProfile((*read[:known], *atoms[known:])))
 
 
-def _plan(
-    profile: StepProfile, num_ranks: int, freezing: Freezing, choices: Choices
-) -> Plan | None:
-    constraints = dict(choices.constraints)
-    if freezing.num_stages is None and freezing.memory is not None:
-        limit = constraints.get("memory_limit")
-        constraints["memory_limit"] = min(freezing.memory, limit or freezing.memory)
-    replicas = choices.num_devices // num_ranks
-    # Samples that can't be divided evenly cost as much as if there were a few more.
-    batch = max(profile.batch_sizes)
-    profile = profile.with_batch(-(-batch // replicas) * replicas)
-    try:
-        return profile.plan(
-            num_ranks,
-            num_replicas=replicas,
-            cluster=Cluster(choices.num_devices, Link(*choices.link)),
-            num_stages=freezing.num_stages,
-            thorough=False,
-            **constraints,
-        )
-    except (PartitionError, ConfigurationError) as error:
-        log.debug("%d ranks: %s", num_ranks, error)
-        return None
-
-
-def ask_front(
-    part: FrozenPart | None,
-    captured: Captured,
-    freezing: Freezing,
-    context: Callable[[], AbstractContextManager[None]],
-    device: torch.device,
-) -> None:
+def ask_front(part: FrozenPart | None, here: Rank, captured: Captured, freezing: Freezing) -> None:
     """Have the front say whether it is going to know anything; every rank calls it.
 
     Args:
         part: The frozen part, if there is one.
+        here: This rank.
         captured: The step; all values of its networks are here.
         freezing: What is known.
-        context: The precision plugin's forward context.
-        device: Where this rank computes.
     """
     if part is None or part.front is None:
         return
@@ -251,9 +206,9 @@ def ask_front(
         def seconds() -> float:
             if profile is not None:
                 return profile.student.sums("forward", size)[number]
-            return seconds_of_forward(network, number, spec, device)
+            return seconds_of_forward(network, number, spec, here.device)
 
-        shapes = network.shapes(spec, found.num_links, context, grad=False)
+        shapes = network.shapes(spec, found.num_links, here.context, grad=False)
         return Call(spec, shapes.boundaries[number], seconds)
 
     if not part.front.placed(part, [call(i) for i in captured.plan.calls_of("student")]):
@@ -284,14 +239,9 @@ def place_frozen(
             f"{num_atoms - num_frozen} atoms are trained: too few for {freezing.num_stages} "
             "stages. Give FreezeAndRepack(repack=...) fewer"
         )
-    teacher = min(num_ranks, num_frozen)
-    placement = Placement(
-        num_ranks,
-        _even_cuts(num_frozen, num_atoms, number), default_ranks(number, num_ranks),
-        _even_cuts(0, num_frozen, teacher), default_ranks(teacher, num_ranks),
-        num_microbatches,
-    )  # fmt: skip
-    return placement, None
+    student = _even_cuts(num_frozen, num_atoms, number)
+    teacher = _even_cuts(0, num_frozen, min(num_ranks, num_frozen))
+    return Placement.of(num_ranks, student, teacher, num_microbatches), None
 
 
 def _even_cuts(start: int, stop: int, parts: int) -> tuple[int, ...]:

@@ -1,8 +1,10 @@
-"""Options of the strategy, checked."""
+"""Options of the strategy, checked; and the rates, links and memory that they mean for plans."""
 
 from __future__ import annotations
 
+import pickle
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,11 +15,17 @@ import torch
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.compiling import Compiler
-from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.runtime.weights.policies import policy_of
-from lightning_tspipe.strategy.setup.plan_files import read_plan
+from lightning_tspipe.planning.cluster import Link
+from lightning_tspipe.planning.plan import PLAN, Plan, Source
+from lightning_tspipe.runtime.transport.base import NOMINAL, Transport
+from lightning_tspipe.runtime.weights.policies import WeightPolicy, policy_of
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES
+from lightning_tspipe.strategy.setup.refusals import refuse
+
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MICROBATCHES = (1, 2, 4, 8)
+_ENTRY, _META_FILE = "lightning_tspipe", "meta.pt"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -28,6 +36,7 @@ class SetupOptions:
     Attributes:
         averages: From callbacks: a teacher's submodules, and what of the student each averages.
         ranks_per_device: Ranks that share a device.
+        start_method: How the other processes start.
     """
 
     student: str | Sequence[str] | None = None
@@ -47,92 +56,77 @@ class SetupOptions:
     costs: Literal["auto", "measured", "flops"] = "auto"
     averages: Mapping[str, str] = field(default_factory=dict)
     ranks_per_device: int = 1
+    start_method: StartMethod = "popen"
 
     def __post_init__(self) -> None:
-        if self.schedule not in {"tspipe", "gpipe", "sequential", "1f1b"}:
-            raise ConfigurationError(
-                f"schedule={self.schedule!r}: choose 'tspipe', 'gpipe', 'sequential' or '1f1b'"
-            )
-        self._check_asynchronous()
-        number = self.num_microbatches
-        is_count = isinstance(number, int) and number >= 1
-        if number != "auto" and not is_count:
-            raise ConfigurationError(f"num_microbatches={number!r}: 'auto' or a number from 1 on")
-        if isinstance(self.partition, str) and self.partition != "auto":
-            raise ConfigurationError(
-                f"partition={self.partition!r}: 'auto', or the number of atoms of each stage"
-            )
-        if self.costs not in {"auto", "measured", "flops"}:
-            raise ConfigurationError(
-                f"costs={self.costs!r}: 'measured', 'flops', or 'auto': 'flops' where torch is to "
-                "be deterministic"
-            )
-        depth = self.queue_depth
-        if depth != "auto" and depth < 0:
-            raise ConfigurationError(f"queue_depth={depth!r}: 'auto' or a number from 0 on")
-        parse_bytes(self.memory_limit)
-        self._check_execution()
-
-    def _check_asynchronous(self) -> None:
-        """Refuse what can't be had together with updates while batches are under way."""
         if self.weights is not None:
             policy_of(self.weights)
-        if self.schedule != "1f1b":
-            if self.weights is not None:
-                raise ConfigurationError(
-                    f"weights={self.weights!r} is for schedule='1f1b'; with "
-                    f"schedule={self.schedule!r} the student always reads its newest weights"
-                )
-            if not self.drain_epochs:
-                raise ConfigurationError(
-                    "drain_epochs=False is for schedule='1f1b'; with "
-                    f"schedule={self.schedule!r} no batch is under way where an epoch ends. Remove "
-                    "it"
-                )
-            return
-        refused = {
+        parse_bytes(self.memory_limit)
+        refuse(self._wrong_values())
+        refuse(self._wrong_pairs())
+
+    def _wrong_values(self) -> dict[str, bool]:
+        """Values that an option does not have; whether each was given."""
+        number, depth = self.num_microbatches, self.queue_depth
+        again = self.activation_checkpointing
+        is_count = isinstance(number, int) and number >= 1
+        return {
+            f"schedule={self.schedule!r}: choose {', '.join(map(repr, SCHEDULES))} or "
+            f"{ASYNCHRONOUS!r}": self.schedule not in {*SCHEDULES, ASYNCHRONOUS},
+            f"num_microbatches={number!r}: 'auto' or a number from 1 on":
+            number != "auto" and not is_count,
+            f"partition={self.partition!r}: 'auto', or the number of atoms of each stage":
+            isinstance(self.partition, str) and self.partition != "auto",
+            f"costs={self.costs!r}: 'measured', 'flops', or 'auto': 'flops' where torch is to be "
+            "deterministic": self.costs not in {"auto", "measured", "flops"},
+            f"queue_depth={depth!r}: 'auto' or a number from 0 on": depth != "auto" and depth < 0,
+            f"activation_checkpointing={again!r}: 'auto', True, or a list of patterns":
+            isinstance(again, str) and again != "auto",
+        }  # fmt: skip
+
+    def _wrong_pairs(self) -> dict[str, bool]:
+        """Options that can't be had together; whether both were given.
+
+        With schedule='1f1b', updates come while batches are under way. In CUDA graphs, a replay
+        overwrites outputs that are saved, or on their way.
+        """
+        is_late, again = self.schedule == "1f1b", self.activation_checkpointing
+        arguments = self.compile if isinstance(self.compile, Mapping) else {}
+        chosen = arguments.get("options") or {}
+        return {
+            f"weights={self.weights!r} is for schedule='1f1b'; with schedule={self.schedule!r} the "
+            "student always reads its newest weights": not is_late and self.weights is not None,
+            f"drain_epochs=False is for schedule='1f1b'; with schedule={self.schedule!r} no batch "
+            "is under way where an epoch ends. Remove it": not is_late and not self.drain_epochs,
             f"num_microbatches={self.num_microbatches} with schedule='1f1b': a batch is one unit "
             "there. Leave it out, and give the loader a smaller batch_size":
-            self.num_microbatches not in {"auto", 1},
+            is_late and self.num_microbatches not in {"auto", 1},
             "split_backward=True with schedule='1f1b': no rank waits, so halves have nothing to "
-            "fill. Leave it out": self.split_backward is True,
+            "fill. Leave it out": is_late and self.split_backward is True,
             "compile with schedule='1f1b': what a compiled backward reads of the weights can't be "
-            "exchanged for another version. Leave one of them out": self.compile is not False,
+            "exchanged for another version. Leave one of them out":
+            is_late and self.compile is not False,
+            "split_backward=True with activation_checkpointing: each half would run the stage "
+            "again. Leave one of them out":
+            self.split_backward is True and (again is True or not isinstance(again, bool | str)),
+            "split_backward=True with compile: the backward of a compiled stage is one piece. "
+            "Leave one of them out": self.split_backward is True and self.compile is not False,
+            f"compile={self.compile!r} runs CUDA graphs, which write each result where the one "
+            "before it was: a pipeline still needs that one, for a backward or since it is on its "
+            "way to another device. Use mode='max-autotune-no-cudagraphs', or no mode":
+            arguments.get("mode") in {"reduce-overhead", "max-autotune"}
+            or bool(chosen.get("triton.cudagraphs")),
         }  # fmt: skip
-        for reason, is_so in refused.items():
-            if is_so:
-                raise ConfigurationError(reason)
 
-    def _check_execution(self) -> None:
-        again = self.activation_checkpointing
-        if isinstance(again, str) and again != "auto":
-            raise ConfigurationError(
-                f"activation_checkpointing={again!r}: 'auto', True, or a list of patterns"
-            )
-        if self.split_backward is True and (again is True or not isinstance(again, bool | str)):
-            raise ConfigurationError(
-                "split_backward=True with activation_checkpointing: each half would run the stage "
-                "again. Leave one of them out"
-            )
-        if self.split_backward is True and self.compile is not False:
-            raise ConfigurationError(
-                "split_backward=True with compile: the backward of a compiled stage is one piece. "
-                "Leave one of them out"
-            )
+    @property
+    def policy(self) -> WeightPolicy | None:
+        """The weight policy of a training; None where there is only one version of the weights."""
+        return policy_of(self.weights or "pipeoptim") if self.schedule == "1f1b" else None
 
-        if isinstance(self.compile, Mapping):
-            self._check_graphs(self.compile)
-
-    def _check_graphs(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse CUDA graphs: a replay overwrites outputs that are saved, or on their way."""
-        mode = arguments.get("mode")
-        chosen = arguments.get("options") or {}
-        if mode in {"reduce-overhead", "max-autotune"} or chosen.get("triton.cudagraphs"):
-            raise ConfigurationError(
-                f"compile={dict(arguments)!r} runs CUDA graphs, which write each result where the "
-                "one before it was: a pipeline still needs that one, for a backward or since it "
-                "is on its way to another device. Use mode='max-autotune-no-cudagraphs', or no mode"
-            )
+    @property
+    def given_microbatches(self) -> int:
+        """Micro-batches per call where nothing chooses them: as the user said, else 1."""
+        return 1 if self.num_microbatches == "auto" else self.num_microbatches
 
     @property
     def compiler(self) -> Compiler | None:
@@ -169,6 +163,11 @@ class SetupOptions:
         )
 
     @property
+    def source(self) -> Source:
+        """The basis of plans that are searched."""
+        return "flops" if self.plans_by_flops else "times"
+
+    @property
     def microbatch_counts(self) -> tuple[int, ...]:
         """Numbers of micro-batches whose sizes are worth measuring."""
         if self.num_microbatches != "auto":
@@ -191,9 +190,69 @@ def parse_bytes(amount: int | str | None) -> int | None:
 
 
 def load_plan(plan: Plan | str | Path | None) -> Plan | None:
-    """A plan, also from its file, or from a checkpoint of a run that went by it.
+    """A plan, also from its file, or from a checkpoint or a folder of shards of a run that used it.
 
     Raises:
         ConfigurationError: There is no such file, or something else is in it.
     """
-    return plan if plan is None or isinstance(plan, Plan) else read_plan(Path(plan))
+    if plan is None or isinstance(plan, Plan):
+        return plan
+    path = Path(plan)
+    file = path / _META_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigurationError(
+            f"plan={str(path)!r}: there is no such file; `tspipe plan --save {path.name}` writes it"
+        )
+    if not zipfile.is_zipfile(file):  # as torch.save writes them
+        return Plan.from_json(file.read_text(encoding="utf-8"))
+    return Plan.from_json(_text_in(file))
+
+
+def _text_in(file: Path) -> str:
+    """The plan in a checkpoint, of which nothing else comes into memory."""
+    try:
+        checkpoint = torch.load(file, map_location="meta", weights_only=True, mmap=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ConfigurationError(
+            f"plan={str(file)!r} can't be read without running code from it "
+            f"({str(error).splitlines()[0]}). Load it yourself, and give "
+            f"plan=Plan.from_json(checkpoint[{_ENTRY!r}][0][{PLAN!r}])"
+        ) from None
+    entry: Any = checkpoint.get(_ENTRY) or [{}]
+    text: str | None = entry[0].get(PLAN)
+    if text is None:
+        raise ConfigurationError(
+            f"plan={str(file)!r}: the checkpoint has no plan. It is one of another strategy, of an "
+            "older version, or of a run that searched for none: whose partition was given, that "
+            "has heads or relayed blocks, or ran on one device"
+        )
+    return text
+
+
+def nominal_rate(options: SetupOptions, device: torch.device) -> float | None:
+    """Operations per second by which plans are made without measuring; None to measure.
+
+    The same for each device of a kind, so that each of them gives the same plan.
+    """
+    if not options.plans_by_flops:
+        return None
+    return 5.0e13 if device.type == "cuda" else 5.0e10
+
+
+def link_of(options: SetupOptions, transport: Transport) -> Link:
+    """What is between two ranks: as measured, unless plans are to be the same in each run."""
+    return NOMINAL if options.plans_by_flops or transport.link is None else transport.link
+
+
+def memory_limit(options: SetupOptions, device: torch.device) -> int | None:
+    """Bytes that a rank may hold: as said, else most of what is free on a GPU, fairly shared.
+
+    One part in ten is left for what plans don't count: what kernels need for a while, and gaps
+    between tensors. Connections between neighbours are there already, and their buffers with them.
+    If plans are to be the same in each run, a GPU counts as empty.
+    """
+    if options.memory_limit is not None or device.type != "cuda":
+        return parse_bytes(options.memory_limit)
+    torch.cuda.empty_cache()  # what other ranks only hold in reserve is theirs; this rank's is free
+    free, total = torch.cuda.mem_get_info(device)
+    return int((total if options.plans_by_flops else free) * 0.9 / options.ranks_per_device)

@@ -11,15 +11,19 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import torch
 from lightning.fabric.utilities import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.run_plan import RunPlan, Source, plain
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.plain import plain
+from lightning_tspipe.planning.plan import RunPlan, Source
+from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.setup.freezing import Freezing
@@ -35,6 +39,8 @@ _OPTIONS = (
 )  # fmt: skip
 """What the user said that plans follow."""
 
+_STAGES = ("num_ranks", "student_cuts", "student_ranks", "teacher_cuts", "teacher_ranks")
+
 _PIN = (
     "A run that goes on from a checkpoint of this one goes by it too. For other runs, "
     "plan='CHECKPOINT.ckpt' or a file of `tspipe plan --save` gives the same plan"
@@ -48,13 +54,42 @@ _NOTES: dict[Source, str] = {
 }
 
 
+T = TypeVar("T")
+
+
+def decided_once(here: Rank, decide: Callable[[], T]) -> T:
+    """What the first replica's data rank decides, on all ranks; where it fails, all of them do.
+
+    If each rank decided by its own measurements, they would hold different stages.
+
+    Raises:
+        PartitionError: From ``decide``.
+    """
+    transport, replicas = here.transport, here.replicas
+    planner = transport.num_ranks - 1
+    found: Any = None
+    if replicas.is_first:
+        if transport.rank == planner:
+            try:
+                found = decide()
+            except PartitionError as error:
+                found = error
+        found = transport.broadcast_object(found, planner)
+    found = replicas.broadcast(found)
+    if isinstance(found, PartitionError):
+        raise found
+    decided: T = found
+    return decided
+
+
 def made_for(
-    options: SetupOptions, num_ranks: int, num_replicas: int, captured: Captured, num_frozen: int
+    options: SetupOptions, here: Rank, captured: Captured, num_frozen: int = 0
 ) -> dict[str, Any]:
     """The conditions under which runs can go by the same plan, by names for messages."""
+    num_ranks = here.transport.num_ranks
     atoms = {name: len(network.atoms) for name, network in captured.held.items()}
     return {
-        "devices": num_ranks * num_replicas,
+        "devices": num_ranks * here.replicas.number,
         "devices per pipeline": num_ranks,
         "atoms": atoms | ({"teacher": num_frozen} if num_frozen else {}),
         "calls": {name: len(captured.plan.calls_of(name)) for name in ("student", "teacher")},
@@ -63,6 +98,7 @@ def made_for(
     }
 
 
+@dataclass
 class PlanOfRun:
     """Knows the plan of this run, and that of the run which it goes on with.
 
@@ -73,10 +109,9 @@ class PlanOfRun:
         freezing: What that run knew of layers that freeze, as text.
     """
 
-    def __init__(self) -> None:
-        self.now: RunPlan | None = None
-        self.found: RunPlan | None = None
-        self.freezing: str | None = None
+    now: RunPlan | None = None
+    found: RunPlan | None = None
+    freezing: str | None = None
 
     def resume(self, entries: Mapping[str, Any]) -> None:
         """A checkpoint was loaded; every rank calls it.
@@ -105,14 +140,6 @@ class PlanOfRun:
         """Whether the replicas of the checkpoint read parts of the same batches."""
         return self.freezing is not None and bool(json.loads(self.freezing)["is_shared"])
 
-    def has_frozen(self, num_atoms: int) -> bool:
-        """Whether the plan of the checkpoint, not carried out yet, is one for so many frozen atoms.
-
-        Args:
-            num_atoms: That are frozen now.
-        """
-        return self.found is not None and self.found.made_for.get(FROZEN) == num_atoms
-
     def reuse(self, wanted: Mapping[str, Any]) -> RunPlan | None:
         """The plan of the checkpoint, if it was made for what this run is; every rank asks.
 
@@ -120,9 +147,7 @@ class PlanOfRun:
             wanted: What this run is, from :func:`made_for`.
         """
         found = self.found
-        if found is None or found.differences(wanted):
-            return None
-        return found
+        return None if found is None or found.differences(wanted) else found
 
     def place(self, plan: RunPlan, changes: Callable[[RunPlan], Sequence[str]] | None) -> None:
         """Stages are about to be placed; every rank calls it.
@@ -142,22 +167,37 @@ class PlanOfRun:
         elif found.carries_out(plan):
             rank_zero_info("the plan is that of the checkpoint that the run goes on from")
         elif found.made_for.get(FROZEN) == plan.made_for.get(FROZEN):  # else layers froze just now
-            _tell(found.differences(plan.made_for), changes(found))
+            differences, changed = found.differences(plan.made_for), changes(found)
+            because = f"the checkpoint's plan was made for other {', '.join(differences)}"
+            if not differences:
+                because = "another plan was given (plan=) than the checkpoint has"
+            if not changed:
+                rank_zero_info(f"{because}. The new one changes nothing but the rounding")
+                return
+            warnings.warn(
+                f"{because}. By the new one the run does not go on exactly as it would have: "
+                f"{'; '.join(changed)}. To go on exactly, start it as the first run was started",
+                stacklevel=2,
+            )
 
 
-def _tell(differences: Sequence[str], changed: Sequence[str]) -> None:
-    """Say what a run that goes on by another plan has of that."""
-    because = f"the checkpoint's plan was made for other {', '.join(differences)}"
-    if not differences:
-        because = "another plan was given (plan=) than the checkpoint has"
-    if not changed:
-        rank_zero_info(f"{because}. The new one changes nothing but the rounding")
-        return
-    warnings.warn(
-        f"{because}. By the new one the run does not go on exactly as it would have: "
-        f"{'; '.join(changed)}. To go on exactly, start it as the first run was started",
-        stacklevel=2,
-    )
+@dataclass(frozen=True)
+class PlannedBy:
+    """What the stages of a training are planned by, beside its step.
+
+    Attributes:
+        optimizers: The module's.
+        freezing: What is frozen, and what is known about the step.
+        run: Knows the plan of the checkpoint that the run goes on from.
+        features: Keeps what a trunk returns for its heads.
+        reading: Seconds that the data rank takes to read a batch.
+    """
+
+    optimizers: Sequence[torch.optim.Optimizer]
+    freezing: Freezing
+    run: PlanOfRun
+    features: FeatureCache | None = None
+    reading: float = 0.0
 
 
 def changes(
@@ -174,42 +214,27 @@ def changes(
     before, now = found.placement, plan.placement
     if before is None or now is None:
         return ["blocks are relayed in only one of the two"]
-    stages = _stages(before) != _stages(now)
+    stages = any(getattr(before, name) != getattr(now, name) for name in _STAGES)
     units = before.num_microbatches != now.num_microbatches
     devices = found.made_for["devices"] != plan.made_for["devices"]
-    replicas = _replicas(found) != _replicas(plan) or (repacks and devices)
+    numbers = {
+        one.made_for["devices"] // one.made_for["devices per pipeline"] for one in (found, plan)
+    }
+    replicas = len(numbers) > 1 or (repacks and devices)
     was, is_ = (one.made_for.get("schedule") for one in (found, plan))
     late = [one == ASYNCHRONOUS for one in (was, is_)]
+    networks = captured.networks.values()
+    modules = (part for network in networks for part in network.modules)
+    normalises = any(isinstance(part, _BatchNorm) and part.training for part in modules)
     told = {
         f"schedule={was!r} has become {is_!r}": any(late) and was != is_,
         "with schedule='1f1b' a layer's stage decides which version of its weights it reads, and "
         "together with which layers its gradients are clipped": all(late) and stages,
         f"BatchNorm normalises by micro-batches: {before.num_microbatches} per call then, "
-        f"{now.num_microbatches} now": units and _normalises(captured),
-        "BatchNorm normalises by the samples of a replica": replicas and _normalises(captured),
+        f"{now.num_microbatches} now": units and normalises,
+        "BatchNorm normalises by the samples of a replica": replicas and normalises,
         "dropout, or whatever else in the networks is random, draws from the generator of the rank "
-        "that runs it": (stages or units or replicas) and _is_random(captured),
+        "that runs it": (stages or units or replicas)
+        and any(network_draws(network, captured.plan) for network in networks),
     }
     return [text for text, is_so in told.items() if is_so]
-
-
-def _stages(placement: Placement) -> tuple[Any, ...]:
-    return (
-        placement.num_ranks, placement.student_cuts, placement.student_ranks,
-        placement.teacher_cuts, placement.teacher_ranks,
-    )  # fmt: skip
-
-
-def _replicas(plan: RunPlan) -> int:
-    return int(plan.made_for["devices"] // plan.made_for["devices per pipeline"])
-
-
-def _normalises(captured: Captured) -> bool:
-    """Whether a network normalises by the statistics of what it gets."""
-    modules = (part for network in captured.networks.values() for part in network.modules)
-    return any(isinstance(part, _BatchNorm) and part.training for part in modules)
-
-
-def _is_random(captured: Captured) -> bool:
-    """Whether a network draws random numbers."""
-    return any(map(network_draws, captured.networks.values(), repeat(captured.plan)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.runtime.weights.policies import WeightPolicy, check_depth
+from lightning_tspipe.runtime.weights.prediction import check_momentum, check_predictable
 
+_COPIES = (
+    "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
+    "`teacher`"
+)
 _REFUSED_IN_FITS = {
-    "WeightAveraging": (
-        "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
-        "`teacher`"
-    ),
-    "StochasticWeightAveraging": (
-        "it copies the whole module, which no rank holds. Use lightning_tspipe.MomentumEMA with a "
-        "`teacher`"
-    ),
+    "WeightAveraging": _COPIES,
+    "StochasticWeightAveraging": _COPIES,
     "BaseFinetuning": (
         "it changes what is trained after the stages are cut. Freeze submodules before fit with "
         "requires_grad_(False)"
@@ -39,91 +39,101 @@ _REFUSED_CALLBACKS = {
 }
 
 
-def refuse_callbacks(trainer: Any) -> None:
-    """Refuse callbacks that need the whole module or all batches, or change what is trained.
+def refuse(problems: Mapping[str, bool]) -> None:
+    """Refuse the first problem that is there.
+
+    Args:
+        problems: Descriptions, with remedies; whether each is there.
 
     Raises:
-        ConfigurationError: There is one.
+        ConfigurationError: One is.
     """
-    refused = _REFUSED_CALLBACKS | (_REFUSED_IN_FITS if trainer.state.fn == "fit" else {})
-    for callback in trainer.callbacks:
-        for base in type(callback).__mro__:
-            if base.__name__ in refused and "callbacks" in base.__module__:
-                raise ConfigurationError(
-                    f"{type(callback).__name__} does not work under a pipeline: "
-                    f"{refused[base.__name__]}"
-                )
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ConfigurationError(problem)
 
 
-def refuse_module(module: Any) -> None:
-    """Refuse ways of training that the pipeline can't see into.
+def refuse_module(trainer: Any, module: Any, optimizers: Iterable[Any]) -> None:
+    """Refuse ways of training that the pipeline can't see into, or sees too late.
 
     Raises:
-        ConfigurationError: A step that reads the loader itself.
+        ConfigurationError: A step that reads the loader itself; optimization by hand, and a
+            callback that begins at an optimizer step; or optimizers that run the step several times
+            per batch (LBFGS), or divide themselves (ZeRO's).
     """
-    name = type(module).__name__
-    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise ConfigurationError(
-            f"{name}.training_step takes dataloader_iter, but one rank reads the batches for all. "
-            "Write training_step(self, batch, batch_idx)"
-        )
+    delayed = (one for one in trainer.callbacks if getattr(one, "delay", 0))
+    starts = {type(one).__name__: getattr(one, "start_step", 0) for one in delayed}
+    plain = [getattr(optimizer, "_optimizer", optimizer) for optimizer in optimizers]
+    refuse({
+        f"{type(module).__name__}.training_step takes dataloader_iter, but one rank reads the "
+        "batches for all. Write training_step(self, batch, batch_idx)":
+        "dataloader_iter" in inspect.signature(module.training_step).parameters,
+        **{
+            f"{name}(start_step={start}) counts optimizer steps, and how many of them a batch has "
+            "is seen too late where the module optimizes by hand (automatic_optimization = False). "
+            "Leave start_step out": start > 0 and not module.automatic_optimization
+            for name, start in starts.items()
+        },
+        "ZeroRedundancyOptimizer divides parameters among processes that hold all of them, and "
+        "the stages of a pipeline are divided already. Use the optimizer that it wraps":
+        any(base.__name__ == "ZeroRedundancyOptimizer" for o in plain for base in type(o).__mro__),
+        "LBFGS runs the step several times per batch, as often as each rank finds fit. Use an "
+        "optimizer that runs it once, such as SGD or AdamW":
+        any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in plain),
+    })  # fmt: skip
 
 
 def refuse_trainer(trainer: Any, device: torch.device) -> None:
     """Refuse arguments of the Trainer that a pipeline would not follow.
 
     Raises:
-        ConfigurationError: Another accelerator, SyncBatchNorm, or validation by the clock.
+        ConfigurationError: Another accelerator, SyncBatchNorm, validation by the clock; or a
+            callback that needs the whole module or all batches, or changes what is trained.
     """
-    if device.type not in {"cpu", "cuda"}:
-        raise ConfigurationError(
-            f"the pipeline runs on accelerator='cpu' and 'cuda', not on {device.type!r} devices"
-        )
-    if trainer.strategy._layer_sync is not None:  # noqa: SLF001 - no public way
-        raise ConfigurationError(
-            "sync_batchnorm=True has nothing to synchronise: each BatchNorm is on one rank of a "
-            "pipeline, and normalises a micro-batch. Remove it; TSPipeStrategy(num_microbatches=1) "
-            "normalises whole batches"
-        )
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        raise ConfigurationError(
-            "val_check_interval is a time: each rank would look at its own clock, and they would "
-            "not validate after the same batch. Give a number of batches or a fraction of the epoch"
-        )
+    refused = _REFUSED_CALLBACKS | (_REFUSED_IN_FITS if trainer.state.fn == "fit" else {})
+    layer_sync = trainer.strategy._layer_sync  # noqa: SLF001 - no public way
+    refuse({
+        f"the pipeline runs on accelerator='cpu' and 'cuda', not on {device.type!r} devices":
+        device.type not in {"cpu", "cuda"},
+        "sync_batchnorm=True has nothing to synchronise: each BatchNorm is on one rank of a "
+        "pipeline, and normalises a micro-batch. Remove it; TSPipeStrategy(num_microbatches=1) "
+        "normalises whole batches": layer_sync is not None,
+        "val_check_interval is a time: each rank would look at its own clock, and they would not "
+        "validate after the same batch. Give a number of batches or a fraction of the epoch":
+        getattr(trainer, "_val_check_time_interval", None) is not None,
+        **{
+            f"{type(callback).__name__} does not work under a pipeline: {refused[base.__name__]}":
+            "callbacks" in base.__module__
+            for callback in trainer.callbacks
+            for base in type(callback).__mro__
+            if base.__name__ in refused
+        },
+    })  # fmt: skip
 
 
-def refuse_stop(trainer: Any, before: bool) -> None:
-    """Refuse a step that ends the training: it runs on one rank, and the others would go on.
+def refuse_changes(before: list[Any], after: list[Any], *, has_stopped: bool) -> None:
+    """Refuse a step that ends the training or writes into optimizers.
 
-    Raises:
-        ConfigurationError: It did.
-    """
-    if trainer.should_stop and not before:
-        raise ConfigurationError(
-            "training_step set trainer.should_stop, but the step runs on one rank, and the others "
-            "would go on. Set it in a hook, which all ranks run, by something that all ranks know "
-            "(such as batch_idx), or use EarlyStopping"
-        )
-
-
-def refuse_hyperparameters(before: list[Any], after: list[Any]) -> None:
-    """Refuse a step that writes into optimizers: it runs on one rank, and the others update too.
+    It runs on one rank, and the others would go on, and update too.
 
     Args:
         before: The groups of all optimizers, without their parameters.
         after: The same after the step.
+        has_stopped: Whether it has ended the training.
 
     Raises:
-        ConfigurationError: They differ.
+        ConfigurationError: It did one of them.
     """
-    leaves = [pytree.tree_leaves(groups) for groups in (before, after)]
-    if len(leaves[0]) != len(leaves[1]) or any(bool(a != b) for a, b in zip(*leaves, strict=True)):
-        raise ConfigurationError(
-            "training_step changed the learning rate or another value of an optimizer, but the "
-            "step runs on one rank, and the others update their parameters too. Change it in a "
-            "hook, which all ranks run (on_train_batch_start, on_before_optimizer_step), or use a "
-            "scheduler"
-        )
+    old, new = pytree.tree_leaves(before), pytree.tree_leaves(after)
+    refuse({
+        "training_step set trainer.should_stop, but the step runs on one rank, and the others "
+        "would go on. Set it in a hook, which all ranks run, by something that all ranks know "
+        "(such as batch_idx), or use EarlyStopping": has_stopped,
+        "training_step changed the learning rate or another value of an optimizer, but the step "
+        "runs on one rank, and the others update their parameters too. Change it in a hook, which "
+        "all ranks run (on_train_batch_start, on_before_optimizer_step), or use a scheduler":
+        len(old) != len(new) or any(bool(a != b) for a, b in zip(old, new, strict=True)),
+    })  # fmt: skip
 
 
 def refuse_compiled(module: nn.Module, names: Iterable[str]) -> None:
@@ -142,55 +152,18 @@ def refuse_compiled(module: nn.Module, names: Iterable[str]) -> None:
                 )
 
 
-def refuse_optimizers(optimizers: Iterable[Any]) -> None:
-    """Refuse optimizers that run the step several times per batch, or divide themselves.
-
-    Raises:
-        ConfigurationError: LBFGS, or ZeRO's.
-    """
-    for optimizer in optimizers:
-        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(optimizer).__mro__):
-            raise ConfigurationError(
-                "ZeroRedundancyOptimizer divides parameters among processes that hold all of them, "
-                "and the stages of a pipeline are divided already. Use the optimizer that it wraps"
-            )
-        if isinstance(getattr(optimizer, "_optimizer", optimizer), torch.optim.LBFGS):
-            raise ConfigurationError(
-                "LBFGS runs the step several times per batch, as often as each rank finds fit. Use "
-                "an optimizer that runs it once, such as SGD or AdamW"
-            )
-
-
-def refuse_delay(trainer: Any, module: Any) -> None:
-    """Refuse a delay that begins at an optimizer step whose number is known too late.
-
-    Raises:
-        ConfigurationError: Optimization by hand, and ``DelayedTeacherUpdate(start_step=...)``.
-    """
-    if module.automatic_optimization:
-        return
-    for callback in trainer.callbacks:
-        if getattr(callback, "delay", 0) and getattr(callback, "start_step", 0) > 0:
-            raise ConfigurationError(
-                f"{type(callback).__name__}(start_step={callback.start_step}) counts optimizer "
-                "steps, and how many of them a batch has is seen too late where the module "
-                "optimizes by hand (automatic_optimization = False). Leave start_step out"
-            )
-
-
 def refuse_fused(optimizers: Iterable[Any]) -> None:
     """Refuse optimizers that skip a step by themselves, by what one rank sees of the gradients.
 
     Raises:
         ConfigurationError: There is one, and gradients are scaled.
     """
-    for optimizer in optimizers:
-        if getattr(optimizer, "_step_supports_amp_scaling", False):
-            raise ConfigurationError(
-                f"a fused {type(optimizer).__name__} decides on each rank whether a step of "
-                "precision='16-mixed' is skipped. Use fused=False, or precision='bf16-mixed', "
-                "which skips none"
-            )
+    refuse({
+        f"a fused {type(optimizer).__name__} decides on each rank whether a step of "
+        "precision='16-mixed' is skipped. Use fused=False, or precision='bf16-mixed', which skips "
+        "none": getattr(optimizer, "_step_supports_amp_scaling", False)
+        for optimizer in optimizers
+    })  # fmt: skip
 
 
 def refuse_loaders(trainer: Any) -> None:
@@ -221,8 +194,63 @@ def refuse_result(result: Any) -> None:
         )
 
 
-class TeacherWatch:
-    """Notices a teacher that is averaged although its parts can't follow the student's.
+def refuse_training(
+    policy: WeightPolicy, trainer: Any, module: Any, student: Iterable[str], num_ranks: int
+) -> None:
+    """Refuse trainings that a policy can't follow.
+
+    Raises:
+        ConfigurationError: Optimization by hand, scaled losses, optimizers that can't be
+            predicted, sparse gradients, or too few batches per update.
+    """
+    parts = [
+        (name, *part) for name in student for part in module.get_submodule(name).named_modules()
+    ]
+    refuse({
+        "schedule='1f1b' with automatic_optimization=False: when an update comes can't be known "
+        "ahead. Use automatic optimization, or another schedule": not module.automatic_optimization,
+        "schedule='1f1b' with precision='16-mixed': all ranks would have to agree on skipping a "
+        "step, and so wait for each other. Use precision='bf16-mixed'":
+        getattr(trainer.precision_plugin, "scaler", None) is not None,
+        **{
+            f"{f'{name}.{path}'.rstrip('.')!r} makes sparse gradients, and updates by them can't "
+            "be predicted. Use sparse=False": getattr(part, "sparse", False) is True
+            for name, path, part in parts
+        },
+    })  # fmt: skip
+    optimizers = [getattr(o, "_optimizer", o) for o in trainer.strategy.optimizers]
+    if policy.name == "spectrain":
+        check_momentum(optimizers)
+    elif policy.predicts:
+        check_predictable(optimizers)
+    check_depth(policy, num_ranks, trainer.accumulate_grad_batches)
+
+
+def check_epochs(trainer: Any, num_ranks: int) -> None:
+    """Refuse epochs behind which the next one can't begin at once.
+
+    Raises:
+        ConfigurationError: Their length isn't known, or too small, or no multiple of what is
+            accumulated, or each has a loader of its own.
+    """
+    length, every = trainer.fit_loop.max_batches, trainer.accumulate_grad_batches
+    refuse({
+        "drain_epochs=False needs to know how long an epoch is: give the loader a length, or the "
+        "Trainer limit_train_batches": length == float("inf"),
+        f"drain_epochs=False with epochs of {length} batches and {num_ranks} ranks: work would "
+        "begin on the epoch after the next one. Remove drain_epochs, or make epochs longer":
+        length < num_ranks,
+        f"drain_epochs=False with accumulate_grad_batches={every} and epochs of {length} batches: "
+        "the last update of an epoch would come early. Make one a multiple of the other, or remove "
+        "drain_epochs": bool(length % every),
+        "drain_epochs=False with reload_dataloaders_every_n_epochs: an epoch is read before the "
+        "one before it has ended. Remove one of them":
+        bool(trainer.reload_dataloaders_every_n_epochs),
+    })  # fmt: skip
+
+
+def teacher_check(parameters: Iterable[Tensor]) -> Callable[[], None]:
+    """What notices a teacher that is averaged although its parts can't follow the student's.
 
     Networks that are built differently are cut independently, so the two halves of a pair may be
     on different ranks; adding a parameter that is not there changes nothing, and an average would
@@ -230,25 +258,23 @@ class TeacherWatch:
 
     Args:
         parameters: The teacher's parameters on this rank, just placed.
+
+    Returns:
+        A function that compares with how they were placed, and raises a ConfigurationError.
     """
+    held = [parameter for parameter in parameters if not parameter.is_meta]
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
-        self._parameters = [p for p in parameters if not p.is_meta]
-        self._before = self._measure()
+    def sums() -> list[float]:
+        return [float(parameter.detach().double().sum()) for parameter in held]
 
-    def _measure(self) -> list[float]:
-        return [float(p.detach().double().sum()) for p in self._parameters]
+    before = sums()
 
-    def check(self) -> None:
-        """Compare with how they were placed.
+    def check() -> None:
+        refuse({
+            "the teacher's parameters are updated, but teacher and student are built differently, "
+            "so that the parts of a pair may be on different ranks. Give the teacher the same "
+            "structure as the beginning of the student (copy.deepcopy), or don't update it":
+            sums() != before
+        })  # fmt: skip
 
-        Raises:
-            ConfigurationError: They changed.
-        """
-        if self._measure() != self._before:
-            raise ConfigurationError(
-                "the teacher's parameters are updated, but teacher and student are built "
-                "differently, so that the parts of a pair may be on different ranks. Give the "
-                "teacher the same structure as the beginning of the student (copy.deepcopy), or "
-                "don't update it"
-            )
+    return check

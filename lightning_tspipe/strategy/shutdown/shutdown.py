@@ -6,17 +6,17 @@ import itertools
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_tspipe.runtime.faults.failures import Failures, end_with_this_process
 from lightning_tspipe.runtime.faults.loader_workers import hear_of_children, let_children_end
-from lightning_tspipe.runtime.faults.parents import watch_instead
-from lightning_tspipe.runtime.faults.phases import HERE
-from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, end_by, tell_before_the_end
+from lightning_tspipe.runtime.faults.local_processes import watch_instead
+from lightning_tspipe.runtime.faults.phases import HERE, SAVING
+from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, end_by
 from lightning_tspipe.runtime.faults.stopping import END, REQUEUE, Stop
 from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.shutdown.phase_hooks import phase_hooks
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 
 log = logging.getLogger("lightning_tspipe")
@@ -26,26 +26,25 @@ _RUNS = itertools.count()
 """Of rank 0 only: the others may have begun runs that it never came to."""
 
 
+@dataclass(eq=False)
 class Shutdown:
     """Ends a run on all ranks, whatever the reason.
 
-    Args:
-        run: The run.
-        saving: What is being written where a run ends.
-        evaluator: Evaluations, which a signal ends too.
-        starts_scripts: Whether the other processes are scripts, and not functions.
+    Attributes:
+        _run: The run.
+        _saving: What is being written where a run ends.
+        _evaluator: Evaluations, which a signal ends too.
+        _starts_scripts: Whether the other processes are scripts, and not functions.
     """
 
-    def __init__(
-        self, run: Run, saving: CheckpointWriter, evaluator: Evaluator, *, starts_scripts: bool
-    ) -> None:
-        self._run = run
-        self._saving = saving
-        self._evaluator = evaluator
-        self._starts_scripts = starts_scripts
-        self._failures: Failures | None = None
-        self._requeues = self._hears_no_more = False
-        self._muted: list[Any] = []
+    _run: Run
+    _saving: CheckpointWriter
+    _evaluator: Evaluator
+    _starts_scripts: bool
+    _failures: Failures | None = None
+    _requeues: bool = False
+    _hears_no_more: bool = False
+    _muted: list[Any] = field(default_factory=list)
 
     # The other ranks
 
@@ -60,14 +59,14 @@ class Shutdown:
         Returns:
             Whether one of them is known to have failed.
         """
-        failures = self._watch(job)
+        failures = self._watch(job, -1)
         watch_instead()
         return failures.has_failed
 
-    def _watch(self, job: Job | None, run: int = -1) -> Failures:
+    def _watch(self, job: Job, run: int) -> Failures:
         failures = self._failures = self._make_failures(job, run)
         failures.watch()
-        tell_before_the_end(failures.tell_of_signal)
+        job.tell = failures.tell_of_signal
         return failures
 
     def connected(self) -> None:
@@ -77,26 +76,29 @@ class Shutdown:
         if run.total_ranks == 1:
             run.stop = Stop(self._on_agreed)
             return
-        job, number = current_job(), run.broadcast(next(_RUNS))
-        run.stop = self._make_stop(job, number)
+        job, number = self._renew_stop()
         if self._failures is None:  # in the first run, they are watched since they met
             self._watch(job, number)
 
     def reconnected(self) -> None:
         """The ranks have other places: notes of their own, since steps are counted anew."""
         before = self._run.stop
-        stop = self._run.stop = self._make_stop(current_job(), self._run.broadcast(next(_RUNS)))
+        self._renew_stop()
         if before.was_asked:
-            stop.ask(END)
+            self._run.stop.ask(END)
 
-    def _make_stop(self, job: Job | None, number: int) -> Stop:
-        run = self._run
-        return Stop(
-            self._on_agreed, job.notes if job is not None else None, run=number,
+    def _renew_stop(self) -> tuple[Job, int]:
+        """Begin with nothing asked for; the job, and a number that all ranks have."""
+        run, job = self._run, current_job()
+        assert job is not None
+        number: int = run.broadcast(next(_RUNS))
+        run.stop = Stop(
+            self._on_agreed, job.notes, run=number,
             replica=run.replica, num_replicas=run.num_replicas,
             batches_per_update=lambda: int(run.trainer.accumulate_grad_batches),
-            timeout=run.timeout,
+            gather=run.replicas.gather,
         )  # fmt: skip
+        return job, number
 
     def _make_failures(self, job: Job | None = None, run: int = -1) -> Failures:
         return Failures(
@@ -107,7 +109,7 @@ class Shutdown:
 
     @property
     def _procs(self) -> Any:
-        return getattr(self._run.lightning.launcher, "procs", ())
+        return getattr(self._run.launcher, "procs", ())
 
     # Failures
 
@@ -125,7 +127,7 @@ class Shutdown:
         else:
             let_children_end()
             failures.settle(exception, self._procs)
-            if run.has_transport:
+            if run.has_met:
                 run.transport.close()
 
     def await_ends(self) -> None:
@@ -146,7 +148,7 @@ class Shutdown:
             callback.save_on_exception = True
         self._muted = []
         if self._run.is_failing:
-            self._run.transport = None  # the next run needs one that is open
+            self._run.has_met = False  # the next run needs a transport that is open
         if type(exception).__name__ == "SIGTERMException":
             assert isinstance(exception, SystemExit)
             # Not 0: whoever started the job must not take it for complete.
@@ -167,7 +169,7 @@ class Shutdown:
         run = self._run
         self._saving.end_writing(waits=not run.is_failing)
         self._saving.finish_files()
-        if run.lightning.lightning_module is not None:
+        if run.lightning_module is not None:
             # A process that ends takes what it sent with it, unless it has arrived.
             run.barrier("teardown")
         if self._failures is not None:
@@ -181,7 +183,7 @@ class Shutdown:
         self._catch_signals(trainer)
         if any(getattr(callback, "is_end_hook", False) for callback in trainer.callbacks):
             return
-        run, namespace = self._run, self._run.lightning.namespace
+        run, namespace = self._run, self._run.namespace
 
         def on_exception(trainer: Any, _module: Any, exception: BaseException) -> None:
             self.begin_end(exception)
@@ -230,7 +232,7 @@ class Shutdown:
     def end_if_asked(self) -> None:
         """After the last batch of a run no header tells of a signal; every rank calls it."""
         self._hears_no_more = True
-        if self._run.decide(self._run.stop.was_asked, unanimous=False):
+        if self._run.reduce_boolean_decision(self._run.stop.was_asked, all=False):
             self._run.stop.hear(END)
         self._evaluator.end_if_agreed()
 
@@ -240,3 +242,33 @@ class Shutdown:
             self._requeues = False
             connector = trainer._signal_connector  # noqa: SLF001
             type(connector)._slurm_sigusr_handler_fn(connector, signal.SIGUSR1, None)  # noqa: SLF001
+
+
+_PHASES = {
+    "on_sanity_check_end": "the way from the sanity check to training step {step}",
+    "on_train_epoch_start": "the beginning of epoch {epoch}",
+    "on_train_batch_start": "training step {step}{plans}",
+    "on_validation_batch_start": "batch {index} of the validation",
+    "on_validation_end": "the way from the validation to training step {step}",
+    "on_test_batch_start": "batch {index} of the test",
+    "on_predict_batch_start": "batch {index} of the prediction",
+    "on_train_epoch_end": "the end of epoch {epoch}",
+    "on_train_end": "the end of the training",
+}
+
+
+def phase_hooks(run: Run) -> dict[str, Callable[..., None]]:
+    """Hooks of a callback before all others: they note what this rank does, for messages."""
+
+    def entering(text: str) -> Callable[..., None]:
+        def hook(
+            trainer: Any, _module: Any = None, _batch: Any = None, index: int = 0, *_: Any
+        ) -> None:
+            plans = ", which captures and plans" if run.engine is None else ""
+            step, epoch = trainer.global_step + 1, trainer.current_epoch
+            HERE.enter(text.format(step=step, epoch=epoch, index=index, plans=plans))
+
+        return hook
+
+    hooks = {name: entering(text) for name, text in _PHASES.items()}
+    return {**hooks, "on_save_checkpoint": lambda *_: HERE.interrupt(SAVING)}

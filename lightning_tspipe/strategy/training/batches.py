@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 
-class CopyStream:
-    """Copies batches from the host to a GPU beside what the GPU computes.
+def copied_beside(device: torch.device) -> AbstractContextManager[Any]:
+    """Copies from the host to a GPU, while inside, run beside what the GPU computes.
 
     What is launched behind a copy waits for it; the copy waits for nothing, and so the host, which
     is ahead of its GPU, is not held either where a batch lies in pageable memory.
@@ -22,13 +23,12 @@ class CopyStream:
     Args:
         device: Where the batches go; on a CPU they are copied as usual.
     """
+    return nullcontext() if device.type != "cuda" else _Copying(_stream(device))
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """While inside, tensors of the host that are moved go by this stream."""
-        return nullcontext() if self._stream is None else _Copying(self._stream)
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _Copying(TorchFunctionMode):

@@ -62,22 +62,15 @@ class Commands:
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers as the user gets them: they count steps and run hooks."""
-        optimizers: list[Any] = self._run.lightning._lightning_optimizers  # noqa: SLF001
+        optimizers: list[Any] = self._run._lightning_optimizers  # noqa: SLF001
         return optimizers
-
-    def tell(self, commands: Sequence[Command]) -> None:
-        """On the loss rank: have the others carry them out."""
-        transport = self._run.transport
-        for rank in range(transport.num_ranks):
-            if rank != transport.rank:
-                transport.send_object(commands, rank)
 
     def follow(self) -> None:
         """On the other ranks: do what the loss rank tells, until its step is over."""
         recorder = self._run.recorder
         while True:
             started = time.perf_counter()
-            commands = self._run.transport.receive_object(LOSS_RANK)
+            commands = self._run.transport.broadcast_object(None, LOSS_RANK)
             recorder.paused("receive", started)
             for command in commands:
                 if command == END:
@@ -92,7 +85,7 @@ class Commands:
     def before_backward(self) -> None:
         """A backward begins on the loss rank."""
         loss = torch.zeros((), device=self._run.root_device)
-        self._run.lightning.pre_backward(loss)
+        self._run.pre_backward(loss)
         self._run.precision_plugin.pre_backward(loss, self.module)
 
     def backward(
@@ -121,7 +114,7 @@ class Commands:
         loss = torch.zeros((), device=self._run.root_device)
         for _ in range(num_backwards):
             self._run.precision_plugin.post_backward(loss, self.module)
-            self._run.lightning.post_backward(loss)
+            self._run.post_backward(loss)
 
     def _untouched(self, reached: bool, toggled: int | None) -> list[nn.Parameter]:
         """The parameters of this rank whose gradients stay what they are."""
@@ -162,7 +155,7 @@ class Commands:
 
     def schedule(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A step of a scheduler."""
-        self._run.lightning.lr_scheduler_configs[index].scheduler.step(*args, **kwargs)
+        self._run.lr_scheduler_configs[index].scheduler.step(*args, **kwargs)
 
 
 @contextmanager

@@ -11,21 +11,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.batches.loading import LookaheadLoader
-from lightning_tspipe.runtime.batches.remote_loading import (
-    Remote,
-    RemoteLoader,
-    UnsizedRemoteLoader,
-)
+from lightning_tspipe.runtime.batches.loading import LookaheadLoader, Remote, RemoteLoader
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.fanout import fanout_of
-from lightning_tspipe.strategy.training.batches import CopyStream, on_cpu, to_device
+from lightning_tspipe.strategy.training.batches import copied_beside, on_cpu, to_device
 from lightning_tspipe.strategy.training.progress import Resumption
 from lightning_tspipe.strategy.training.step_results import StepResults
 
@@ -56,7 +51,6 @@ class Data:
         self.has_begun = False
         self.position: tuple[int, int] | None = None
         self.seconds_reading = self.shortest_reading = 0.0
-        self._copies: CopyStream | None = None
         self._num_loaders = 0
         self._announced: dict[int, deque[tuple[int, bool]]] = {}
 
@@ -80,9 +74,7 @@ class Data:
             return self._look_ahead(dataloader)
         length = run.transport.broadcast_object(length, run.data_rank)
         if not run.is_data_rank:
-            if length is not None:
-                return RemoteLoader(dataloader, length)
-            return UnsizedRemoteLoader(dataloader, partial(self._hear, number))
+            return RemoteLoader(dataloader, length, partial(self._hear, number))
         announce = partial(self._announce, number) if length is None else None
         return self._look_ahead(dataloader, announce)
 
@@ -120,14 +112,14 @@ class Data:
         self, dataloader: Any, announce: Callable[[int, bool], None] | None = None
     ) -> LookaheadLoader:
         trains = self._run.trainer.training
-        on_read = self.read if trains else None
-        num_batches = self._num_batches(sized_len(dataloader)) if trains else math.inf
+        length = sized_len(dataloader)
         loader = LookaheadLoader(
-            dataloader, announce, on_read, trains=trains, num_batches=num_batches,
+            dataloader, announce, self.read if trains else None, trains=trains,
+            num_batches=self._num_batches(length) if trains else math.inf,
             depth=self._depth if trains else 1,
             follows=self._begin_next_epoch if trains else lambda: False,
         )  # fmt: skip
-        if sized_len(dataloader) is None and self._run.num_replicas > 1:
+        if length is None and self._run.num_replicas > 1:
             loader.agree = self._run.replicas.all_say
         if trains:
             self.loader = loader
@@ -151,12 +143,7 @@ class Data:
         most = trainer.max_epochs
         if self._run.options.drain_epochs or trainer.should_stop or most in {None, epoch}:
             return False
-        sampler = getattr(self.loader, "sampler", None)
-        batch_sampler = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
-        for each in (sampler, batch_sampler):
-            set_epoch = getattr(each, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        _set_sampler_epoch(self.loader, epoch)
         return True
 
     @property
@@ -189,27 +176,22 @@ class Data:
                 return prepared
         return self.transfer(batch, device, dataloader_idx)
 
-    def before_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+    def before_transfer(
+        self, batch: Any, dataloader_idx: int = 0, *, is_ahead: bool = False
+    ) -> Any:
         """The first hook of a batch; of one that was prepared ahead, it has run already."""
-        if isinstance(batch, Remote):
+        module, loader = self._run.module, self.loader if self._run.trainer.training else None
+        has_run = loader is not None and loader.current + 1 in self.prepared and not is_ahead
+        if isinstance(batch, Remote) or has_run:
             return batch
-        loader = self.loader if self._run.trainer.training else None
-        if loader is not None and loader.current + 1 in self.prepared:
-            return batch
-        return self._call_before_transfer(batch, dataloader_idx)
-
-    def _call_before_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        module = self._run.module
         return type(module)._on_before_batch_transfer(module, batch, dataloader_idx)  # noqa: SLF001
 
     def transfer(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """A batch on this rank's device, after the hooks that copy and change it."""
-        if self._copies is None:
-            self._copies = CopyStream(self._run.root_device)
         module, device = self._run.module, device or self._run.root_device
-        with self._copies.copying():
+        with copied_beside(self._run.root_device):
             return module._apply_batch_transfer_handler(batch, device, dataloader_idx)  # noqa: SLF001
 
     def share(self, batch: Any) -> Any:
@@ -230,7 +212,7 @@ class Data:
         for offset, batch in enumerate(loader.upcoming[:number], 1):
             if loader.current + offset not in self.prepared:
                 converted = self._run.precision_plugin.convert_input(batch)
-                converted = self._call_before_transfer(converted, 0)
+                converted = self.before_transfer(converted, is_ahead=True)
                 self.prepared[loader.current + offset] = self.transfer(converted)
         return [self.prepared[loader.current + offset] for offset in range(1, number + 1)]
 
@@ -273,7 +255,3 @@ class Data:
                     return method(batch, *others)
 
         return step
-
-    def release(self) -> None:
-        """The run is over."""
-        self._copies = None

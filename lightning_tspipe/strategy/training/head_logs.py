@@ -10,7 +10,6 @@ What loggers get travels one step after the Trainer logs, all else at the ends o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 from lightning_tspipe.heads import StudentFanout
@@ -19,6 +18,7 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.heads import FeatureCache
+from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.strategy.lightning.run import Run
 
@@ -44,7 +44,7 @@ class HeadsHere:
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
         self._is_due = False
-        self._restore: Callable[[], None] | None = None
+        self._connector: Any = None  # of the Trainer to its loggers, where its logs are kept here
 
     @property
     def student(self) -> StudentFanout | None:
@@ -72,28 +72,25 @@ class HeadsHere:
         """
         if not self._every:
             return
-        if self._is_due:
-            self._log(self._received())
+        self._log_received()
         self._num_steps += 1
         self._is_due = self._num_steps % self._every == 0
         if self._is_due and not engine.is_loss_rank and engine.computes_loss:
             unsent, self._unsent = self._unsent, []
             engine.transport.send_object(unsent, LOSS_RANK, Channel.LOGS)
 
-    def _received(self) -> list[Record]:
-        """On rank 0: what the other ranks with heads sent in the step before."""
-        run = self._run
-        engine = run.engine
-        assert engine is not None
-        self._is_due = False
-        if not run.is_loss_rank:
-            return []
+    def _log_received(self) -> None:
+        """On rank 0: log what the other ranks with heads sent in the step before."""
+        is_due, self._is_due = self._is_due, False
+        engine = self._run.engine
+        if not is_due or not self._run.is_loss_rank or engine is None:
+            return
         records: list[Record] = []
         with waiting("what other ranks have logged"):
             for rank in engine.pipeline.loss_ranks:
                 if rank != LOSS_RANK:
                     records += engine.transport.receive_object(rank, Channel.LOGS)
-        return records
+        self._log(records)
 
     def _log(self, records: list[Record]) -> None:
         """On rank 0: give loggers what other ranks have logged."""
@@ -105,18 +102,17 @@ class HeadsHere:
         """Logging is Lightning's again, and nothing is kept."""
         self.cache = None
         self._every = 0
-        if self._restore is not None:
-            self._restore()
-            self._restore = None
+        if self._connector is not None:
+            vars(self._connector).pop("log_metrics", None)
+            self._connector = None
 
     def _keep_logs(self) -> None:
         """What this rank logs is for rank 0's loggers, which get it when the ranks next meet."""
-        run = self._run
-        if run.is_loss_rank or self._restore is not None:
+        trainer: Any = self._run.trainer
+        if self._run.is_loss_rank or self._connector is not None:
             return
-        trainer = run.trainer
-        connector: Any = trainer._logger_connector  # noqa: SLF001 - no public way
-        original = connector.log_metrics
+        self._connector = trainer._logger_connector  # noqa: SLF001 - no public way
+        original = self._connector.log_metrics
 
         def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
             if trainer.loggers and metrics:
@@ -125,36 +121,26 @@ class HeadsHere:
                 self._unsent.append((values, steps if step is None else step))
             original(metrics, step)
 
-        connector.log_metrics = log_metrics
-
-        def restore() -> None:
-            vars(connector).pop("log_metrics", None)
-
-        self._restore = restore
+        self._connector.log_metrics = log_metrics
 
     def exchange(self) -> None:
         """All ranks get to know metrics and stopped heads; rank 0 logs. Every rank calls it."""
-        student = self.student
-        if student is None:
+        student, run = self.student, self._run
+        if student is None or run.engine is None:
             return
-        run = self._run
-        trainer = run.trainer
-        transport = run.transport
-        if self._is_due:
-            self._log(self._received())
+        trainer, owners = run.trainer, run.engine.pipeline.student.ranks
+        rank_of = dict(zip(student.names, owners, strict=False))
+        self._log_received()
         unsent, self._unsent = self._unsent, []
         known = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-        gathered = transport.gather_object((known, dict(student.stopped), unsent), LOSS_RANK)
-        told = None
-        if gathered is not None:
-            metrics = {k: v for each, _, _ in reversed(gathered) for k, v in each.items()}
-            for (own, _, _), rank in zip(gathered, range(len(gathered)), strict=True):
-                metrics |= {k: v for k, v in own.items() if self._is_of(k, rank)}
-            stopped = {k: v for _, each, _ in gathered for k, v in each.items()}
-            told = metrics, stopped
-            self._log([record for _, _, each in gathered for record in each])
-        metrics, stopped = transport.broadcast_object(told, LOSS_RANK)
+        everything = gather_everywhere((known, dict(student.stopped), unsent), run.transport)
+        metrics = {k: v for each, _, _ in reversed(everything) for k, v in each.items()}
+        for rank, (own, _, _) in enumerate(everything):
+            metrics |= {k: v for k, v in own.items() if rank_of.get(k.partition("/")[0]) == rank}
         trainer._logger_connector._callback_metrics.update(metrics)  # noqa: SLF001
+        if run.is_loss_rank:
+            self._log([record for _, _, each in everything for record in each])
+        stopped = {k: v for _, each, _ in everything for k, v in each.items()}
         for name, reason in stopped.items():
             if name not in student.stopped and run.is_loss_rank:
                 log.warning("head %s has stopped: %s", name, reason)
@@ -171,12 +157,10 @@ class HeadsHere:
         if gathered is not None:
             checkpoint[STOPPED] = {name: why for each in gathered for name, why in each.items()}
 
-    def _is_of(self, metric: str, rank: int) -> bool:
-        """Whether a metric is one of a head on a rank."""
-        engine, student = self._run.engine, self.student
-        assert engine is not None
-        assert student is not None
-        head, _, rest = metric.partition("/")
-        if not rest or head not in student.names:
-            return False
-        return engine.pipeline.student.ranks[student.names.index(head)] == rank
+
+def gather_everywhere(value: Any, transport: Transport) -> list[Any]:
+    """The values of all ranks of a pipeline, on each of them."""
+    found: list[Any] = transport.broadcast_object(
+        transport.gather_object(value, LOSS_RANK), LOSS_RANK
+    )
+    return found

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
-from functools import wraps
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.distributed import GroupMember
@@ -32,6 +31,7 @@ from torch.distributed import GroupMember
 from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.batches import on_cpu
@@ -43,29 +43,21 @@ from lightning_tspipe.strategy.training.optimizers import (
     set_hyperparameters,
 )
 
-
-class _Mode(Enum):
-    """The step that runs: none, one without effects on optimizers, the one with real outputs."""
-
-    OUTSIDE = auto()
-    SILENT = auto()
-    LIVE = auto()
+_Method = Callable[..., Any]
+_Mode = Literal["outside", "live", "silent"]
+"""The step that runs: none, the one with real outputs, one without effects on optimizers."""
 
 
-class ManualOptimization:
+class ManualOptimization(Commands):
     """One rank's part in optimization by hand.
 
     Args:
         run: The run.
-
-    Attributes:
-        commands: What is done on every rank.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self.commands = Commands(run)
-        self._mode = _Mode.OUTSIDE
+        super().__init__(run)
+        self._mode: _Mode = "outside"
         self._begin()
 
     def _begin(self) -> None:
@@ -83,112 +75,87 @@ class ManualOptimization:
 
     # The user's step, in its two ways
 
-    def silent(self, step: Step) -> Step:
-        """A step that leaves optimizers and schedulers alone: for the trace and the prologue."""
+    def run(self, mode: _Mode, step: Step, batch: Any) -> Any:
+        """Run a step; what it asks of optimizers comes here.
 
-        def run(batch: Any) -> Any:
-            optimizers = self.commands.optimizers
-            kept = [hyperparameters(optimizer) for optimizer in optimizers]
-            try:
-                with self._intercepted(_Mode.SILENT, self._silences()):
-                    return step(batch)
-            finally:
-                for optimizer, groups in zip(optimizers, kept, strict=True):
-                    set_hyperparameters(optimizer, groups)
-
-        return run
-
-    def live(self, step: Step) -> Step:
-        """The step on the loss rank, with the networks' outputs."""
-
-        def run(batch: Any) -> Any:
+        Args:
+            mode: ``live`` on the loss rank, with the networks' outputs; ``silent``, which leaves
+                optimizers and schedulers alone, for the trace and the prologue.
+            step: The step, a function of the batch.
+            batch: The batch.
+        """
+        if mode == "live":
             self._begin()
-            with self._intercepted(_Mode.LIVE, self._wrappers()):
-                return step(batch)
-
-        return run
-
-    @contextmanager
-    def _intercepted(
-        self, mode: _Mode, replacements: Iterable[tuple[Any, str, Any]]
-    ) -> Iterator[None]:
+        kept = [hyperparameters(optimizer) for optimizer in self.optimizers]
+        replacements = [
+            (owner, name, self._passing(getattr(owner, name), instead, silent))
+            for owner, name, instead, silent in self._asked()
+        ]
         with swap.attributes_replaced(replacements):
             self._mode = mode
             try:
-                yield
+                return step(batch)
             finally:
-                self._mode = _Mode.OUTSIDE
+                self._mode = "outside"
+                if mode == "silent":
+                    for optimizer, groups in zip(self.optimizers, kept, strict=True):
+                        set_hyperparameters(optimizer, groups)
 
     @contextmanager
     def _outside(self) -> Iterator[None]:
         """Out of the user's step for a while, so that what is called is what was meant."""
-        mode, self._mode = self._mode, _Mode.OUTSIDE
+        mode, self._mode = self._mode, "outside"
         try:
-            with self.commands.engine.suspended(), default_group(self._world):
+            with self.engine.suspended(), default_group(self._world):
                 yield
         finally:
             self._mode = mode
 
-    def _silences(self) -> Iterator[tuple[Any, str, Any]]:
-        for optimizer in self.commands.optimizers:
+    def _asked(self) -> Iterator[tuple[Any, str, _Method, _Method]]:
+        """Whose methods a step may call, their names, and what each does if it is live or not."""
+        for index, optimizer in enumerate(self.optimizers):
+            clear = partial(self._zero_grad, index)
             for owner in (optimizer, plain_optimizer(optimizer)):
-                yield owner, "step", _check_closure
-                yield owner, "zero_grad", _nothing
-        for config in self._run.lightning.lr_scheduler_configs:
-            yield config.scheduler, "step", _nothing
-        for name in (
-            "zero_grad", "clip_gradients", "toggle_optimizer", "untoggle_optimizer",
-            "manual_backward",
-        ):  # fmt: skip
-            yield self.commands.module, name, _nothing
-        yield Tensor, "backward", _nothing
+                step = partial(self._step, index, owner is not optimizer)
+                yield owner, "step", step, _check_closure
+                yield owner, "zero_grad", clear, _nothing
+        for index, config in enumerate(self._run.lr_scheduler_configs):
+            yield config.scheduler, "step", partial(self._schedule, index), _nothing
+        module = self.module
+        yield module, "zero_grad", partial(self._zero_grad, None), _nothing
+        yield module, "clip_gradients", self._clip, _nothing
+        yield module, "toggle_optimizer", self._toggle, _nothing
+        yield module, "untoggle_optimizer", self._untoggle, _nothing
+        yield module, "manual_backward", module.manual_backward, _nothing
+        yield Tensor, "backward", self._raw_backward, _nothing
 
-    def _wrappers(self) -> Iterator[tuple[Any, str, Any]]:
-        for index, optimizer in enumerate(self.commands.optimizers):
-            for owner in (optimizer, plain_optimizer(optimizer)):
-                step, clear = self._step(index, raw=owner is not optimizer), self._zero_grad(index)
-                yield owner, "step", self._passing(owner.step, step)
-                yield owner, "zero_grad", self._passing(owner.zero_grad, clear)
-        for index, config in enumerate(self._run.lightning.lr_scheduler_configs):
-            scheduler = config.scheduler
-            yield scheduler, "step", self._passing(scheduler.step, self._schedule(index))
-        module = self.commands.module
-        for name, instead in (
-            ("zero_grad", self._zero_grad(None)), ("clip_gradients", self._clip),
-            ("toggle_optimizer", self._toggle), ("untoggle_optimizer", self._untoggle),
-        ):  # fmt: skip
-            yield module, name, self._passing(getattr(module, name), instead)
-        yield Tensor, "backward", self._passing(Tensor.backward, self._raw_backward)
-
-    def _passing(
-        self, original: Callable[..., Any], instead: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """``instead`` in the user's step, ``original`` where the strategy itself calls."""
+    def _passing(self, original: _Method, live: _Method, silent: _Method) -> _Method:
+        """Another method in each way of running a step."""
+        ways: dict[_Mode, _Method] = {"outside": original, "live": live, "silent": silent}
 
         @wraps(original)  # schedulers look at marks that they left there
         def call(*args: Any, **kwargs: Any) -> Any:
-            live = self._mode is _Mode.LIVE
-            return instead(*args, **kwargs) if live else original(*args, **kwargs)
+            return ways[self._mode](*args, **kwargs)
 
         return call
 
     # What the user's step may ask for, on the loss rank
 
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def backward_of(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``manual_backward``: from the loss to the networks' outputs, and to what else is here.
 
         Raises:
             ConfigurationError: It comes too late, or from elsewhere than the step.
         """
-        if self._mode is not _Mode.LIVE:
+        if self._mode != "live":
             raise ConfigurationError(
                 "manual_backward outside of training_step: the graph of a batch is gone when its "
                 "step is over. Call it in training_step"
             )
-        module, plugin = self.commands.module, self._run.precision_plugin
+        module, plugin = self.module, self._run.precision_plugin
         self._told.append(("before_backward",))
         with self._outside():
-            self._run.lightning.pre_backward(loss)
+            self._run.pre_backward(loss)
             loss = plugin.pre_backward(loss, module)
         with self._noted(), self._outside(), self._run.replicas.as_world():
             plugin.backward(loss, module, None, *args, **kwargs)
@@ -220,45 +187,36 @@ class ManualOptimization:
             self._backward_under.add(self._toggled)
         self._refuse_late()
 
-    def _step(self, index: int, *, raw: bool) -> Callable[..., Any]:
-        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-            _check_closure(closure)
-            optimizer = self.commands.optimizers[index]
-            self._use_gradients([optimizer])
-            return self._do("step", index, raw, kwargs, hyperparameters(optimizer), now=True)
+    def _step(
+        self, index: int, raw: bool, closure: Callable[[], Any] | None = None, **kwargs: Any
+    ) -> Any:
+        _check_closure(closure)
+        optimizer = self.optimizers[index]
+        self._use_gradients([optimizer])
+        return self._do("step", index, raw, kwargs, hyperparameters(optimizer), now=True)
 
-        return step
-
-    def _zero_grad(self, index: int | None) -> Callable[..., None]:
-        def zero_grad(*args: Any, **kwargs: Any) -> None:
-            optimizers = self.commands.optimizers
-            averaged = self._is_pending and self._run.num_replicas > 1
-            if averaged or self._has_gradients():
-                self._use_gradients(optimizers if index is None else [optimizers[index]])
-            self._do("zero_grad", index, args, kwargs)
-
-        return zero_grad
+    def _zero_grad(self, index: int | None, *args: Any, **kwargs: Any) -> None:
+        averaged = self._is_pending and self._run.num_replicas > 1
+        if averaged or self._has_gradients():
+            self._use_gradients(self.optimizers if index is None else [self.optimizers[index]])
+        self._do("zero_grad", index, args, kwargs)
 
     def _clip(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         index = self._index_of(optimizer)
         self._use_gradients([optimizer])
         self._do("clip", index, args, kwargs, now=True)
 
-    def _schedule(self, index: int) -> Callable[..., None]:
-        def step(*args: Any, **kwargs: Any) -> None:
-            self._do("schedule", index, on_cpu(args), on_cpu(kwargs))
-
-        return step
+    def _schedule(self, index: int, *args: Any, **kwargs: Any) -> None:
+        self._do("schedule", index, on_cpu(args), on_cpu(kwargs))
 
     def _toggle(self, optimizer: Any) -> None:
         self._note_calls()
         index = self._index_of(optimizer)
-        module = self.commands.module
         with self._outside():
-            module.toggle_optimizer(optimizer)
+            self.module.toggle_optimizer(optimizer)
             # The networks have run already: which gradients they keep is decided afterwards.
-            wanted = module._param_requires_grad_state  # noqa: SLF001 - no public way
-            for parameter in self.commands.student:
+            wanted = self.module._param_requires_grad_state  # noqa: SLF001 - no public way
+            for parameter in self.student:
                 if parameter in wanted:
                     parameter.requires_grad_(wanted[parameter])
         self._toggled = index
@@ -266,11 +224,11 @@ class ManualOptimization:
     def _untoggle(self, optimizer: Any) -> None:
         self._note_calls()
         with self._outside():
-            self.commands.module.untoggle_optimizer(optimizer)
+            self.module.untoggle_optimizer(optimizer)
         self._toggled = None
 
     def _index_of(self, optimizer: Any) -> int:
-        for index, known in enumerate(self.commands.optimizers):
+        for index, known in enumerate(self.optimizers):
             if plain_optimizer(known) is plain_optimizer(optimizer):
                 return index
         raise ConfigurationError(
@@ -282,22 +240,22 @@ class ManualOptimization:
 
     def _versions(self) -> list[tuple[int, int] | None]:
         """One for each output of the networks; another one when gradients were added there."""
-        gradients = [output.grad for output in self.commands.engine.outputs]
+        gradients = [output.grad for output in self.engine.outputs]
         return [None if g is None else (id(g), g._version) for g in gradients]  # noqa: SLF001
 
     def _has_gradients(self) -> bool:
-        return any(output.grad is not None for output in self.commands.engine.outputs)
+        return any(output.grad is not None for output in self.engine.outputs)
 
     def _note_calls(self) -> None:
         """Networks may have been called under the optimizer that is toggled."""
-        number = len(self.commands.engine.outputs)
+        number = len(self.engine.outputs)
         if number > self._num_calls:
             self._called_under.add(self._toggled)
         self._num_calls = number
 
     def _use_gradients(self, optimizers: Iterable[Any]) -> None:
         """These optimizers' gradients are needed now; if some are the networks', fetch them."""
-        student = set(map(id, self.commands.student))
+        student = set(map(id, self.student))
         together = self._run.num_replicas > 1  # all gradients of a rank are averaged at once
         if together or any(id(p) in student for each in optimizers for p in parameters_of(each)):
             self._finish_backward()
@@ -310,7 +268,7 @@ class ManualOptimization:
         reached = not replicas.all_say(not self._has_gradients())
         toggled = self._toggled_for_networks() if reached else None
         self._is_used, self._is_pending = True, False
-        self._used = self.commands.engine.outputs
+        self._used = self.engine.outputs
         self._do("backward", reached, toggled, self._run.reduces, self._num_backwards, now=True)
         for output in self._used:
             output.grad = None
@@ -338,8 +296,8 @@ class ManualOptimization:
 
     def finish(self) -> None:
         """The user's step is over on the loss rank: what is left to do, on all ranks."""
-        if not self.commands.engine.is_loss_rank:
-            self.commands.follow()
+        if not self.engine.is_loss_rank:
+            self.follow()
             return
         self._finish_backward()
         self._refuse_late()
@@ -353,10 +311,10 @@ class ManualOptimization:
         if now:
             self._tell()
         with self._outside():
-            return self.commands.carry_out(command)
+            return self.carry_out(command)
 
     def _tell(self) -> None:
-        self.commands.tell(self._told)
+        self._run.transport.broadcast_object(self._told, LOSS_RANK)
         self._told = []
 
 

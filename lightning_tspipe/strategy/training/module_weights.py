@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.weight_source import InitialWeights
-from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
+from lightning_tspipe.strategy.setup.placing import InitialWeights
+from lightning_tspipe.strategy.training.optimizers import (
+    optimizer_names,
+    parameters_of,
+    plain_optimizer,
+)
 from lightning_tspipe.strategy.training.progress import gradients_of_replica
 
 
@@ -71,7 +73,7 @@ class ModuleWeights:
     @property
     def is_configuring(self) -> bool:
         """Whether Lightning is about to call ``configure_model``."""
-        module = self._run.lightning.lightning_module
+        module = self._run.lightning_module
         running = module is not None and module._trainer is not None  # noqa: SLF001
         return running and self._run.trainer.state.status == "running"
 
@@ -117,26 +119,18 @@ class ModuleWeights:
 
     def restore_optimizers(self) -> None:
         """If no batch came, for whose stages each rank would have read its part: read all of it."""
-        if (
-            self.source is not None
-            and self.restores_optimizers
-            and not is_on_meta(self._run.module)
-        ):
+        if self.source is not None and not is_on_meta(self._run.module):
             self._restore_optimizers(self.source)
 
     def _restore_optimizers(self, source: Source) -> None:
+        """Load what the optimizers keep for the parameters that are here."""
+        if not self.restores_optimizers:
+            return
         for index, optimizer in enumerate(map(plain_optimizer, self._run.optimizers)):
-            _restore(self._run.module, optimizer, index, source)
-
-
-def _restore(module: nn.Module, optimizer: Optimizer, index: int, source: Source) -> None:
-    """Load what an optimizer keeps for the parameters that are here."""
-    names = optimizer_names(module, optimizer)
-    here = [p for group in optimizer.param_groups for p in group["params"]]
-    wanted = {name for name, p in zip(names, here, strict=True) if not p.is_meta}
-    found = source.optimizer_state(index, names, wanted)
-    state: dict[Any, Any] = {
-        place: found[name] for place, name in enumerate(names) if name in found
-    }
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+            names = optimizer_names(self._run.module, optimizer)
+            here = zip(names, parameters_of(optimizer), strict=True)
+            wanted = {name for name, parameter in here if not parameter.is_meta}
+            found = source.optimizer_state(index, names, wanted)
+            state = {place: found[name] for place, name in enumerate(names) if name in found}
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})

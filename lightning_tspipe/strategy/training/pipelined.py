@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.profiling import flops_per_sample
-from lightning_tspipe.runtime.batches.loading import isolated
-from lightning_tspipe.runtime.weights.teacher_prediction import TeacherPrediction
-from lightning_tspipe.simulation.timeline import Pause, Timeline
+from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
+from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.training.data import Data
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from lightning_tspipe.runtime.stages.frozen import Front
     from lightning_tspipe.runtime.stages.heads import FeatureCache
 
-_DONE = "no more batches"
-
 
 class Pipelined:
     """The pipeline, as callbacks see it.
@@ -39,6 +36,9 @@ class Pipelined:
         repacking: Changes what is frozen.
 
     Attributes:
+        evaluate: Runs a function on every batch of a loader, as ``Evaluator.evaluate``.
+        freezes: Says that layers will freeze, as ``Repacking.enable``.
+        freeze: Takes them out of the pipeline, as ``Repacking.freeze``.
         bubble_ratio: Share of the ranks' time without work in the last recorded window; None
             before the first.
         batch_size: Samples of the current batch, over all its views the largest; on every rank.
@@ -57,9 +57,10 @@ class Pipelined:
     ) -> None:
         self._run = run
         self._data = data
-        self._evaluator = evaluator
         self._heads = heads
         self._repacking = repacking
+        self.freezes, self.freeze = repacking.enable, repacking.freeze
+        self.evaluate = evaluator.evaluate
         self._steps_left = 0
         self._pipeline: Pipeline | None = None
         self._timeline: Timeline | None = None
@@ -106,22 +107,14 @@ class Pipelined:
         """Which of the replicas this rank belongs to."""
         return self._run.replicas.index
 
-    def of_first_replica(self, value: Any) -> Any:
-        """What this rank's peer in the first replica has; every rank calls it."""
-        return self._run.replicas.broadcast(value)
+    def of_replicas(self, value: Any) -> list[Any]:
+        """The values of this rank's peers in all replicas, on each of them; all of them call it."""
+        return self._run.replicas.gather(value)
 
     @property
     def num_stages(self) -> int:
         """Stages of the student; 1 per rank before the first batch."""
         return len(self.student_stages) or self._run.num_ranks
-
-    def freezes(self, *, repack: bool) -> None:
-        """Layers will freeze, before the training loader is made; every rank calls it.
-
-        Args:
-            repack: Whether pipelines may become shorter, and have more replicas.
-        """
-        self._repacking.enable(repack=repack)
 
     def averages(self, originals: Mapping[str, str]) -> None:
         """Something averages parts of the student; before the strategy is set up.
@@ -134,7 +127,7 @@ class Pipelined:
 
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""
-        self._repacking.use_front(front)
+        self._repacking.freezing.front = front
 
     def use_features(self, cache: FeatureCache) -> None:
         """Have something asked what the trunk of heads returns for a sample; before a fit."""
@@ -145,21 +138,6 @@ class Pipelined:
         engine = self._run.engine
         if engine is not None:
             engine.mode.begin_epoch(engine.transport, engine.pipeline)
-
-    def freeze(
-        self,
-        names: Collection[str],
-        mesh: tuple[int | None, int | None],
-        told: Callable[[float], None],
-    ) -> None:
-        """Take frozen layers out of the pipeline, between two epochs; every rank calls it.
-
-        Args:
-            names: All parameters that are frozen now.
-            mesh: Stages of what is trained, and ranks of a pipeline; None: as memory and time say.
-            told: Called with the seconds that it took, when the next step is about to run.
-        """
-        self._repacking.freeze(frozenset(names), mesh, told)
 
     @property
     def student_names(self) -> tuple[str, ...]:
@@ -206,10 +184,9 @@ class Pipelined:
 
     def placed(self, engine: Engine) -> None:
         """The first batch has been seen: every rank has its stages."""
-        network, cuts = engine.captured.held["student"], engine.cuts["student"]
+        names = [atom.parameter_names for atom in engine.captured.held["student"].atoms]
         self.student_stages = tuple(
-            tuple(name for atom in network.atoms[start:stop] for name in atom.parameter_names)
-            for start, stop in pairwise(cuts)
+            tuple(chain(*names[start:stop])) for start, stop in pairwise(engine.cuts["student"])
         )
         self._pipeline = engine.pipeline
         if self.predicts_teacher:
@@ -223,48 +200,6 @@ class Pipelined:
             return 0
         return int(self._run.options.schedule == "tspipe")
 
-    def evaluate(
-        self,
-        fn: Callable[[Any], Any],
-        loader: Iterable[Any],
-        *,
-        limit: int | None = None,
-    ) -> Iterator[Any]:
-        """Run ``fn`` on every batch of a loader; every rank calls it.
-
-        Args:
-            fn: Calls pipelined submodules; its argument is a batch of the loader.
-            loader: Read on the data rank only.
-            limit: At most so many batches.
-
-        Yields:
-            What ``fn`` returns on the loss rank, None elsewhere.
-        """
-        key = object()
-        try:
-            for batch in self._batches(loader, limit):
-                yield self._evaluator.evaluate_batch(fn, batch, key)
-        finally:
-            self._evaluator.forget(key)
-
-    def _batches(self, loader: Iterable[Any], limit: int | None) -> Iterator[Any]:
-        """The loader's batches on the data rank; as many placeholders elsewhere."""
-        run, transport = self._run, self._run.transport
-        if not run.is_data_rank:
-            while transport.receive_object(run.data_rank) != _DONE:
-                yield None
-            return
-        for batch in islice(isolated(loader), limit):
-            self._tell("next")
-            yield self._data.transfer(batch)
-        self._tell(_DONE)
-
-    def _tell(self, word: str) -> None:
-        run = self._run
-        for rank in range(run.num_ranks):
-            if rank != run.pipeline_rank:
-                run.transport.send_object(word, rank)
-
     def record(self, num_steps: int) -> None:
         """Record what this rank does in the next steps."""
         self.recorder.start()
@@ -276,8 +211,12 @@ class Pipelined:
         if self._steps_left > 0:
             self._steps_left -= 1
             if self._steps_left == 0:
-                self.recorder.stop()
-                self.has_recording = True
+                self._end_recording()
+
+    def _end_recording(self) -> None:
+        self._steps_left = 0
+        self.recorder.stop()
+        self.has_recording = True
 
     def timeline(self) -> Timeline | None:
         """The last recorded window of all ranks, on the loss rank; every rank calls it.
@@ -285,33 +224,25 @@ class Pipelined:
         The ranks exchange a window once. One that is not over yet ends here.
         """
         if self._steps_left > 0:
-            self._steps_left = 0
-            self.recorder.stop()
-            self.has_recording = True
-        if self.has_recording:
-            self.has_recording = False
-            self._gather()
-        return self._timeline
-
-    def _gather(self) -> None:
+            self._end_recording()
         transport, recorder = self._run.transport, self.recorder
-        rank = transport.rank
-        own = recorder.spans(rank), recorder.pauses(rank)
-        gathered = transport.gather_object(own, LOSS_RANK)
-        if gathered is None:
-            return
-        spans = [span for part, _ in gathered for span in part]
-        if not spans:
-            return
-        start = min(span.start for span in spans)
-        self._timeline = Timeline(
-            tuple(replace(span, start=span.start - start, end=span.end - start) for span in spans),
-            transport.num_ranks,
-            self._pipeline,
-            tuple(
-                Pause(p.rank, p.reason, p.start - start, p.end - start)
-                for _, part in gathered
-                for p in part
-            ),
-        )
-        self.bubble_ratio = self._timeline.bubble_ratio
+        gathered: Any = None
+        if self.has_recording:
+            self.has_recording, rank = False, transport.rank
+            own = recorder.spans(rank), recorder.pauses(rank)
+            gathered = transport.gather_object(own, LOSS_RANK)
+        spans, pauses = ([x for part in gathered or () for x in part[kind]] for kind in (0, 1))
+        if spans:
+            start = min(span.start for span in spans)
+
+            def shifted(each: Any) -> Any:
+                return replace(each, start=each.start - start, end=each.end - start)
+
+            self._timeline = Timeline(
+                tuple(map(shifted, spans)),
+                transport.num_ranks,
+                self._pipeline,
+                tuple(map(shifted, pauses)),
+            )
+            self.bubble_ratio = self._timeline.bubble_ratio
+        return self._timeline

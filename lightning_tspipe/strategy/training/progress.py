@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture.plan import ValueRef
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.lookahead import Ahead
 
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.batches.loading import LookaheadLoader
@@ -46,6 +44,9 @@ class Resumption:
     ) -> None:
         """A checkpoint was loaded, or the mesh changes before the first step.
 
+        With another number of replicas than before, samples are dealt out anew: what is known is
+        the number of the step, and what was accumulated together.
+
         Args:
             replicas: Where each replica stopped.
             index: This one.
@@ -53,8 +54,19 @@ class Resumption:
             shares_batches: Whether all read parts of the same batches, as where the mesh changes:
                 their order stays what it was.
         """
-        find = of_shared_batches if shares_batches else of_replica
-        self.replicas, self.here = replicas, find(replicas, index, number)
+        self.replicas = replicas
+        if len(replicas) == number:
+            self.here = replicas[index]
+        elif replicas:
+            forgotten = () if shares_batches else ("loader", "teacher_ahead", "prediction")
+            gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
+            self.here = {
+                **between_epochs(replicas[0]),
+                **dict.fromkeys(forgotten),
+                "gradients": gradients,
+            }
+        else:
+            self.here = None
 
     def take(self) -> Progress | None:
         """Where this replica goes on, once."""
@@ -87,10 +99,8 @@ def collect(  # noqa: PLR0913 - what is saved differs
             else their forwards are done again, in the run that goes on here too.
     """
     engine.settle(keeps_flights=place is not None)
-    own: dict[str, Any] = {"random": RandomStates.now().to_dict(), "flights": engine.flights()}
-    ahead = None if own["flights"] else engine.ahead()
-    if ahead is not None:
-        own["statistics"] = ahead.statistics
+    own: dict[str, Any] = {"random": RandomStates.now().written, "flights": engine.flights()}
+    own["ahead"] = ahead = None if own["flights"] else engine.ahead()
     predicted = engine.prediction if place is not None else None
     if predicted is not None:
         own["prediction"] = predicted.state()
@@ -103,9 +113,6 @@ def collect(  # noqa: PLR0913 - what is saved differs
     gathered = engine.transport.gather_object(own, LOSS_RANK)
     if gathered is None:
         return None
-    packed = None
-    if ahead is not None:
-        packed = _pack(ahead, [rank["statistics"] for rank in gathered])
     seed, step = position or engine.position
     data = gathered[engine.placement.data_rank]
     return {
@@ -114,31 +121,12 @@ def collect(  # noqa: PLR0913 - what is saved differs
         "random": [rank["random"] for rank in gathered],
         "loader": data.get("loader"),
         "gradients": {k: v for rank in gathered for k, v in rank.get("gradients", {}).items()},
-        "teacher_ahead": packed,
+        "teacher_ahead": ahead and _of_all([rank["ahead"] for rank in gathered]),
         "flights": [rank["flights"] for rank in gathered] if own["flights"] else None,
         "prediction": _joined([rank["prediction"] for rank in gathered]) if predicted else None,
         "place": None if place is None else list(place),
         "ema_in_step": engine.captured.plan.has_ema,
     }
-
-
-def restore(engine: Engine, progress: dict[str, Any], place: Place, *, runs_ahead: bool) -> None:
-    """Bring an engine that was just placed to where another one stopped; every rank calls it.
-
-    Args:
-        engine: The engine.
-        progress: What :func:`collect` gave, on every rank.
-        place: The epoch, and the number of the batch in it that comes.
-        runs_ahead: Whether a teacher may be late in this run.
-    """
-    packed = progress["teacher_ahead"] if runs_ahead else None
-    ahead = _unpack(packed, engine.device) if packed is not None else None
-    is_there = progress.get("place") == list(place)
-    in_flight = progress.get("flights") if is_there else None
-    engine.resume(
-        (progress["seed"], progress["step"]), ahead, in_flight, progress.get("prediction")
-    )
-    engine.shards.put_gradients(progress["gradients"], engine.rank)
 
 
 def random_of(replicas: list[dict[str, Any]], rank: int, number: int) -> RandomStates | None:
@@ -150,43 +138,7 @@ def random_of(replicas: list[dict[str, Any]], rank: int, number: int) -> RandomS
         number: Processes of this run.
     """
     states = [state for one in replicas for state in one["random"]]
-    return RandomStates.from_dict(states[rank]) if len(states) == number else None
-
-
-def of_replica(replicas: list[dict[str, Any]], index: int, number: int) -> dict[str, Any] | None:
-    """Progress from which a replica resumes.
-
-    Args:
-        replicas: What :func:`collect` gave for each replica of the run that was stopped.
-        index: The replica.
-        number: Replicas of this run; with another number than before, samples are dealt out anew,
-            and only the number of the step is known, and what was accumulated together.
-    """
-    if not replicas:
-        return None
-    if len(replicas) == number:
-        return replicas[index]
-    gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
-    nothing: dict[str, Any] = {
-        "loader": None, "teacher_ahead": None, "flights": None, "prediction": None
-    }  # fmt: skip
-    return {**replicas[0], **nothing, "gradients": gradients}
-
-
-def of_shared_batches(
-    replicas: list[dict[str, Any]], index: int, number: int
-) -> dict[str, Any] | None:
-    """Progress from which a replica resumes, if all of them read parts of the same batches.
-
-    Args:
-        replicas: What :func:`collect` gave for each replica of the run that was stopped.
-        index: The replica.
-        number: Replicas of this run; with another number than before, each reads another part.
-    """
-    if not replicas or len(replicas) == number:
-        return of_replica(replicas, index, number)
-    gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
-    return {**between_epochs(replicas[0]), "gradients": gradients}
+    return RandomStates(states[rank]) if len(states) == number else None
 
 
 def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
@@ -224,7 +176,7 @@ def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) ->
 
     Args:
         checkpoint: Lightning's.
-        progress: What :func:`of_replica` found in it.
+        progress: Where the run goes on, as found in it.
     """
     loops = checkpoint["loops"]["fit_loop"]
     batches = loops["epoch_loop.batch_progress"]
@@ -252,14 +204,11 @@ def leave_ended_epoch(loop: Any) -> None:
     if not (is_left or loop.resumed_on_epoch_end):
         return
     loop.reset_restart_stage()
-    for each in (loop, loop.epoch_loop, *_loops_in(loop.epoch_loop)):
-        each._restarting = False  # noqa: SLF001 - its setter would say otherwise
+    for each in (loop, loop.epoch_loop, *vars(loop.epoch_loop).values()):
+        if hasattr(each, "_restarting"):
+            each._restarting = False  # noqa: SLF001 - its setter would say otherwise
     # Of a loader without a length it has fetched a batch, before what hooks draw: once more.
     loop._resuming_from_checkpoint = False  # noqa: SLF001
-
-
-def _loops_in(loop: Any) -> list[Any]:
-    return [part for part in vars(loop).values() if hasattr(part, "_restarting")]
 
 
 @contextmanager
@@ -295,31 +244,10 @@ def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"step": states[0]["step"], **parts}
 
 
-def _pack(ahead: Ahead, statistics: list[dict[int, Any]]) -> dict[str, Any]:
-    return {
-        "batch_sizes": list(ahead.batch_sizes),
-        "outputs": [
-            [call, ref.position, ref.slot, tensor.detach().cpu().clone()]
-            for (call, ref), tensor in ahead.outputs.items()
-        ],
-        "statistics": {
-            call: {
-                name: [[count, mean.cpu(), variance.cpu()] for count, mean, variance in parts]
-                for rank in statistics
-                for name, parts in rank.get(call, {}).items()
-            }
-            for call in sorted({call for rank in statistics for call in rank})
-        },
-    }
-
-
-def _unpack(packed: dict[str, Any], device: torch.device) -> Ahead:
-    outputs = {(call, ValueRef(link, slot)): value for call, link, slot, value in packed["outputs"]}
-    statistics = {
-        call: {
-            name: [(count, mean.to(device), var.to(device)) for count, mean, var in parts]
-            for name, parts in layers.items()
-        }
-        for call, layers in packed["statistics"].items()
-    }
-    return Ahead(tuple(packed["batch_sizes"]), outputs, statistics)
+def _of_all(ahead: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ran ahead on the first rank, with the statistics of all."""
+    found: dict[int, Any] = {}
+    for rank in ahead:
+        for call, layers in rank["statistics"].items():
+            found.setdefault(call, {}).update(layers)
+    return {**ahead[0], "statistics": found}

@@ -8,25 +8,35 @@ is said. Metrics are shared before callbacks decide by them.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.runtime.batches.remote_loading import Remote
-from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
-from lightning_tspipe.strategy.training.collected import Collected, Place, metrics_of, pack
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
+from lightning_tspipe.strategy.training.batches import to_device
+from lightning_tspipe.strategy.training.head_logs import HeadsHere, gather_everywhere
+
+log = logging.getLogger("lightning_tspipe")
 
 _STAGES = ("train", "validation", "test", "predict")
+_CONTAINERS = (list, dict, set, deque)
+_SHARED = (*_CONTAINERS, int, float, str, Tensor)
+_ASKS = ("distributed_available_fn", "process_group")
+Place = tuple[str, str]
+"""Name of a module, name of an attribute."""
 
 
 class StepResults:
@@ -41,7 +51,7 @@ class StepResults:
         self._run = run
         self._heads = heads
         self._collected: dict[str, Collected] = {}
-        self._peers: PeerMetrics | None = None
+        self._confined = ExitStack()
 
     def set_up(self, trainer: Any) -> None:
         """Before a run: look after the module, and have Lightning's callbacks call this."""
@@ -53,23 +63,33 @@ class StepResults:
         warnings.filterwarnings("ignore", message=".*the batch indices.*`.*RemoteLoader`")
         # After a fit ranks hold parts; what is loaded on rank 0 counts, and is shared from there.
         warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model")
+        self._confine_metrics()
         modules = self._modules_outside()
-        self._peers = PeerMetrics(modules, run.replicas)
-        internal = run.lightning.namespace.internal_names
+        internal = frozenset(vars(run.namespace.module()))
         self._collected = {stage: Collected(modules, internal) for stage in _STAGES}
         self._insert_step_sync(trainer)
 
     def reconnected(self) -> None:
         """The ranks have other places."""
-        if self._peers is not None:
-            self._peers.release()
-            self._peers = PeerMetrics(self._modules_outside(), self._run.replicas)
+        if self._collected:
+            self.release()
+            self._confine_metrics()
 
     def release(self) -> None:
         """The run is over: metrics ask whom they asked before."""
-        if self._peers is not None:
-            self._peers.release()
-            self._peers = None
+        self._confined.close()
+
+    def _confine_metrics(self) -> None:
+        """Keep metrics from asking all processes: only loss ranks have counted."""
+        replicas = self._run.replicas
+        for metric in _metrics_of(self._modules_outside()).values():
+            # A group could not be copied along with its metric, once the run is over.
+            before = {name: getattr(metric, name) for name in _ASKS}
+            self._confined.callback(vars(metric).update, before)
+            if replicas.number == 1:
+                metric.distributed_available_fn = _not_available
+            elif metric.process_group is None:
+                metric.process_group = replicas.peers
 
     def _modules_outside(self) -> dict[str, nn.Module]:
         """The parts of the module that are not pipelined, by their names."""
@@ -93,7 +113,7 @@ class StepResults:
         """Have all ranks know the metrics before callbacks decide by them."""
         if any(getattr(callback, "is_metrics_sync", False) for callback in trainer.callbacks):
             return
-        namespace = self._run.lightning.namespace
+        namespace = self._run.namespace
         kinds = (namespace.callbacks.Checkpoint, namespace.callbacks.EarlyStopping)
 
         def share(*_: Any) -> None:
@@ -109,26 +129,23 @@ class StepResults:
             **{f"on_{when}_end": share for when in ("train_epoch", "validation", "test")},
         )  # fmt: skip
 
-        def decides(callback: Any) -> bool:
-            return isinstance(callback, kinds) or hasattr(callback, "decides_by_metrics")
-
         # Before each one, because callbacks between them may log; and for schedulers at the end.
-        trainer.callbacks = [
-            callback
-            for known in trainer.callbacks
-            for callback in ((sync, known) if decides(known) else (known,))
-        ] + [sync]
+        found: list[Any] = []
+        for callback in trainer.callbacks:
+            decides = isinstance(callback, kinds) or hasattr(callback, "decides_by_metrics")
+            found += (sync, callback) if decides else (callback,)
+        trainer.callbacks = [*found, sync]
 
     def _insert_step_sync(self, trainer: Any) -> None:
         """Have the other ranks know what steps left and logged, before all other callbacks."""
         if any(hasattr(callback, "is_step_sync") for callback in trainer.callbacks):
             return
-        hooks: dict[str, Callable[..., None]] = {
-            f"on_{stage}_batch_start": _batch_starts for stage in _STAGES
-        }
-        hooks |= {f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES}
-        namespace = self._run.lightning.namespace
-        trainer.callbacks.insert(0, namespace.callback(is_step_sync=True, **hooks))
+        sync = self._run.namespace.callback(
+            is_step_sync=True,
+            **{f"on_{stage}_batch_start": _batch_starts for stage in _STAGES},
+            **{f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES},
+        )
+        trainer.callbacks.insert(0, sync)
 
     def share_metrics(self) -> None:
         """All ranks get the metrics of rank 0; of heads, those of the ranks that train them."""
@@ -142,41 +159,32 @@ class StepResults:
             run.trainer._logger_connector._callback_metrics.update(shared)  # noqa: SLF001
 
     def _epoch_ends(self, stage: str, trainer: Any, *_: Any) -> None:
-        """Before the hooks at the end of an epoch."""
-        run, transport = self._run, self._run.transport
-        results = _results_of(stage, trainer)
-        collected = self._collected[stage]
-        engine = run.engine
-        if engine is not None and engine.mode.apart is not None:
-            self._exchange(collected, results)
+        """Before the hooks at the end of an epoch: all get what the first rank with it has."""
+        run, results, collected = self._run, _results_of(stage, trainer), self._collected[stage]
+        own, packed = collected.take(), b""
+        if run.engine is not None and run.engine.mode.apart is not None:  # steps on each rank
+            packed = pack("results", results)
+            everything = gather_everywhere((own, packed), run.transport)
         else:
-            mine = (collected.take(), pack("results", results)) if run.is_loss_rank else None
-            taken, packed = transport.broadcast_object(mine, LOSS_RANK)
-            if not run.is_loss_rank:
-                collected.give(taken, run.root_device)
-                others = pickle.loads(packed) if packed else ()  # noqa: S301 - from the loss rank
-                for own, other in zip(results, others, strict=False):
-                    _complete(own, other)
-            if stage == "predict":
-                self.share_indices(trainer.predict_loop, "epoch_batch_indices")
-        if stage != "predict":
-            self.share_metrics()
-
-    def _exchange(self, collected: Collected, results: list[Any]) -> None:
-        """Where each rank runs steps of its own: all get what the first one with it has."""
-        run, transport = self._run, self._run.transport
-        mine = collected.take(), pack("results", results)
-        gathered = transport.gather_object(mine, LOSS_RANK)
-        everything = transport.broadcast_object(gathered, LOSS_RANK)
-        merged: dict[str | Place, bytes] = {}
-        for taken, _ in reversed(everything):
-            merged |= taken
-        own = mine[0]
-        others = {place: value for place, value in merged.items() if own.get(place) != value}
+            if run.is_loss_rank:
+                packed = pack("results", results)
+            everything = [run.transport.broadcast_object((own, packed), LOSS_RANK)]
+        found = {
+            place: value for taken, _ in reversed(everything) for place, value in taken.items()
+        }
+        others = {place: value for place, value in found.items() if own.get(place) != value}
         collected.give(others, run.root_device)
-        for _, packed in everything:
-            for here, there in zip(results, pickle.loads(packed), strict=False):  # noqa: S301 - as above
-                _complete(here, there)
+        for _, there in everything:
+            if there and there != packed:
+                for mine, other in zip(results, pickle.loads(there), strict=False):  # noqa: S301 - of other ranks
+                    if stage == "predict":  # they replace their placeholders
+                        mine[:] = other
+                    else:  # what was logged there alone joins the rest
+                        mine.update(other | mine)
+        if stage == "predict":
+            self.share_indices(trainer.predict_loop, "epoch_batch_indices")
+        else:
+            self.share_metrics()
 
     def share_indices(self, loop: Any, name: str) -> None:
         """Which samples were predicted: that is what the data rank knows."""
@@ -184,32 +192,6 @@ class StepResults:
         if run.num_ranks > 1:
             found = run.transport.broadcast_object(getattr(loop, name), run.data_rank)
             setattr(loop, name, found)
-
-
-class PeerMetrics:
-    """Keeps metrics from asking all processes: only loss ranks have counted.
-
-    Args:
-        modules: Where to look for metrics, by their names.
-        replicas: Whose counts are added up.
-    """
-
-    def __init__(self, modules: dict[str, nn.Module], replicas: Replicas) -> None:
-        self._before = [
-            (metric, metric.distributed_available_fn, metric.process_group)
-            for _, metric in metrics_of(modules)
-        ]
-        for metric, _, group in self._before:
-            if replicas.number == 1:
-                metric.distributed_available_fn = _not_available
-            elif group is None:
-                metric.process_group = replicas.peers
-
-    def release(self) -> None:
-        """As it was before; a group could not be copied along with its metric."""
-        for metric, function, group in self._before:
-            metric.distributed_available_fn = function
-            metric.process_group = group
 
 
 def _not_available() -> bool:
@@ -225,35 +207,119 @@ def _batch_starts(trainer: Any, _module: Any, batch: Any, *_: Any) -> None:
 
 
 def _compares_now(trainer: Any) -> bool:
-    """Whether metrics are going to be compared after this batch."""
-    return any(_saves_within_epochs(callback, trainer) for callback in trainer.callbacks) or any(
+    """Whether a callback that saves, or a scheduler, compares metrics after this batch."""
+    for callback in trainer.callbacks:
+        steps = getattr(callback, "_every_n_train_steps", 0)
+        timed = getattr(callback, "_train_time_interval", None) is not None
+        is_due = timed or (steps > 0 and trainer.global_step % steps == 0)
+        if is_due and getattr(callback, "monitor", None) is not None:
+            return True
+    return any(
         config.reduce_on_plateau and config.interval == "step"
         for config in trainer.lr_scheduler_configs
     )
 
 
-def _saves_within_epochs(callback: Any, trainer: Any) -> bool:
-    """Whether a checkpoint callback is one that compares metrics after this batch."""
-    if getattr(callback, "monitor", None) is None:
-        return False
-    steps = getattr(callback, "_every_n_train_steps", 0)
-    timed = getattr(callback, "_train_time_interval", None) is not None
-    return timed or (steps > 0 and trainer.global_step % steps == 0)
-
-
-def _results_of(stage: str, trainer: Any) -> list[Any]:
+def _results_of(stage: str, trainer: Any) -> Any:
     """Results for the caller of validate, test and predict: one item per loader."""
-    results: list[Any] = []
+    if stage == "train":
+        return []
     if stage == "predict":
-        results = trainer.predict_loop._predictions  # noqa: SLF001
-    elif stage != "train":
-        results = trainer._evaluation_loop._logged_outputs  # noqa: SLF001
-    return results
+        return trainer.predict_loop._predictions  # noqa: SLF001
+    return trainer._evaluation_loop._logged_outputs  # noqa: SLF001
 
 
-def _complete(own: Any, other: Any) -> None:
-    """Predictions replace their placeholders; what only the loss rank logged joins the rest."""
-    if isinstance(own, list):
-        own[:] = other
-    else:
-        own.update({name: value for name, value in other.items() if name not in own})
+class Collected:
+    """The attributes and metrics of a module that its steps change.
+
+    Args:
+        modules: The parts of the LightningModule that are not pipelined, by their names.
+        internal: Attributes that are Lightning's or torch's own.
+    """
+
+    def __init__(self, modules: dict[str, nn.Module], internal: frozenset[str]) -> None:
+        self._modules = modules
+        self._internal = internal
+        self._changed: set[Place] = set()
+        self._given: dict[str, dict[str, tuple[Any, Any]]] = {}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """While inside, a step runs on the loss rank."""
+        before = {place: _state(value) for place, value in self._attributes()}
+        yield
+        for place, value in self._attributes():
+            if place not in before or before[place] != _state(value):
+                self._changed.add(place)
+
+    def _attributes(self) -> Iterator[tuple[Place, Any]]:
+        for path, module in self._modules.items():
+            if not hasattr(module, "update_called"):
+                for name, value in vars(module).items():
+                    if isinstance(value, _SHARED) and name not in self._internal:
+                        yield (path, name), value
+
+    def take(self) -> dict[str | Place, bytes]:
+        """What steps have changed since the last call; on the loss rank."""
+        changed, self._changed = self._changed, set()
+        found: dict[str | Place, Any] = {
+            place: value for place, value in self._attributes() if place in changed
+        }
+        for path, metric in _metrics_of(self._modules).items():
+            if metric.update_called and not self._is_as_given(path, metric):
+                found[path] = (metric.metric_state, metric.update_count)
+        return {place: packed for place, value in found.items() if (packed := pack(place, value))}
+
+    def give(self, taken: dict[str | Place, bytes], device: torch.device) -> None:
+        """Set what :meth:`take` found on the loss rank; on the others."""
+        for place, packed in taken.items():
+            value = to_device(pickle.loads(packed), device)  # noqa: S301 - from the loss rank
+            if isinstance(place, tuple):
+                path, name = place
+                vars(self._modules[path])[name] = value
+            else:
+                metric: Any = self._modules[place]
+                state, metric._update_count = value  # noqa: SLF001 - no public way
+                metric._computed = None  # noqa: SLF001
+                for name, each in state.items():
+                    setattr(metric, name, each)
+                # The values themselves: while they are kept, no others are taken for them.
+                self._given[place] = {n: (v, _state(v)) for n, v in metric.metric_state.items()}
+
+    def _is_as_given(self, path: str, metric: Any) -> bool:
+        """Whether a metric has what another rank counted, perhaps long ago, and nothing else."""
+        given = self._given.get(path)
+        return given is not None and all(
+            given[name][0] is value and given[name][1] == _state(value)
+            for name, value in metric.metric_state.items()
+        )
+
+
+def _state(value: Any) -> Any:
+    """A value that differs if an attribute has changed."""
+    if isinstance(value, _CONTAINERS):
+        return id(value), len(value)
+    if isinstance(value, Tensor):
+        return id(value), None if value.is_inference() else value._version  # noqa: SLF001
+    return value
+
+
+def pack(place: Any, value: Any) -> bytes:
+    """Bytes, or none if there is no way to send this."""
+    try:
+        leaves = pytree.tree_leaves(value)
+        if any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            return b""  # of parameters that each rank has its own part of
+        return pickle.dumps(pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), value))
+    except Exception as error:  # noqa: BLE001 - whatever users put into lists
+        log.debug("%s stays on rank %d: %s", place, LOSS_RANK, error)
+        return b""
+
+
+def _metrics_of(modules: dict[str, nn.Module]) -> dict[str, Any]:
+    """The metrics of torchmetrics among some modules, by their names."""
+    for module in modules.values():
+        if hasattr(module, "_groups_checked"):
+            # Members of a MetricCollection's group get their leader's state when they are asked.
+            module.values(copy_state=False)  # type: ignore[operator]
+    return {path: module for path, module in modules.items() if hasattr(module, "update_called")}

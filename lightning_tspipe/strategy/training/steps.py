@@ -1,56 +1,103 @@
-"""The training step: forward, backward, update."""
+"""The training step: forward, backward, update; and the components that it meets."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
 from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.transport.sums import sum_over_ranks
-from lightning_tspipe.strategy.setup.asynchronous import check_epochs
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
+from lightning_tspipe.runtime.weights.policies import check_depth
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.placing import set_up
+from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy
 from lightning_tspipe.strategy.setup.refusals import (
-    TeacherWatch,
-    refuse_hyperparameters,
-    refuse_stop,
+    check_epochs,
+    refuse_changes,
+    refuse_result,
+    teacher_check,
 )
-from lightning_tspipe.strategy.training.driving import Driver, Parts, PipelineDriver
+from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
+from lightning_tspipe.strategy.training.head_logs import HeadsHere
+from lightning_tspipe.strategy.training.manual import ManualOptimization
+from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import (
     hyperparameters,
     parameters_of,
+    plain_optimizer,
 )
-from lightning_tspipe.strategy.training.progress import Resumption, late_teacher, restore
-from lightning_tspipe.strategy.training.relaying import driver_of
+from lightning_tspipe.strategy.training.pipelined import Pipelined
+from lightning_tspipe.strategy.training.progress import Resumption, late_teacher
+from lightning_tspipe.strategy.training.repacking import Repacking
+from lightning_tspipe.strategy.training.step_results import StepResults
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
+
+class Parts:
+    """The components of a run that steps and checkpoints meet; each knows those before it.
+
+    Args:
+        run: What they share.
+        reconnect: Called with the number of ranks of a pipeline, to divide the ranks anew.
+
+    Attributes:
+        run: The same.
+        resumption: Where the run goes on.
+        weights: Where values come from when stages are placed.
+        heads: Those of a fan-out.
+        results: What steps leave behind, and metrics.
+        data: Loaders, batches ahead, transfer.
+        evaluator: Validation, test and prediction.
+        manual: Optimization by hand.
+        repacking: What is frozen, and the mesh.
+        pipelined: What callbacks may ask.
+    """
+
+    def __init__(self, run: Run, reconnect: Callable[[int], None]) -> None:
+        self.run = run
+        self.resumption = Resumption()
+        self.weights = ModuleWeights(run)
+        self.heads = HeadsHere(run)
+        self.results = StepResults(run, self.heads)
+        self.data = Data(run, self.resumption, self.results)
+        self.evaluator = Evaluator(run, self.data, self.weights, self.results, self.heads)
+        self.manual = ManualOptimization(run)
+        self.repacking = Repacking(run, self.data, self.evaluator, self.resumption, reconnect)
+        self.pipelined = Pipelined(run, self.data, self.evaluator, self.heads, self.repacking)
+
+    def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
+        """The module's ``training_step``, as the trace and the prologue run it."""
+        step = self.data.step("training_step", rest, batch_idx)
+        by_hand = not self.run.module.automatic_optimization
+        return partial(self.manual.run, "silent", step) if by_hand else step
 
 
 class Training:
-    """Runs training steps: forward, backward, and what surrounds an update.
+    """Runs the training steps of a pipeline: forward, backward, and what surrounds an update.
+
+    Other engines are driven by classes that derive from it.
 
     Args:
         parts: What a step meets.
-        evaluator: Evaluations, which follow the stages.
-        resumption: Where the run goes on.
     """
 
-    def __init__(self, parts: Parts, evaluator: Evaluator, resumption: Resumption) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._run = parts.run
-        self._evaluator = evaluator
-        self._resumption = resumption
-        self._driver: Driver = PipelineDriver(parts)  # until it is known what is trained
-        self._watch: TeacherWatch | None = None
+        self._epoch = -1
+        self._epoch_is_through = False
+        self._watch: Callable[[], None] | None = None
         self._watched_from = 0
         self._gradients_ready = 0.0
 
@@ -61,12 +108,16 @@ class Training:
         data = self._parts.data
         data.has_begun = True
         with self._watched(), self._run.precision_plugin.train_step_context():
-            self._check_teacher()
             engine = self._run.engine
+            # After the first update of an engine; the hooks of all others do the same.
+            if self._watch is not None and self._run.trainer.global_step > self._watched_from:
+                if engine is not None:
+                    self._watch()
+                self._watch = None
             if engine is None:
                 engine = self._begin(batch, self._parts.silent_step(rest, batch_idx), batch_idx)
             data.position = data.position or engine.position
-            return self._driver.training_step(batch, rest, batch_idx)
+            return self._training_step(batch, rest, batch_idx)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -74,37 +125,31 @@ class Training:
         if self._run.num_ranks == 1:
             yield
             return
+        # By hand, changes of hyperparameters are told to all.
+        watched = self._run.optimizers if self._run.module.automatic_optimization else []
         was_stopped = self._run.trainer.should_stop
-        before = self._hyperparameters()
+        before = list(map(hyperparameters, watched))
         yield
-        refuse_stop(self._run.trainer, before=was_stopped)
-        refuse_hyperparameters(before, self._hyperparameters())
-
-    def _hyperparameters(self) -> list[Any]:
-        """What the groups hold beside their parameters; by hand, their changes are told to all."""
-        if not self._run.module.automatic_optimization:
-            return []
-        return [hyperparameters(optimizer) for optimizer in self._run.optimizers]
+        has_stopped = self._run.trainer.should_stop and not was_stopped
+        refuse_changes(before, list(map(hyperparameters, watched)), has_stopped=has_stopped)
 
     def _begin(self, batch: Any, step: Step, batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
         random = RandomStates.now()
         first = self._parts.data.share(batch)
-        self._driver = driver_of(self._parts)
-        self._run.engine = self._driver.set_up(first, step)
+        self._run.engine = self._set_up(first, step)
         if not self._run.options.drain_epochs:
             check_epochs(self._run.trainer, self._run.num_ranks)
-        self._run.lightning.namespace.optimizers_to_device(
-            self._run.optimizers, self._run.root_device
-        )
+        self._run.namespace.optimizers_to_device(self._run.optimizers, self._run.root_device)
         random.restore()  # measuring must not change what the networks draw
         if self._run.root_device.type == "cpu":
             give_back_memory(self._run.root_device)
         self._go_on(self._run.engine, step, batch, batch_idx)
-        self._evaluator.release()
-        self._watch = self._watch_teacher()
+        self._parts.evaluator.release()
+        self._watch = self._watch_teacher(self._run.engine)
         self._watched_from = self._run.trainer.global_step
-        self._driver.begin()
+        self._epoch = self._run.trainer.current_epoch
+        self._parts.manual.attach()
         self._parts.pipelined.placed(self._run.engine)
         self._parts.heads.placed(self._run.engine)
         self._parts.repacking.begun()
@@ -113,13 +158,17 @@ class Training:
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
         """If the run is resumed, go on exactly where it was stopped."""
-        progress = self._resumption.take()
-        runs_ahead = (
-            self._run.options.schedule == "tspipe" and "teacher" in engine.captured.networks
-        )
+        progress, has_teacher = self._parts.resumption.take(), "teacher" in engine.captured.networks
+        runs_ahead = has_teacher and self._run.options.schedule == "tspipe"
         if progress is not None:
-            place = self._run.trainer.current_epoch, batch_idx
-            restore(engine, progress, place, runs_ahead=runs_ahead)
+            is_there = progress.get("place") == [self._run.trainer.current_epoch, batch_idx]
+            engine.resume(
+                (progress["seed"], progress["step"]),
+                progress["teacher_ahead"] if runs_ahead else None,
+                progress.get("flights") if is_there else None,
+                progress.get("prediction"),
+            )
+            engine.shards.put_gradients(progress["gradients"], engine.rank)
         declared = self._parts.data.declared_delay
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}
@@ -127,41 +176,105 @@ class Training:
             with late_teacher(self._run.module, weights):
                 engine.run_ahead(step, batch)
 
-    def _check_teacher(self) -> None:
-        """After the first update of an engine; the hooks of all others do the same."""
-        run = self._run
-        if self._watch is not None and run.trainer.global_step > self._watched_from:
-            if run.engine is not None:
-                self._watch.check()
-            self._watch = None
-
-    def _watch_teacher(self) -> TeacherWatch | None:
-        engine = self._run.engine
-        assert engine is not None
+    def _watch_teacher(self, engine: Engine) -> Callable[[], None] | None:
         networks = engine.captured.networks
         student, teacher = networks.get("student"), networks.get("teacher")
         is_alone = self._run.num_ranks == 1
         if is_alone or student is None or teacher is None or is_paired(student, teacher):
             return None
         blocks = [self._run.module.get_submodule(name) for name in teacher.block_names]
-        return TeacherWatch(p for block in blocks for p in block.parameters())
+        return teacher_check(p for block in blocks for p in block.parameters())
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
+    def _set_up(self, batch: Any, step: Step) -> Engine:
+        """Give every rank its stages; all ranks of a pipeline have the same first batch."""
+        run, parts = self._run, self._parts
+        optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
+        planned_by = PlannedBy(
+            optimizers, parts.repacking.freezing, run.plan, parts.heads.cache,
+            parts.data.shortest_reading,
+        )  # fmt: skip
+        return set_up(run.rank(), run.options, step, batch, parts.weights.initial, planned_by)
+
+    def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
+        """A step up to its loss.
+
+        Args:
+            batch: The batch, on the data rank.
+            rest: What Lightning gives ``training_step`` beside.
+            batch_idx: Its number.
+        """
+        run, parts = self._run, self._parts
+        engine = cast("PipelineEngine", run.engine)  # as it was set up here
+        self._drain_at_an_end(engine)
+        parts.heads.begin_step(engine)
+        step = parts.silent_step(rest, batch_idx)
+        following = parts.data.next_batches(batch_idx, engine.lookahead)
+        length = run.trainer.fit_loop.max_batches  # behind which the next epoch's follow
+        ahead = [
+            (later, parts.silent_step(rest, int((batch_idx + offset) % length)))
+            for offset, later in enumerate(following, 1)
+        ]
+        weights, every = engine.weights, run.trainer.accumulate_grad_batches
+        if weights is not None:
+            if weights.batches_per_update != every:
+                check_depth(weights.policy, weights.num_ranks, every)
+            weights.batches_per_update, weights.position = every, batch_idx
+        automatic = run.module.automatic_optimization
+        replay = None
+        if not automatic:
+            live = parts.data.step("training_step", rest, batch_idx)
+            replay = partial(parts.manual.run, "live", live)
+        result = engine.forward(step, batch, ahead, replay=replay)
+        parts.pipelined.stepped(engine)
+        if not automatic:
+            parts.manual.finish()
+            parts.pipelined.step_done()
+        if not engine.computes_loss:
+            return torch.zeros((), device=run.root_device, requires_grad=True)
+        if automatic:
+            refuse_result(result)
+        return result
+
+    def _drain_at_an_end(self, engine: PipelineEngine) -> None:
+        """Behind the end of an epoch, early or not, nothing is left of what ran ahead."""
+        trainer = self._run.trainer
+        if trainer.current_epoch != self._epoch:
+            if self._run.options.drain_epochs or not self._epoch_is_through:
+                engine.drain()
+            self._epoch = trainer.current_epoch
+        loop = trainer.fit_loop
+        self._epoch_is_through = loop.epoch_loop.batch_idx + 1 == loop.max_batches
+
+    def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """From a loss to the gradients of this rank's parameters."""
-        loss = self._driver.backward(closure_loss, optimizer, *args, **kwargs)
+        if not self._run.module.automatic_optimization:
+            return self._parts.manual.backward_of(loss, *args, **kwargs)
+        return self._hooked_backward(loss, optimizer, *args, **kwargs)
+
+    def _hooked_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        run = self._run
+        plugin, module = run.precision_plugin, run.module
+        run.pre_backward(loss)
+        loss = plugin.pre_backward(loss, module)
+        self._run_backward(loss, *args, **kwargs)
+        loss = plugin.post_backward(loss, module)
+        run.post_backward(loss)
         self._gradients_ready = time.perf_counter()
         return loss
 
-    @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """While inside, gradients are only added up: there are more batches before the update."""
-        self._run.reduces = False
-        try:
-            yield
-        finally:
-            self._run.reduces = True
+    def _run_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        run, plugin = self._run, self._run.precision_plugin
+        engine = run.engine
+        assert engine is not None
+
+        def run_backward() -> None:
+            # Other than 1 if samples can't be divided evenly among replicas.
+            weight = self._parts.repacking.weight(engine.batch_size)
+            with run.replicas.as_world():  # a loss that gathered also spreads gradients
+                plugin.backward(loss if weight == 1 else loss * weight, run.module, *args, **kwargs)
+
+        with plugin.forward_context():
+            engine.backward(run_backward if engine.computes_loss else None, reduce=run.reduces)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -194,7 +307,7 @@ class Training:
         square = torch.zeros((), dtype=torch.float64, device=self._run.root_device)
         if gradients and not is_copy:
             square += nn.utils.get_total_norm(gradients).double().square()
-        total = sum_over_ranks(square, self._run.transport).sqrt().to(torch.get_default_dtype())
+        total = self._run.transport.sum_over_ranks(square).sqrt().to(torch.get_default_dtype())
         nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
         self._run.recorder.paused("clip", started)
         self._gradients_ready = time.perf_counter()
@@ -202,10 +315,9 @@ class Training:
     def end(self) -> None:
         """The training is over: every rank holds the whole module again."""
         self._parts.heads.exchange()
-        self._driver.end()
         if self._run.engine is not None:
             self._run.engine.drain()
             self._run.engine.shards.restore(self._run.pipeline_rank, self._run.transport)
             self._run.engine.mode.end()
             self._run.engine = None
-            self._evaluator.release()
+            self._parts.evaluator.release()

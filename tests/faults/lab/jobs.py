@@ -289,7 +289,8 @@ class Watch:
         )
         if not is_early or self._job.task.launcher != "slurm" or self._struck_at is None:
             return
-        if self._struck_pid not in living and now > self._struck_at + _SRUN_WAITS:
+        has_failed = self._reaper.codes.get(self._struck_pid or 0, 0) != 0
+        if has_failed and now > self._struck_at + _SRUN_WAITS:
             for pid in living:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)

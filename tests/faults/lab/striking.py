@@ -24,15 +24,15 @@ BALLAST = "ballast"
 TEXT = "a mistake of the user's own"
 PACKAGE = "lightning_tspipe.strategy"
 PATCHED: dict[str, tuple[str, ...]] = {
-    "connect": ("lightning.processes:Processes.set_up_environment",),
-    "capture": ("training.relaying:infer_shapes",),  # in other modes, the module's own step
-    "in step": ("training.relaying:RelayDriver.training_step",),
+    "connect": ("lightning.processes:ConnectedRun.join",),
+    "capture": ("setup.block_costs:infer_shapes",),  # in other modes, the module's own step
+    "in step": ("training.relaying:RelayTraining._training_step",),
     "planning": (
-        "setup.placing:agree",
-        "setup.placing:place_heads",
-        "setup.block_costs:BlockCosts.plan",
+        "setup.deciding:Decider.agree",
+        "setup.fanout:HeadPlanner.plan",
+        "setup.block_costs:BlockPlanner.plan",
     ),
-    "repack": ("lightning.processes:Processes.reconnect",),
+    "repack": ("lightning.processes:ConnectedRun.reconnect",),
 }
 """Functions that every rank calls at these moments, and no hook of Lightning's tells of."""
 START = "lightning.processes:_START"
@@ -191,11 +191,11 @@ def _before(moment: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     @wraps(function)
-    def connects(processes: Any) -> None:
-        striker.rank = processes._run.lightning.local_rank  # of one machine
+    def connects(run: Any, *args: Any) -> None:
+        striker.rank = run.local_rank  # of one machine
         pid_file(striker.rank).write_text(str(os.getpid()))
         striker.reach("start-up", "connect")
-        function(processes)
+        function(run, *args)
         striker.reach("start-up", "connected")
 
     return connects if moment == "connect" else wrapped

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.relay import papers
 from benchmarks.relay.pricing import _data_parallel, _run, _work
 from benchmarks.relay.simulated import chosen_over_best
-from lightning_tspipe.planning.relay_modes import plan_mode, seconds_per_batch
+from lightning_tspipe.planning.relay import plan_mode, seconds_per_batch
 
 
 def test_data_parallelism_reads_each_batch_once_for_each_block() -> None:

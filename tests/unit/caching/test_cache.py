@@ -131,7 +131,7 @@ def test_a_full_disk_costs_entries_and_nothing_else(monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     cache.outputs(torch.arange(4), data[:4], segments(layer))
-    for arena in cache.store._arenas:
+    for arena in cache._arenas:
         if arena is not None:
             arena._claimed = cache.num_bytes[1]
     monkeypatch.setattr(os, "posix_fallocate", full)
@@ -189,12 +189,12 @@ def test_an_entry_that_changes_while_it_is_read_is_computed(
     cache = ActivationCache(24, memory=10**6)
     cache.outputs(ids, data, segments(layer))
     cache.counts = Counts()
-    table, rows = cache.store.table, cache.store.table.find(digests(ids.tolist()))
+    rows = cache.find(digests(ids.tolist()))
 
     def another_process(*_: object) -> None:
-        table.commit(rows[:1], token=12345)
+        cache.commit(rows[:1], token=12345)
 
-    monkeypatch.setattr(cache.store, "_expect", another_process)
+    monkeypatch.setattr(cache, "prefetch_rows", another_process)
     assert torch.equal(cache.outputs(ids, data, segments(layer)), Layer(5, 3, seed=0)(data))
     assert (cache.counts.hits, cache.counts.misses) == (0, 24)
     cache.close()
@@ -207,7 +207,7 @@ def test_an_entry_that_was_not_finished_is_not_read(monkeypatch: pytest.MonkeyPa
     def broken(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache.store, "_put", broken)
+    monkeypatch.setattr(cache, "_put", broken)
     with pytest.raises(KeyboardInterrupt):
         cache.outputs(torch.arange(4), data[:4], segments(layer))
     monkeypatch.undo()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_tspipe import AutoCache
 from lightning_tspipe.caching import ActivationCache, Boundary, Segment, entries, store
-from lightning_tspipe.caching import cache as caches
-from lightning_tspipe.caching.on_host import OnHost
 from lightning_tspipe.late import Late
 from tests.integration.host_reads import READS
 
@@ -58,8 +57,7 @@ def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
         return values.as_subclass(OnDevice)
 
     monkeypatch.setattr(store, "Late", SlowLate)
-    for module in (entries, caches):
-        monkeypatch.setattr(module, "sent", sent)
+    monkeypatch.setattr(entries, "sent", sent)
     SlowLate.waits.clear()
 
 
@@ -90,7 +88,7 @@ def test_a_batch_is_put_away_when_the_next_one_is_computed() -> None:
             assert SlowLate.waits["all"] == number  # for what was launched a step before
             with torch.no_grad():
                 batch.zero_()  # what is under way was copied
-        assert cache.kept(with_all[:8], frozen) == [True] * 8
+        assert cache.behind(with_all[:8], frozen).all()
         assert SlowLate.waits["all"] == 2
         # Who asks for the last ones waits for them.
         again = cache.outputs(with_all[8:], inputs[2], frozen)
@@ -120,17 +118,22 @@ def test_inputs_are_looked_at_only_where_some_may_be_missing() -> None:
 
 
 def test_ids_are_remembered_where_they_are_moved() -> None:
-    on_host, ids, pictures = OnHost(), torch.tensor([5, 7]), torch.ones(2, 3)
-    with on_host.noting():
-        moved, others, floats = ids.to("meta"), ids.to("meta") + 1, torch.ones(2).to("meta")
-        pictures.to("meta")
+    def move(batch: Any, *_: object) -> Any:
+        return [part.to("meta") for part in batch]
+
+    module = SimpleNamespace(transfer_batch_to_device=move)
+    strategy = SimpleNamespace(process_dataloader=None)
+    trainer: Any = SimpleNamespace(strategy=strategy, lightning_module=module)
+    cache = AutoCache()
+    cache.follow(trainer)
+    pictures, ids = torch.ones(2, 3), torch.tensor([5, 7])
+    module.transfer_batch_to_device([pictures], None, 0)  # of a loader without ids
+    moved = module.transfer_batch_to_device([pictures, ids], None, 0)
     ids.zero_()  # a loader may use its memory again
-    assert on_host.of(moved).tolist() == [5, 7]
-    assert on_host.of(ids) is ids
-    elsewhere = pickle.loads(pickle.dumps(on_host))  # noqa: S301 - our own
-    with pytest.raises(NotImplementedError):
-        elsewhere.of(moved)
-    moved_and_changed = moved.add_(1)
-    for unknown in (others, floats, torch.ones(2, device="meta"), moved_and_changed):
+    assert cache.ids_of(moved).tolist() == [5, 7]
+    assert cache.ids_of([pictures, ids]) is ids
+    for unknown in (moved[1] + 1, torch.ones(2, dtype=torch.long, device="meta"), moved[1].add_(1)):
         with pytest.raises(NotImplementedError):  # a copy from the device, which has no values
-            on_host.of(unknown)
+            cache.ids_of([pictures, unknown])
+    cache.restore()
+    assert module.transfer_batch_to_device is move

@@ -13,23 +13,22 @@ import torch
 from lightning_tspipe.caching import ActivationCache, measure
 from lightning_tspipe.errors import ConfigurationError
 from tests.integration.jobs import preload
+from tests.leftovers import none_left
 from tests.unit.caching.networks import Layer, inputs, segments
-
-SHARED = Path("/dev/shm")  # noqa: S108 - to look at
 
 
 def write_half(folder: Path, say: Any) -> None:
     """Keep 12 samples, then others, and stop before the last of them is whole."""
     cache = ActivationCache(24, memory=2**26, disk=2**26, folder=folder)
     cache.outputs(torch.arange(12), inputs()[:12], segments(Layer(5, 3, seed=0)))
-    store = cache.store._put
+    store = cache._put
 
     def slow(rows: Any, data: Any) -> None:
         store(rows[:-1], data[:-1])
         say.send(cache.handle)
         time.sleep(100)
 
-    cache.store._put = slow  # type: ignore[method-assign]
+    cache._put = slow  # type: ignore[method-assign]
     cache.outputs(torch.arange(24), inputs(), segments(Layer(5, 3, seed=0)))
 
 
@@ -52,16 +51,15 @@ def writer(tmp_path: Path) -> Any:
 def test_a_killed_writer_leaves_nothing_behind_and_no_half_entry(
     writer: Any, tmp_path: Path
 ) -> None:
-    shared = set(SHARED.iterdir())
-    process, listen = writer
-    assert listen.poll(60)
-    handle = listen.recv()
-    cache = ActivationCache.attach(handle)
-    process.kill()  # SIGKILL
-    process.join(10)
+    with none_left(tmp_path):
+        process, listen = writer
+        assert listen.poll(60)
+        handle = listen.recv()
+        cache = ActivationCache.attach(handle)
+        process.kill()  # SIGKILL
+        process.join(10)
     assert process.exitcode == -9
     assert list(tmp_path.iterdir()) == []
-    assert set(SHARED.iterdir()) <= shared
     # What it had committed is there as long as someone holds it; what it was writing is not.
     layer, data = Layer(5, 3, seed=0), inputs()
     found = cache.outputs(torch.arange(24), data, segments(layer))

@@ -22,26 +22,24 @@ def test_budgets_that_are_not_given_are_a_part_of_what_is_left(
     monkeypatch.setattr(f"{module}.available_memory", lambda: 8_000_000)
     monkeypatch.setattr(f"{module}.available_disk", lambda folder: 4_000_000 if folder else 0)
     with caplog.at_level(logging.INFO, logger="lightning_tspipe"):
-        given = AutoCache(memory="1MB", disk=5).shared.settings
+        given = AutoCache(memory="1MB", disk=5)
         assert given.budgets() == (1_000_000, 5)
         assert not caplog.messages
-        settings = AutoCache(disk="auto", folder=tmp_path).shared.settings
+        settings = AutoCache(disk="auto", folder=tmp_path)
         assert settings.budgets() == (2_000_000, 1_000_000)
         assert "2.0 MB of memory and 1.0 MB on disk" in caplog.messages[0]
-    assert settings.uses_disk
-    assert given.uses_disk
-    assert not AutoCache().shared.settings.uses_disk
+    assert AutoCache().disk == 0
 
 
 def test_a_folder_that_is_not_there_has_no_part(tmp_path: Path) -> None:
-    settings = AutoCache(disk="auto", folder=tmp_path / "none").shared.settings
+    settings = AutoCache(disk="auto", folder=tmp_path / "none")
     with pytest.raises(ConfigurationError, match="Give a folder that exists"):
         settings.budgets()
 
 
 def test_samples_without_space_are_told(caplog: pytest.LogCaptureFixture) -> None:
     callback = AutoCache()
-    callback.shared.cache = cache = ActivationCache(8, memory=256)  # for four of them
+    callback.cache = cache = ActivationCache(8, memory=256)  # for four of them
     frozen = [Segment(Boundary("trunk"), lambda x: x)]
     trainer: Any = SimpleNamespace(is_global_zero=True, current_epoch=3, strategy=None)
     for rate in (0.0, 0.5):
@@ -51,7 +49,7 @@ def test_samples_without_space_are_told(caplog: pytest.LogCaptureFixture) -> Non
             assert callback.take_hit_rate(trainer) == rate
         assert f"hits={8 * rate:.0f}, pushed=0, misses={8 - 8 * rate:.0f}" in caplog.messages[0]
         assert "epoch 3: 4 samples found no space in the cache" in caplog.messages[1]
-    callback.shared.close()
+    callback.restore()
 
 
 def test_a_disk_that_has_filled_up_is_never_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,7 @@ from lightning_tspipe import (
     GradientNormFreeze,
     ScheduledFreeze,
 )
-from lightning_tspipe.callbacks.freeze_policies import Decision, Observed, decide
-from lightning_tspipe.callbacks.layers import layers_of
+from lightning_tspipe.callbacks.freezing import Decision, Observed, decide, layers_of
 
 BATCHES = [torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(n))
            for n in range(3)]  # fmt: skip

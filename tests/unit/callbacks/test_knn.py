@@ -15,12 +15,26 @@ from torch.nn.functional import normalize
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_tspipe.callbacks import KNNEvaluator
-from lightning_tspipe.callbacks.knn import knn_scores
+from lightning_tspipe.callbacks.quality import Neighbours
 from lightning_tspipe.errors import ConfigurationError
 
 
 def unit_vectors(num: int, dim: int = 6) -> Tensor:
     return normalize(torch.randn(num, dim, dtype=torch.float64), dim=1)
+
+
+def knn_scores(  # noqa: PLR0913, PLR0917 - data, then settings
+    queries: Tensor,
+    bank: Tensor,
+    labels: Tensor,
+    k: int = 20,
+    temperature: float = 0.07,
+    chunk_size: int = 64,
+) -> Tensor:
+    neighbours = Neighbours(queries, k)
+    for part in zip(bank.split(chunk_size), labels.split(chunk_size), strict=True):
+        neighbours.add(*part)
+    return neighbours.scores(4, temperature)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 64])
@@ -29,9 +43,7 @@ def unit_vectors(num: int, dim: int = 6) -> Tensor:
 def test_ranks_like_lightlys(k: int, chunk_size: int, temperature: float) -> None:
     knn = pytest.importorskip("lightly.utils.benchmarking.knn")
     queries, bank, labels = unit_vectors(30), unit_vectors(40), torch.arange(40) % 4
-    scores = knn_scores(
-        queries, bank, labels, 4, k=k, temperature=temperature, chunk_size=chunk_size
-    )
+    scores = knn_scores(queries, bank, labels, k, temperature, chunk_size)
     theirs = knn.knn_predict(queries, bank.T, labels, 4, knn_k=k, knn_t=temperature)
     # Classes without a vote tie at zero, and ties have no order to compare.
     voted = scores.sort(dim=1, descending=True).values > 0
@@ -41,7 +53,7 @@ def test_ranks_like_lightlys(k: int, chunk_size: int, temperature: float) -> Non
 def test_the_vote_is_the_papers() -> None:
     bank = torch.eye(3, dtype=torch.float64)
     query = normalize(torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.float64), dim=1)
-    scores = knn_scores(query, bank, torch.tensor([0, 1, 1]), 2, k=3, temperature=0.5)
+    scores = knn_scores(query, bank, torch.tensor([0, 1, 1]), k=3, temperature=0.5)
     weights = (query[0] / 0.5).exp()
     ratio = weights[0] / (weights[1] + weights[2])
     torch.testing.assert_close(scores[0, 0] / scores[0, 1], ratio)
@@ -49,7 +61,7 @@ def test_the_vote_is_the_papers() -> None:
 
 def test_a_small_bank_and_a_small_temperature() -> None:
     queries = unit_vectors(4)
-    scores = knn_scores(queries, queries, torch.arange(4), 4, k=200, temperature=1e-4)
+    scores = knn_scores(queries, queries, torch.arange(4), k=200, temperature=1e-4)
     assert torch.equal(scores.argmax(dim=1), torch.arange(4))
     assert torch.isfinite(scores).all()
 

@@ -30,10 +30,9 @@ def fan(heads: tuple[int, ...], num_ranks: int = 2, units: int = 1) -> Pipeline:
     return Pipeline(num_ranks, network(*heads), trunk, num_ranks - 1, coupling=Coupling.FANOUT)
 
 
-def relay(students: tuple[int, ...] = (1, 0), units: int = 1) -> Pipeline:
-    teacher = network(1, 0, units=units)
-    student = network(*students, units=units)
-    return Pipeline(2, student, teacher, 1, coupling=Coupling.BLOCKWISE)
+def relay(units: int = 1) -> Pipeline:
+    blocks = network(1, 0, units=units)
+    return Pipeline(2, blocks, blocks, 1, coupling=Coupling.BLOCKWISE)
 
 
 def needs(text: str, pipeline: Pipeline) -> list[str]:
@@ -62,11 +61,6 @@ def test_blocks_read_what_the_teachers_read() -> None:
         "1D batch", "1F0 output", "1F1 output", "1T0 output", "1T1 output"
     ]  # fmt: skip
     assert needs("1B1", pipeline) == ["1F1 saved", "0L gradient"]
-    # Where the teacher's block is elsewhere, its input travels.
-    apart = relay(students=(0, 1))
-    assert needs("0F0", apart) == ["1D input"]
-    assert needs("1F0", apart) == ["0T0 activation"]
-    assert needs("1L", apart) == ["1D batch", "1F0 output", "1T0 output"]
 
 
 def test_features_and_labels_travel_once_to_each_rank() -> None:
@@ -76,7 +70,7 @@ def test_features_and_labels_travel_once_to_each_rank() -> None:
 1E 1T0+2 2F0 1L 2B0 1O
 2E 2D 2D+3 0T0+3 3F0 4F0 2L 3B0 4B0 2O"""
     program = lower(Schedule.parse(text, pipeline))
-    validate(program)
+    validate(program.schedule)
     assert sorted(map(str, program.messages)) == [
         "0T0+3>1T0+3@1", "1T0+2>2T0+2@0", "2D>0L@0", "2D>1L@1", "2T0+1>2F0+1@1", "2T0+1>3F0+1@2"
     ]  # fmt: skip
@@ -84,15 +78,10 @@ def test_features_and_labels_travel_once_to_each_rank() -> None:
 
 def test_a_relay_sends_each_activation_once() -> None:
     program = lower(Schedule.parse(BLOCKWISE, relay()))
-    validate(program)
+    validate(program.schedule)
     assert sorted(map(str, program.messages)) == ["0T0>1T0@0", "1D>0L@0"]
     ends = {span.action: span.end for span in simulate([program], _costs(relay())).spans}
     assert ends["1O"] == ends["0O"] - 1  # nobody waits for rank 0
-    apart = lower(Schedule.parse("0E 1T0 0F0 0L 0B0 0O\n1E 1D 0T0 1F0 1L 1B0 1O", relay((0, 1))))
-    validate(apart)
-    assert sorted(map(str, apart.messages)) == [
-        "0T0>0L@0", "0T0>1T0@0", "1D>0F0@0", "1D>0L@0", "1T0>1L@1"
-    ]  # fmt: skip
 
 
 def _costs(pipeline: Pipeline) -> CostTable:
@@ -115,21 +104,9 @@ def test_validation_follows_the_coupling(old: str, new: str, message: str) -> No
         validate(Schedule.parse(BLOCKWISE.replace(old, new, 1), relay()))
 
 
-def test_a_stage_that_repeats_the_step_before_is_found() -> None:
-    pipeline = fan((0, 1))
-    once = "0E 1T0+1 0F0 0L 0B0 0O\n1E 1D 1D+2 0T0+2 1F0 1L 1B0 1O"
-    steady = Schedule.parse(once, pipeline)
-    validate(steady, before=steady)
-    again = Schedule.parse(once.replace("1T0+1", "1T0 1T0+1"), pipeline)
-    with pytest.raises(ScheduleError, match="already ran in the step before"):
-        validate(again, before=steady)
-
-
 def test_what_can_not_be_coupled() -> None:
     with pytest.raises(ScheduleError, match="a fanout pipeline without a teacher"):
         Pipeline(1, network(0), None, 0, coupling=Coupling.FANOUT)
-    with pytest.raises(ScheduleError, match="2 and 1 stages, 1 and 1 units"):
-        Pipeline(2, network(0, 1), network(0), 0, coupling=Coupling.BLOCKWISE)
 
 
 def test_is_json() -> None:
@@ -150,10 +127,10 @@ def test_a_frozen_part_comes_before_the_rest_and_may_run_ahead() -> None:
     assert needs("0L", pipeline) == ["1D batch", "1F0 output", "1F1 output"]
     for now, ahead in ((True, False), (True, True), (False, True)):
         program = lower(tspipe(pipeline, teacher_now=now, teacher_next=ahead))
-        validate(program)
+        validate(program.schedule)
         # What runs ahead goes to the first stage at once, which waits for it in the next step.
         sent = {str(message) for message in program.messages}
         assert ("1T0+1>0F0+1@1" in sent) == ahead
-    validate(lower(sequential(pipeline)))
+    validate(sequential(pipeline))
     with pytest.raises(ScheduleError, match="equally many"):
         Pipeline(2, student, network(1, 0), 1, coupling=Coupling.PREFIX)

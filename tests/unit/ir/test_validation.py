@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ScheduleError
-from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Program, lower
+from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.ir.validation import draw, validate, weight_versions
+from lightning_tspipe.ir.validation import draw, validate
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
+from tests.unit.versions import versions
 
 STEADY = """\
 0E 1F0 1F1 0L 1B1 1B0 1T0+1 1T1+1 0O
@@ -29,8 +29,7 @@ def changed(make_pipeline: Any, old: str, new: str, text: str = STEADY) -> Sched
 
 def test_the_unchanged_step_is_valid(make_pipeline: Any) -> None:
     schedule = changed(make_pipeline, "", "")
-    validate(schedule, before=schedule)
-    validate(lower(schedule))
+    validate(schedule)
 
 
 @pytest.mark.parametrize(
@@ -90,42 +89,11 @@ def test_the_teacher_runs_once_across_the_step_boundary(make_pipeline: Any) -> N
     first = tspipe(pipeline, teacher_now=True, teacher_next=True)
     steady = tspipe(pipeline, teacher_now=False, teacher_next=True)
     last = tspipe(pipeline, teacher_now=False, teacher_next=False)
-    validate(steady, before=first)
-    validate(last, before=steady)
-    validate(first, before=last)
-    with pytest.raises(ScheduleError, match="already ran in the step before"):
-        validate(first, before=steady)
-    with pytest.raises(ScheduleError, match="nobody runs the teacher"):
-        validate(steady, before=last)
-
-
-def test_messages_keep_the_order_of_sending(make_pipeline: Any) -> None:
-    program = lower(changed(make_pipeline, "", ""))
-    first, second = (m for m in program.messages if m.producer.op is Op.BACKWARD)
-    kept = [m for m in program.messages if m.producer.op is not Op.BACKWARD]
-    with pytest.raises(ScheduleError, match="sends gradients to rank 1 in the order 1B1>0B1@1 "):
-        validate(Program(program.schedule, (*kept, second, first)))
-    with pytest.raises(ScheduleError, match="the program has 1B1>0B1@1\n"):
-        validate(Program(program.schedule, (*kept, first)))
-    # Channels are independent of each other.
-    validate(Program(program.schedule, (first, second, *kept)))
-
-
-def test_weight_versions(make_pipeline: Any) -> None:
-    pipeline = make_pipeline(2, 1, 2)
-    ahead = weight_versions(tspipe(pipeline, teacher_now=True, teacher_next=True))
-    staleness = {str(action): action.batch - version for action, version in ahead.items()}
-    assert {text for text, updates in staleness.items() if updates} == {
-        "0T0+1", "0T1+1", "1T0+1", "1T1+1"
-    }  # fmt: skip
-    assert set(staleness.values()) == {0, 1}
-    assert len(staleness) == 16
-    # What a wrong order would read.
-    text = "0E 1F0 0L 1B0 0O 1F1 1B1 1T0+1 1T1+1\n1T0 1E 1D 1O"
-    wrong = weight_versions(Schedule.parse(text, pipeline))
-    assert wrong[Action.parse("1F0")] == 0
-    assert wrong[Action.parse("1F1")] == 1
-    assert wrong[Action.parse("1T0")] == -1
+    versions([first, steady, steady, last])
+    with pytest.raises(ScheduleError, match="is done twice"):
+        versions([first, first, last])
+    with pytest.raises(ScheduleError, match="wait for each other for ever"):
+        versions([first, last, last])
 
 
 @given(data=st.data())
@@ -142,4 +110,4 @@ def test_validation_and_simulation_agree_on_deadlocks(
         with pytest.raises(ScheduleError, match=r"which it waits for|for ever"):
             validate(shuffled)
     else:
-        validate(lower(shuffled))
+        validate(shuffled)

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.flops import estimate_atoms
+from lightning_tspipe.networks.profiler import estimate_atoms
 
 RATE = 1e9
 

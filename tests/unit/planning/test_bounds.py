@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_tspipe.planning.bounds import cycle_seconds, step_bound
+from lightning_tspipe.planning.bounds import cycle_seconds
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.workload import Workload
@@ -52,4 +52,4 @@ def test_a_step_takes_the_larger_of_both() -> None:
     slow = NetworkProfile((AtomProfile("a", {1: 9.0}),) * 2)
     for teacher, bound in ((atoms, 3 + 3), (slow, 3 + 9)):
         workload = Workload(atoms, teacher, (1, 1), (1,), num_ranks=2)
-        assert step_bound(Layout(workload, Cuts((0, 1, 2)), 1)) == bound
+        assert Layout(workload, Cuts((0, 1, 2)), 1).bound() == bound

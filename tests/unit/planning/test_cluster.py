@@ -16,7 +16,6 @@ def test_equal_devices_on_one_node() -> None:
     assert ranks.speeds == (1.0,) * 4
     assert ranks.memories == (math.inf,) * 4
     assert ranks.nodes == ()
-    assert ranks.is_equal
 
 
 @pytest.mark.parametrize(
@@ -58,7 +57,6 @@ def test_the_worst_of_its_replicas_counts_for_a_rank() -> None:
     assert cluster.ranks(2).memories == (4, 3, 2, 1)
     assert cluster.ranks(4).speeds == (0.5, 2)
     assert cluster.ranks(4).memories == (2, 1)
-    assert not cluster.ranks(4).is_equal
     assert cluster.ranks(8).speeds == (0.5,)
 
 

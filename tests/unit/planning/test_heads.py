@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.heads import HeadCost, TrunkCost, spread
+from lightning_tspipe.planning.heads import HeadCost, Task, TrunkCost
 
 
 def trunk(*seconds: float, size: int = 0) -> TrunkCost:
@@ -21,37 +21,37 @@ def heads(*seconds: float, size: int = 0) -> list[HeadCost]:
 
 
 def test_the_papers_units_are_balanced() -> None:
-    found = spread(trunk(*[1.0] * 3), heads(2, 2, 2), 3)
+    found = Task(trunk(*[1.0] * 3), heads(2, 2, 2), 3).best()
     assert sorted(found.head_ranks) == [0, 1, 2]
     assert found.busy == (3.0, 3.0, 3.0)
 
 
 def test_a_large_head_gets_less_of_the_trunk() -> None:
-    found = spread(trunk(*[1.0] * 6), heads(4, 1, 1, size=10), 2)
+    found = Task(trunk(*[1.0] * 6), heads(4, 1, 1, size=10), 2).best()
     assert max(found.busy) == 6.0
     assert "ms per step" in found.describe(heads(4, 1, 1))
 
 
 def test_a_head_that_is_larger_than_all_else_is_alone() -> None:
-    found = spread(trunk(1, 1), heads(9, 1), 2)
+    found = Task(trunk(1, 1), heads(9, 1), 2).best()
     assert found.busy == (9.0, 3.0)
     assert found.ranks == (1,)  # the other one has the whole trunk
 
 
 def test_who_reads_the_data_gets_less_of_the_trunk() -> None:
-    found = spread(trunk(*[1.0] * 6), heads(2, 2), 2, beside=(0.0, 2.0))
+    found = Task(trunk(*[1.0] * 6), heads(2, 2), 2, beside=(0.0, 2.0)).best()
     assert found.busy == (6.0, 6.0)
     assert (found.cuts, found.head_ranks) == ((0, 4, 6), (0, 0))
-    assert sum(spread(trunk(2.0), heads(1, 1), 2, beside=(0.0, 5.0)).head_ranks) == 0
+    assert sum(Task(trunk(2.0), heads(1, 1), 2, beside=(0.0, 5.0)).best().head_ranks) == 0
 
 
 def test_memory_decides_where_time_would_not() -> None:
     with pytest.raises(PartitionError, match="head 'head0' alone needs"):
-        spread(trunk(1, 1), heads(1, 1, size=100), 2, memory_limit=50)
-    found = spread(trunk(1, 1, size=1), heads(1, 1, size=100), 2, memory_limit=150)
+        Task(trunk(1, 1), heads(1, 1, size=100), 2, memory_limit=50).best()
+    found = Task(trunk(1, 1, size=1), heads(1, 1, size=100), 2, memory_limit=150).best()
     assert sorted(found.head_ranks) == [0, 1]
     with pytest.raises(PartitionError, match="of heads on one rank"):
-        spread(trunk(1, 1, size=60), heads(1, 1, size=100), 2, memory_limit=150)
+        Task(trunk(1, 1, size=60), heads(1, 1, size=100), 2, memory_limit=150).best()
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +63,7 @@ def test_memory_decides_where_time_would_not() -> None:
 def test_everything_is_somewhere_and_nobody_is_much_busier(
     atoms: list[float], costs: list[float], num_ranks: int
 ) -> None:
-    found = spread(trunk(*atoms), heads(*costs), num_ranks)
+    found = Task(trunk(*atoms), heads(*costs), num_ranks).best()
     assert found.cuts[0] == 0
     assert found.cuts[-1] == len(atoms)
     assert all(start < stop for start, stop in pairwise(found.cuts))

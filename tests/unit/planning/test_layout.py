@@ -7,6 +7,7 @@ import pytest
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
@@ -44,7 +45,6 @@ def test_prices_by_hand() -> None:
         num_calls=(2, 1),
         batch_sizes=(8,),
         optimizer_bytes_per_parameter_byte=2,
-        loss_seconds=5,
         action_overhead=0.5,
         update_seconds_per_byte=1e-6,
     )
@@ -66,11 +66,17 @@ def test_prices_by_hand() -> None:
     assert costs.teacher[0].forward == 12.5
     assert costs.optimizer == (3.0, 3.0)
     assert costs.effects == (0.0, 3.0)
-    assert layout.busy == (3 + 5 + 4 * (12.5 + 24.5), 3 + 3 + 4 * (12.5 + 24.5) + 2 * 12.5)
+    assert layout.busy == (3 + 4 * (12.5 + 24.5), 3 + 3 + 4 * (12.5 + 24.5) + 2 * 12.5)
+    for other in (
+        layout,
+        replace(layout, split=frozenset({1})),
+        replace(layout, split=frozenset({0, 1})),
+    ):
+        assert other.busy == busy_seconds(other.pipeline, other.costs, other.split)
     # Rank 0 holds 3 MB with gradients and two moments, rank 1 the teacher's 3 MB too.
     assert layout.state_bytes == (12 * MB, 15 * MB)
     # To rank 0 come the results of both networks, to rank 1 gradients of result and activation.
-    assert layout.message_bytes == (16 * 7 + 8 * 7, 16 * 7 + 16 * 101)
+    assert layout.memory.messages == (16 * 7 + 8 * 7, 16 * 7 + 16 * 101)
     held = 12 * MB + 16 * 1000 + 16 * 101, 15 * MB + 16 * 2000
     assert layout.memory_bytes == (held[0] + 24 * 7, held[1] + 16 * 108)
 
@@ -82,7 +88,7 @@ def test_what_the_memory_is_needed_for() -> None:
         student, teacher, (2, 1), (8,), num_ranks=2, optimizer_bytes_per_parameter_byte=2
     )
     layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=2)
-    use = layout.memory_use
+    use = layout.memory
     assert (use.parameters, use.gradients, use.optimizer, use.teacher) == (
         (3 * MB, 3 * MB),
         (3 * MB, 3 * MB),
@@ -94,7 +100,7 @@ def test_what_the_memory_is_needed_for() -> None:
     assert total == layout.memory_bytes
     # A teacher that is cut on its own counts where it is.
     apart = replace(workload, paired=False)
-    assert Layout(apart, Cuts((0, 2, 3), (0, 1, 2)), 2).memory_use.teacher == (2 * MB, MB)
+    assert Layout(apart, Cuts((0, 2, 3), (0, 1, 2)), 2).memory.teacher == (2 * MB, MB)
 
 
 def test_devices_that_differ() -> None:
@@ -105,8 +111,6 @@ def test_devices_that_differ() -> None:
         num_calls=(1, 1),
         batch_sizes=(8,),
         cluster=Cluster(2, speeds=(0.5, 2), memories=(9 * MB, 40 * MB)),
-        loss_seconds=5,
-        data_seconds=3,
         action_overhead=0.5,
         update_seconds_per_byte=1e-6,
         memory_limit=30 * MB,
@@ -117,12 +121,11 @@ def test_devices_that_differ() -> None:
     assert (first.forward, first.backward) == (8 + 0.5, 16 + 0.5)
     assert (last.forward, last.backward) == (16 + 0.5, 32 + 0.5)
     assert [stage.forward for stage in layout.costs.teacher] == [8 + 0.5, 16 + 0.5]
-    assert (layout.costs.loss, layout.costs.data) == (10, 3)
     assert layout.costs.optimizer == (6.0, 1.5)
-    assert layout.busy == (10 + 2 * 6 + 4 * 16 + 3 * 0.5, 3 + 2 * 1.5 + 4 * 8 + 3 * 0.5)
+    assert layout.busy == (2 * 6 + 4 * 16 + 3 * 0.5, 2 * 1.5 + 4 * 8 + 3 * 0.5)
     assert workload.memory_limits == (9.0 * MB, 30.0 * MB)
     # Rank 0 would need 3 x 3 + 3 MB, and some for activations.
-    assert not layout.fits
+    assert layout.excess > 0
     assert Layout(workload, Cuts((0, 2, 3)), 1).memory_bytes[0] > 9 * MB
 
 
@@ -194,7 +197,7 @@ def test_uneven_batches_are_averaged() -> None:
 def test_fits() -> None:
     def fits(**limits: float) -> bool:
         workload = Workload(network(1, 1), None, (1, 0), (8,), num_ranks=2, **limits)  # type: ignore[arg-type]
-        return Layout(workload, Cuts((0, 1, 2)), 1).fits
+        return not Layout(workload, Cuts((0, 1, 2)), 1).excess
 
     assert fits()
     assert fits(state_limit=6 * MB, memory_limit=math.inf)
@@ -218,11 +221,11 @@ def test_batches_and_versions_in_flight_need_memory(policy: str, copies: tuple[i
     flying = Layout(replace(workload, weights=policy), one.cuts, num_microbatches=1)
     weights = (3 * MB, 2 * MB, 1 * MB)
     versions = tuple(n * size for n, size in zip(copies, weights, strict=True))
-    assert flying.memory_use.versions == versions
+    assert flying.memory.versions == versions
     assert flying.state_bytes == tuple(
         a + b for a, b in zip(one.state_bytes, versions, strict=True)
     )
-    kept = one.memory_use.activations
-    assert flying.memory_use.activations == (kept[0], 2 * kept[1], 3 * kept[2])
-    assert "versions" in dict(flying.memory_use.of_rank(2))
-    assert "versions" not in dict(one.memory_use.of_rank(2))
+    kept = one.memory.activations
+    assert flying.memory.activations == (kept[0], 2 * kept[1], 3 * kept[2])
+    assert "versions" in dict(flying.memory.of_rank(2))
+    assert "versions" not in dict(one.memory.of_rank(2))

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link
-from lightning_tspipe.planning.mesh import Request, plan_cluster
+from lightning_tspipe.planning.mesh import plan_cluster
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -90,9 +90,9 @@ def test_is_the_fastest_of_all_divisions(
 ) -> None:
     cluster = Cluster(8, FAST, speeds=speeds, num_nodes=2, inter_node_link=between)
     step = profile(megabytes=5, fixed=4)
-    request = Request(step, cluster, {"schedule": schedule, "num_microbatches": 4})
-    all_plans = [request.plan(num_replicas) for num_replicas in (1, 2, 4, 8)]
-    plan = plan_cluster(step, cluster, schedule=schedule, num_microbatches=4)
+    options: dict[str, Any] = {"schedule": schedule, "num_microbatches": 4}
+    all_plans = [plan_cluster(step, cluster, num_replicas=n, **options) for n in (1, 2, 4, 8)]
+    plan = plan_cluster(step, cluster, **options)
     best = min(one.step_seconds for one in all_plans)
     assert plan.step_seconds == pytest.approx(best, rel=0.01)
 

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations_with_replacement, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.partition import partition
+from lightning_tspipe.planning.partition import Chain
 
 
 def slowest(
@@ -64,7 +65,7 @@ def test_is_the_best_of_all_that_fit(data: st.DataObject) -> None:
     ]
 
     def solve() -> tuple[int, ...]:
-        return partition(
+        return Chain(
             costs,
             num_stages,
             memory=memory,
@@ -75,7 +76,7 @@ def test_is_the_best_of_all_that_fit(data: st.DataObject) -> None:
             fits=fits,
             joined=joined,
             allow_empty=allow_empty,
-        )
+        ).cut()
 
     if not possible:
         with pytest.raises(PartitionError):
@@ -88,45 +89,45 @@ def test_is_the_best_of_all_that_fit(data: st.DataObject) -> None:
 
 
 def test_of_equally_fast_cuts_the_even_one() -> None:
-    assert partition([6, 1, 1, 1, 1], 3) == (0, 1, 3, 5)
+    assert Chain([6, 1, 1, 1, 1], 3).cut() == (0, 1, 3, 5)
 
 
 def test_a_fast_device_gets_more() -> None:
-    assert partition([1] * 8, 3, speeds=[1, 2, 1]) == (0, 2, 6, 8)
+    assert Chain([1] * 8, 3, speeds=[1, 2, 1]).cut() == (0, 2, 6, 8)
     # Memory comes first: the fast device holds one atom only.
-    limits = {"memory": [1] * 8, "memory_limits": [8, 1, 8]}
-    assert partition([1] * 8, 3, speeds=[1, 2, 1], **limits) == (0, 3, 4, 8)
+    limits: dict[str, Any] = {"memory": [1] * 8, "memory_limits": [8, 1, 8]}
+    assert Chain([1] * 8, 3, speeds=[1, 2, 1], **limits).cut() == (0, 3, 4, 8)
 
 
 def test_what_else_does_not_fit() -> None:
     with pytest.raises(PartitionError, match="no cut into 2 stages fits"):
-        partition([1, 1], 2, fits=lambda start, end, stage: stage == 0)
+        Chain([1, 1], 2, fits=lambda start, end, stage: stage == 0).cut()
 
 
 def test_too_few_atoms() -> None:
     with pytest.raises(PartitionError, match=r"2 pieces at most, and 3 stages.*devices=2 or fewer"):
-        partition([1, 1], 3)
+        Chain([1, 1], 3).cut()
     with pytest.raises(PartitionError, match="1 piece at most, and 2 stages"):
-        partition([1, 1], 2, joined={0})
+        Chain([1, 1], 2, joined={0}).cut()
 
 
 def test_names_the_atom_that_fits_nowhere() -> None:
     with pytest.raises(PartitionError, match=r"atom 'fc' alone needs 3\.0 MB.*may hold 2\.0 MB"):
-        partition(
+        Chain(
             [1, 1],
             2,
             memory=[1_000_000, 3_000_000],
             memory_limits=[2_000_000, 2_000_000],
             names=["conv", "fc"],
-        )
+        ).cut()
 
 
 def test_names_the_total_that_does_not_fit() -> None:
     message = r"needs 4\.5 MB, of which atom '2' 2\.0 MB; the stages may hold 2\.0 MB, 2\.0 MB"
     with pytest.raises(PartitionError, match=message):
-        partition(
+        Chain(
             [1, 1, 1],
             2,
             memory=[1_000_000, 1_500_000, 2_000_000],
             memory_limits=[2_000_000, 2_000_000],
-        )
+        ).cut()

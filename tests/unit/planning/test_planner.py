@@ -10,16 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.cluster import Cluster
-from lightning_tspipe.planning.evaluation import Evaluator
 from lightning_tspipe.planning.layout import Cuts, Layout
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.planner import Evaluator
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.planning.workload import Workload
-from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.registry import steady_step
 from lightning_tspipe.simulation.simulator import steady_step_time
 
 SIZES = (4, 8, 16, 32)
@@ -59,16 +58,8 @@ def planned(student: NetworkProfile, teacher: NetworkProfile | None, **changes: 
     step = replace(step, **{name: changes.pop(name) for name in names})
     found = step.plan(**({"num_ranks": 2} | changes))
     # What is promised is what the schedule that will run takes.
-    ahead = found.schedule == "tspipe"
-    schedule = build_schedule(
-        found.schedule,
-        found.pipeline,
-        found.costs,
-        teacher_now=not ahead,
-        teacher_next=ahead,
-        split=found.split,
-    )
-    validate(lower(schedule))
+    schedule = steady_step(found.schedule, found.pipeline, found.costs, found.split)
+    validate(schedule)
     assert steady_step_time(schedule, found.costs) == pytest.approx(found.step_seconds)
     return found
 
@@ -247,11 +238,6 @@ def test_a_partition_by_hand() -> None:
             planned(EVEN, EVEN, partition=counts)
     with pytest.raises(PartitionError, match="rank 0 would need"):
         planned(EVEN, EVEN, partition=[1, 7], state_limit=20 * MB)
-
-
-def test_without_running_ahead() -> None:
-    found = StepProfile(EVEN, EVEN, (2, 2), (32,)).plan(2, ahead=False)
-    assert found.step_seconds > planned(EVEN, EVEN).step_seconds
 
 
 def test_json_and_table() -> None:

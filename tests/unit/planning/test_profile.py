@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.planning.plain import from_plain, to_plain
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile, seconds_at
 
 
@@ -53,4 +54,4 @@ def test_sums_over_atoms() -> None:
 
 def test_json() -> None:
     atom = AtomProfile("a", {1: 1.0}, {1: 2.0}, {1: 1.25}, {1: 0.75}, 3, 4, 5, 6, 7, joined=True)
-    assert AtomProfile.from_dict(json.loads(json.dumps(atom.to_dict()))) == atom
+    assert from_plain(AtomProfile, json.loads(json.dumps(to_plain(atom)))) == atom

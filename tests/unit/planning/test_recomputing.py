@@ -8,8 +8,7 @@ import pytest
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
-from lightning_tspipe.planning.recomputing import keep_or_recompute
-from lightning_tspipe.planning.step_profile import StepProfile
+from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from tests.unit.cli.profiles import MB, step_profile
 
 PROFILE = step_profile()
@@ -96,6 +95,6 @@ def test_of_neighbours_only_what_the_first_got_is_kept() -> None:
         for n in range(5)
     )  # fmt: skip
     network = NetworkProfile(atoms).recomputing({2, 3})
-    assert network.saved_sums() == (0, 100, 200, 211, 211, 311)
-    assert network.recompute_sums() == (0, 0, 0, 100, 200, 200)
+    assert network.saved_sums == (0, 100, 200, 211, 211, 311)
+    assert network.recompute_sums == (0, 0, 0, 100, 200, 200)
     assert network.sums("backward", 1) == (0, 2, 4, 7, 10, 12)

@@ -9,16 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.relay.simulated import distributions
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.relay import (
+    MODES,
     BlockProfile,
+    Mode,
     RelayPlan,
     RelayProfile,
-    described,
     distribute,
-    distributions,
+    plan_mode,
 )
-from lightning_tspipe.planning.relay_modes import MODES, Mode, plan_mode
 
 
 def block(
@@ -55,14 +56,13 @@ def test_best_of_all_distributions(
     seed: int, num_blocks: int, num_devices: int, bounded: bool
 ) -> None:
     blocks = profile(seed, num_blocks)
-    plans = [described(p, blocks) for p in distributions(num_blocks, num_devices)]
-    limits = None
+    plans = [blocks.priced(p) for p in distributions(num_blocks, num_devices)]
+    limit = None
     if bounded:
         needs = sorted(max(plan.stage_bytes) for plan in plans)
         limit = needs[len(needs) // 2]
-        limits = [limit] * num_devices
         plans = [plan for plan in plans if max(plan.stage_bytes) <= limit]
-    found = distribute(blocks, num_devices, memory_limits=limits)
+    found = distribute(blocks, num_devices, memory_limit=limit)
     assert found.step_seconds == pytest.approx(min(plan.step_seconds for plan in plans))
     assert found.num_devices == num_devices
     assert all(a < b for a, b in pairwise(found.cuts))
@@ -88,17 +88,17 @@ def test_what_does_not_get_faster_is_not_shared() -> None:
     assert distribute(blocks, 2).widths == (1, 1)
 
 
-def test_each_device_has_its_own_memory() -> None:
-    blocks = RelayProfile((block(state_bytes=10), block(state_bytes=90)), 12)
-    assert distribute(blocks, 2, memory_limits=[20, 100]).widths == (1, 1)
-    with pytest.raises(PartitionError, match="no distribution of 2 blocks over 2 devices"):
-        distribute(blocks, 2, memory_limits=[100, 20])
+def test_no_device_holds_more_than_it_may() -> None:
+    blocks = RelayProfile(tuple(block(state_bytes=size) for size in (40, 40, 40)), 12)
+    assert distribute(blocks, 2, memory_limit=80).widths == (1, 1)
+    with pytest.raises(PartitionError, match="no distribution of 3 blocks over 2 devices"):
+        distribute(blocks, 2, memory_limit=79)
 
 
 def test_refusals_name_the_block() -> None:
     blocks = RelayProfile((block("stem", state_bytes=10), block("head", state_bytes=90)), 12)
     with pytest.raises(PartitionError, match=r"block 1 \(head\) fits no device: it needs 0.0 MB"):
-        distribute(blocks, 2, memory_limits=[50, 50])
+        distribute(blocks, 2, memory_limit=50)
     with pytest.raises(
         PartitionError, match="2 blocks for 3 devices, of which at most 1 may share"
     ):

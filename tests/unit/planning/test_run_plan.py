@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.planning.pieces import Pieces
-from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.placement import Pieces, Placement
+from lightning_tspipe.planning.plain import plain
+from lightning_tspipe.planning.plan import PLACED, PLAN, Plan, RunPlan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.relay import RelayPlan
-from lightning_tspipe.planning.run_plan import PLACED, PLAN, RunPlan, plain
 from lightning_tspipe.planning.step_profile import StepProfile
 
 MADE_FOR: dict[str, Any] = {"devices": 2, "schedule": "tspipe", "partition": "auto"}

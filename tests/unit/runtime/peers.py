@@ -15,8 +15,8 @@ from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.runtime.transport.gloo import GlooTransport
 from lightning_tspipe.runtime.transport.shared_memory import SharedMemoryTransport
+from lightning_tspipe.runtime.transport.wired import GlooTransport
 
 
 def connect(kind: str, seconds: float) -> Transport:
@@ -24,8 +24,8 @@ def connect(kind: str, seconds: float) -> Transport:
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, timeout=limit)
     if kind == "shared memory":
-        return SharedMemoryTransport(range(num_ranks), limit)
-    return GlooTransport(range(num_ranks), torch.device("cpu"), limit)
+        return SharedMemoryTransport(limit)
+    return GlooTransport(torch.device("cpu"), limit)
 
 
 def scaled(tensor: torch.Tensor, channel: int, step: int) -> torch.Tensor:
@@ -49,7 +49,6 @@ def exchange(kind: str, objects: list[Any], tensors: list[torch.Tensor], num_ste
         for channel in (1, 2):
             received = receipts[channel].wait()
             found.append([tensor.clone() for tensor in received])
-            transport.recycle(received)
         transport.finish_step()
     gathered = transport.gather_object(transport.rank)
     hello = transport.broadcast_object("hello" if transport.rank == 1 else None, 1)
@@ -154,7 +153,7 @@ def keep_and_reuse(num_steps: int) -> tuple[list[float], int]:
     num_buffers = 0
     if transport.rank == 1:
         assert isinstance(transport, SharedMemoryTransport)
-        num_buffers = transport.num_buffers
+        num_buffers = sum(len(peer.buffers) for peer in transport._peers.values())
     dist.barrier()
     dist.destroy_process_group()
     return kept, num_buffers

@@ -1,22 +1,30 @@
-"""Every kind of message has a channel of its own."""
+"""Every kind of message has a channel of its own, and no rank many communicators."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
 
 import pytest
 
 from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.planning.relay import Pass, Work
+from lightning_tspipe.runtime.modes.relay.passes import edges_of, pipeline_of
 from lightning_tspipe.runtime.transport.channels import (
+    Edge,
     Lane,
     channel_of,
+    connected,
     edges_along,
     edges_from,
     program_edges,
 )
 from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
-from lightning_tspipe.schedules.registry import build_schedule, build_step
+from lightning_tspipe.schedules.registry import build_step
+from lightning_tspipe.schedules.relay import relay
 from lightning_tspipe.simulation.cost import CostTable
 
 
@@ -34,9 +42,7 @@ def messages(kind: str) -> tuple[Message, ...]:
         return lower(one_f_one_b(pipeline, fresh=True, ahead=2)).messages
     pipeline = Pipeline(3, network(2, 1, 0), network(2, 0), 2)
     costs = CostTable.uniform(pipeline)
-    return lower(
-        build_schedule("tspipe", pipeline, costs, teacher_now=True, teacher_next=True)
-    ).messages
+    return lower(build_step("tspipe", pipeline, costs, fresh=True, ahead=1)).messages
 
 
 @pytest.mark.parametrize("kind", ["fanout", "1f1b", "tspipe"])
@@ -65,6 +71,58 @@ def test_a_rank_has_as_many_communicators_as_neighbours(
     for lane in (Lane.FIELDS, Lane.EARLY_FIELDS):
         edges |= edges_from(pipeline.data_rank, pipeline.loss_ranks, lane)
     edges |= edges_along(num_ranks)  # links are measured over them, and norms added up
-    of_rank = [sum(rank in edge[:2] for edge in edges) for rank in range(num_ranks)]
-    assert max(of_rank) <= 8
+    of_rank = communicators(edges, num_ranks)
+    assert max(of_rank) <= 6
     assert min(of_rank) >= 2
+    assert connected(edges) == edges
+
+
+def communicators(edges: Iterable[Edge], num_ranks: int) -> list[int]:
+    return [sum(rank in edge[:2] for edge in edges) for rank in range(num_ranks)]
+
+
+def edges_of_heads(num_ranks: int) -> set[Edge]:
+    """One rank has the trunk, and each other one a head that reads labels."""
+    heads = NetworkLayout(tuple(range(1, num_ranks)), 1, 1, frozenset(range(num_ranks - 1)))
+    trunk = NetworkLayout((0,), 1, 1, frozenset({0}))
+    pipeline = Pipeline(num_ranks, heads, trunk, 0, coupling=Coupling.FANOUT)
+    edges = program_edges(lower(fanout(pipeline, before=1, following=1, depth=1)))
+    return edges | edges_from(0, pipeline.loss_ranks, Lane.EARLY_FIELDS)
+
+
+def edges_of_relay(*widths: int, is_relayed: bool = True) -> set[Edge]:
+    """Stages of so many ranks each, whose losses all read the batch."""
+    starts = accumulate(widths, initial=0)
+    groups = [tuple(range(start, start + n)) for start, n in zip(starts, widths, strict=False)]
+    stages = tuple(Work(block, (block,), group) for block, group in enumerate(groups))
+    program = lower(relay(pipeline_of(Pass(stages, is_relayed))))
+    return edges_of(program, stages)
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize("kind", ["heads", "relay", "wide", "all share", "pairs", "not relayed"])
+def test_no_rank_has_more_than_eight_communicators(kind: str, num_ranks: int) -> None:
+    edges = {
+        "heads": lambda: edges_of_heads(num_ranks),
+        "relay": lambda: edges_of_relay(*[1] * num_ranks),
+        "wide": lambda: edges_of_relay(1, num_ranks - 2, 1),
+        "all share": lambda: edges_of_relay(num_ranks),
+        "pairs": lambda: edges_of_relay(*[2] * (num_ranks // 2)),
+        "not relayed": lambda: edges_of_relay(*[1] * num_ranks, is_relayed=False),
+    }[kind]()
+    before = edges_along(num_ranks)  # measured at the start
+    found = connected(edges - before, before)
+    of_rank = communicators(before | found, num_ranks)
+    assert max(of_rank) <= 8
+    assert found <= edges
+    far = edges - before - found
+    busy = {rank for rank, number in enumerate(of_rank) if number == 8}
+    assert all(busy.intersection(edge[:2]) for edge in far)  # none without need
+    assert all(edge.lane != Lane.PROGRAM or kind == "heads" for edge in far)
+
+
+def test_activations_are_connected_before_fields() -> None:
+    edges = edges_from(0, range(1, 10), Lane.FIELDS) | edges_from(0, range(4, 11), Lane.RELAY)
+    found = connected(edges)
+    assert {e for e in found if e.lane is Lane.RELAY} == edges_from(0, range(4, 11), Lane.RELAY)
+    assert found - edges_from(0, range(4, 11), Lane.RELAY) == {Edge(0, 1, Lane.FIELDS)}

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.relay import RelayPlan
-from lightning_tspipe.planning.relay_modes import passes
+from lightning_tspipe.planning.relay import RelayPlan, passes
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
@@ -26,7 +25,7 @@ from lightning_tspipe.runtime.modes.relay.engine import (
     capture_blocks,
 )
 from lightning_tspipe.runtime.stages.heads import Heads
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
+from lightning_tspipe.runtime.transport.base import Alone
 from lightning_tspipe.runtime.weights.policies import policy_of
 from tests.exactness.fanout import make_batches
 from tests.exactness.fanout_threads import Silent
@@ -76,7 +75,7 @@ def assert_complete(engine: Engine, step: Callable[[], None]) -> None:
 
 def make(module: nn.Module, networks: Networks, mode: Any) -> Rank:
     """One rank that has everything."""
-    return Rank(module, networks, LocalTransport(LocalNetwork(1, timeout=10), 0), CPU, mode)
+    return Rank(module, networks, Alone(), CPU, mode)
 
 
 def run(engine: PipelineEngine, step: Any, batch: Any) -> None:

@@ -17,7 +17,6 @@ import pytest
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.faults.failures import Failures, first_line
 from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
-from lightning_tspipe.runtime.faults.members import Members
 from lightning_tspipe.runtime.faults.notes import FolderNotes
 from lightning_tspipe.runtime.faults.patrol import Found
 from lightning_tspipe.runtime.faults.phases import HERE
@@ -52,13 +51,11 @@ def child() -> Iterator[int]:
 
 def failures_of(folder: Path, child: int, rank: int = 0, *, ends_last: bool = False) -> Failures:
     """Of rank 0, which is this process; or of another one, for which this process stands in."""
-    notes = FolderNotes(folder)
-    members = Members(rank, 3, notes)
-    members.publish()
-    other = replace(members.this, rank=1, pid=child, started=start_of(child))
+    job = Job(rank, 3, FolderNotes(folder), folder)
+    job.publish()
+    other = replace(job.this, rank=1, pid=child, started=start_of(child))
     if rank != 1:
-        notes.claim("member/1", dumps(asdict(other)))
-    job = Job(members, notes, folder, None)  # type: ignore[arg-type] # not asked here
+        job.notes.claim("member/1", dumps(asdict(other)))
     return Failures(rank, job, 3, ends_last=ends_last)
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.planning.cluster import Link
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport, Transport
+from lightning_tspipe.runtime.transport.base import NOMINAL, Alone, Transport
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.runtime.transport.links import NOMINAL, measure_link
-from lightning_tspipe.strategy.setup.machine import link_of
+from lightning_tspipe.strategy.setup.options import SetupOptions, link_of
+from tests.local_transport import LocalNetwork, LocalTransport
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 
@@ -34,10 +34,16 @@ class Slow(LocalTransport):
         super().send(tensors, target, channel, specs)
 
 
+def measured(transport: Transport) -> Link:
+    transport.measure_link(CPU)
+    assert transport.link is not None
+    return transport.link
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_all_ranks_find_the_same_over_ordered_wires(num_ranks: int) -> None:
     network = StrictNetwork(num_ranks, timeout=30)
-    links = run_on_threads(lambda rank: measure_link(network.transport(rank), CPU), num_ranks)
+    links = run_on_threads(lambda rank: measured(network.transport(rank)), num_ranks)
     assert len(set(links)) == 1
     assert 0 < links[0].latency < 1
     assert links[0].bandwidth > 0
@@ -45,15 +51,15 @@ def test_all_ranks_find_the_same_over_ordered_wires(num_ranks: int) -> None:
 
 def test_the_slowest_link_counts() -> None:
     network = LocalNetwork(4)
-    links = run_on_threads(lambda rank: measure_link(Slow(network, rank), CPU), 4)
+    links = run_on_threads(lambda rank: measured(Slow(network, rank)), 4)
     assert links[0].latency == pytest.approx(0.01, rel=0.5)
     assert links[0].bandwidth == pytest.approx(1e8, rel=0.5)
 
 
 def test_plans_use_what_was_measured_unless_they_are_to_be_the_same_in_each_run() -> None:
-    transport: Transport = LocalTransport(LocalNetwork(2), 0)
-    assert link_of(transport, by_flops=False) == NOMINAL
+    transport = Alone()
+    assert link_of(SetupOptions(), transport) == NOMINAL
     transport.link = Link(5e-6, 3e11)
-    assert link_of(transport, by_flops=False) == Link(5e-6, 3e11)
-    assert link_of(transport, by_flops=True) == NOMINAL
+    assert link_of(SetupOptions(), transport) == Link(5e-6, 3e11)
+    assert link_of(SetupOptions(costs="flops"), transport) == NOMINAL
     assert str(transport.link) == "300 GB/s, 5 µs per message"

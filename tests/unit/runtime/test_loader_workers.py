@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import process
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.faults import loader_workers
 from lightning_tspipe.runtime.faults.loader_workers import (
     hear_of_children,
@@ -107,6 +113,64 @@ def test_it_ends_after_a_while_or_when_told_again_or_by_its_rank(
     worker.join(10)
     assert worker.exitcode == code
     hear_of_children()
+
+
+OF_A_RANK = """
+import torch
+from torch.utils.data import DataLoader
+from lightning_tspipe.runtime.faults.loader_workers import iterate
+
+loader = DataLoader(torch.arange(9.0), num_workers=1, multiprocessing_context="{context}")
+if __name__ == "__main__":
+    batches = iterate(loader)
+    next(batches)
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
+def test_the_sockets_of_a_worker_that_its_rank_ends_go_with_the_rank(
+    context: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(OF_A_RANK.format(context=context))
+    with TemporaryDirectory() as temporary:  # a short path: a socket's has 107 characters at most
+        ended = subprocess.run(  # noqa: S603 - of this test
+            [sys.executable, str(script)], env=os.environ | {"TMPDIR": temporary}, check=False
+        )
+        assert ended.returncode == 3
+        left = {path.name for path in Path(temporary).rglob("*")}
+        assert left == {f"lightning-tspipe-{os.getuid()}", ".lock"}
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("f" * 90)
+    folder.mkdir()
+    monkeypatch.setitem(process.current_process()._config, "tempdir", str(folder))  # type: ignore[attr-defined]
+    loader: Any = DataLoader(range(3), batch_size=None, num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"longer than \d+ .*Set TMPDIR to a shorter"):
+        iterate(loader)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_parent", "is_told"),
+    [
+        (ConnectionResetError(), False, False),
+        (EOFError(), False, False),
+        (ConnectionResetError(), True, True),
+        (ValueError(), False, True),
+    ],
+)
+def test_a_rank_that_was_killed_is_no_error_of_its_workers(
+    error: Exception, is_parent: bool, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader_workers, "_SECONDS", 0.1)
+    told: list[Any] = []
+    rank = os.getppid() if is_parent else -1
+    loader_workers._tell(lambda *args: told.append(args), rank, type(error), error, None)
+    assert told == ([(type(error), error, None)] if is_told else [])
 
 
 def test_without_workers_it_is_a_plain_iterator() -> None:

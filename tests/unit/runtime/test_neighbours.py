@@ -44,7 +44,6 @@ def test_it_is_stopped_and_goes_on(process: subprocess.Popen[bytes], make: type[
     assert not neighbour.has_ended
     process.send_signal(signal.SIGCONT)
     until(lambda: not neighbour.is_stopped)
-    neighbour.close()
 
 
 def test_it_is_killed_though_it_is_stopped(
@@ -55,7 +54,6 @@ def test_it_is_killed_though_it_is_stopped(
     neighbour.kill()
     until(lambda: neighbour.has_ended)  # nobody has asked for its exit code
     assert neighbour.how_it_ended() == "was killed by SIGKILL"
-    neighbour.close()
 
 
 def test_an_exit_code_is_told() -> None:
@@ -65,7 +63,6 @@ def test_an_exit_code_is_told() -> None:
     assert neighbour.how_it_ended() == "ended with exit code 3"
     process.wait()
     assert neighbour.has_ended
-    neighbour.close()
 
 
 def test_another_process_with_its_number_is_not_it(

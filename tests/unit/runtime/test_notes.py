@@ -14,7 +14,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # it is doc
 
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.faults import rendezvous
-from lightning_tspipe.runtime.faults.notes import FolderNotes, InTime, Notes, StoreNotes
+from lightning_tspipe.runtime.faults.notes import FolderNotes, Notes, StoreNotes
 
 
 @pytest.fixture(params=["folder", "store"])
@@ -91,10 +91,10 @@ def test_a_connection_that_is_lost_is_told() -> None:
     def fail() -> None:
         raise RuntimeError("broken")
 
-    in_time = InTime(20.0, "the store")
-    with pytest.raises(TransportError, match="the store is gone: broken"):
-        in_time(fail)
-    assert in_time(lambda: 3) == 3
+    notes = StoreNotes(None, 20.0)
+    with pytest.raises(TransportError, match="the store that connects the ranks is gone: broken"):
+        notes._in_time(fail)
+    assert notes._in_time(lambda: 3) == 3
 
 
 def test_a_connection_of_its_own_answers_while_another_one_waits(
@@ -105,9 +105,8 @@ def test_a_connection_of_its_own_answers_while_another_one_waits(
         timeout=timedelta(seconds=30),
     )  # fmt: skip
     notes = StoreNotes(store.clone(), 20.0)
-    waits = InTime(0.3, "a rank")
-    with pytest.raises(TransportError, match=r"^a rank did not answer within 0 s"):
-        waits(store.get, "never")
+    with pytest.raises(TransportError, match=r"did not answer within 0 s"):
+        StoreNotes(store, 0.3)._in_time(store.get, "never")
     assert notes.read("cause") is None
     notes.leave("a")
     store.clone().set("never", "")
@@ -133,7 +132,7 @@ def test_between_machines_a_store_is_given_up_and_nobody_else_s_waiting_counts(
     job.notes.leave("a", "text")
     assert job.notes.read("a") == "text"
     assert isinstance(job.notes, StoreNotes)
-    threads.append(wait_at(job.notes._store))
+    threads.append(wait_at(job.notes.store))
 
     def read_on() -> None:
         deadline = time.monotonic() + 30

@@ -12,22 +12,23 @@ import torch
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.transport import channels
 from lightning_tspipe.runtime.transport.channels import (
     Channel,
     Edge,
     Lane,
-    edges_among,
+    edges_around,
     edges_from,
     lane_of,
 )
-from lightning_tspipe.runtime.transport.ordered import WIRE_TYPES, OrderedTransport
+from lightning_tspipe.runtime.transport.wired import WIRE_TYPES, OrderedTransport
 from tests.strict import BrokenRuleError, StrictNetwork
 from tests.threads import run_on_threads
 
 A, B = Channel.STUDENT_ACTIVATION, Channel.STUDENT_GRADIENT
 SPEC = [TensorSpec((2,), torch.float32)]
 ONES = [torch.ones(2)]
-BOTH_WAYS = edges_among((0, 1), Lane.PROGRAM)
+BOTH_WAYS = edges_around((0, 1), Lane.PROGRAM)
 
 
 def on_two(*work: Callable[[OrderedTransport], Any], seconds: float = 5.0) -> list[Any]:
@@ -50,13 +51,30 @@ def nothing(_: OrderedTransport) -> None:
 def test_every_channel_beside_a_program_has_its_own_lane() -> None:
     beside = {channel: lane_of(channel) for channel in Channel if lane_of(channel)}
     assert len(set(beside.values())) == len(beside) == len(Lane) - 1
-    # Ranks of a shared stage exchange them while what is relayed is under way between them.
-    assert lane_of(Channel.SHARED_STATISTICS) != lane_of(Channel.RELAY_ACTIVATION)
 
 
 def test_edges() -> None:
     assert edges_from(2, (0, 2), Lane.FIELDS) == {Edge(2, 0, Lane.FIELDS)}
-    assert len(edges_among((0, 1, 2), Lane.PROGRAM, Lane.FIELDS)) == 12
+    ring = {Edge(0, 2, Lane.FIELDS), Edge(2, 5, Lane.FIELDS), Edge(5, 0, Lane.FIELDS)}
+    assert edges_around((0, 2, 5), Lane.FIELDS) == ring
+    assert edges_around((3,), Lane.FIELDS) == set()
+
+
+def test_an_edge_without_a_communicator_passes_through_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channels, "MAX_COMMUNICATORS", 1)
+
+    def work(transport: OrderedTransport) -> float:
+        other = 1 - transport.rank
+        receipt = transport.receive(SPEC, other, A)
+        transport.send([ONES[0] + transport.rank], other, A)
+        return float(receipt.wait()[0].sum())
+
+    network = StrictNetwork(2, 5.0)
+    found = run_on_threads(lambda rank: opened(work)(network.transport(rank)), 2, seconds=30)
+    assert found == [4.0, 2.0]
+    assert list(network.queues) == [Edge(0, 1, Lane.PROGRAM)]  # the other one is no edge of it
 
 
 def test_both_ranks_may_begin_with_a_receive() -> None:
@@ -121,7 +139,7 @@ def test_what_is_sent_must_stay_as_it_is() -> None:
 def test_nothing_is_there_before_it_was_waited_for() -> None:
     def early(transport: OrderedTransport) -> Any:
         receipt: Any = transport.receive(SPEC, 0, A)
-        before = receipt.tensors[0].clone()
+        before = receipt.wait.args[0][0].clone()
         transport.send_object("asked", 0)
         return before, receipt.wait()[0]
 

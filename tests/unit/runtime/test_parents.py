@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
-from lightning_tspipe.runtime.faults.parents import (
+from lightning_tspipe.runtime.faults.local_processes import (
+    Neighbour,
     Parent,
     before_exec,
     end_with_parent,
     parent_of,
     signed_by_this_process,
+    start_of,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the signal")

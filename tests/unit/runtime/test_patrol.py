@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
-from lightning_tspipe.runtime.faults import patrol as module
-from lightning_tspipe.runtime.faults.members import Member, Members
+from lightning_tspipe.runtime.faults import rendezvous as module
 from lightning_tspipe.runtime.faults.notes import FolderNotes
 from lightning_tspipe.runtime.faults.patrol import PERIOD, Patrol, next_of_another_machine
-from lightning_tspipe.runtime.faults.rendezvous import Job
+from lightning_tspipe.runtime.faults.rendezvous import Job, Member
 
 TIMEOUT = 8.0
 
@@ -38,21 +37,19 @@ class Ranks:
     def __init__(
         self, folder: Path, machines: tuple[str, ...], children: dict[int, int] | None = None
     ) -> None:
-        self.notes = FolderNotes(folder)
-        self.members = Members(0, len(machines), self.notes)
-        self.members.publish()
+        self.job = Job(0, len(machines), FolderNotes(folder), folder)
+        self.job.publish()
+        self.job.children = {rank: Process(pid) for rank, pid in (children or {}).items()}  # type: ignore[misc]
+        self.notes = self.job.notes
         self.machines = machines
         for rank in range(1, len(machines)):
             self.join(rank)
         self.now = 0.0
-        job = Job(self.members, self.notes, folder, None)  # type: ignore[arg-type] # not asked here
-        self.patrol = Patrol(job, "run-0", TIMEOUT, children or {}, clock=lambda: self.now)
+        self.patrol = Patrol(self.job, "run-0", TIMEOUT, clock=lambda: self.now)
 
     def join(self, rank: int) -> None:
-        machine = (
-            self.members.this.machine if self.machines[rank] == "here" else self.machines[rank]
-        )
-        member = replace(self.members.this, rank=rank, pid=1000 + rank, machine=machine)
+        machine = self.job.this.machine if self.machines[rank] == "here" else self.machines[rank]
+        member = replace(self.job.this, rank=rank, pid=1000 + rank, machine=machine)
         self.notes.claim(f"member/{rank}", json.dumps(asdict(member)))
 
     def look(self, seconds: float = 0.0) -> Any:
@@ -65,7 +62,7 @@ class Ranks:
         return found
 
     def process(self, rank: int) -> Any:
-        return self.patrol.neighbour(rank)
+        return self.job.neighbour(rank)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +96,7 @@ def test_who_was_ended_by_the_launcher_is_not_why(tmp_path: Path) -> None:
 
 def test_who_was_ended_before_all_have_met_is_told_by_the_launcher(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, ("here", "here"))
-    ranks.members.num_ranks = 3
+    ranks.job.num_ranks = 3
     ranks.process(1).has_ended, ranks.process(1).signal = True, "SIGTERM"
     assert ranks.look(100) is None
     ranks.process(1).signal = "SIGKILL"
@@ -108,7 +105,7 @@ def test_who_was_ended_before_all_have_met_is_told_by_the_launcher(tmp_path: Pat
 
 def test_who_was_ended_before_all_have_met_is_told_by_its_own_launcher(tmp_path: Path) -> None:
     ranks = Ranks(tmp_path, ("here",), children={1: 1001})
-    ranks.members.num_ranks = 2
+    ranks.job.num_ranks = 2
     assert ranks.look(100) is None
     ranks.process(1).has_ended, ranks.process(1).signal = True, "SIGTERM"
     assert re.match(r"rank 1 \(pid 1001 on \S+\) was killed by SIGTERM", ranks.look().what)
@@ -202,18 +199,18 @@ def test_each_machine_looks_after_the_next_one() -> None:
 
 
 def test_two_processes_can_not_be_one_rank(tmp_path: Path) -> None:
-    Members(1, 2, FolderNotes(tmp_path)).publish()
+    Job(1, 2, FolderNotes(tmp_path)).publish()
     with pytest.raises(ConfigurationError, match="is this rank of the job already"):
-        Members(1, 2, FolderNotes(tmp_path)).publish()
+        Job(1, 2, FolderNotes(tmp_path)).publish()
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
-    members = Members(0, 3, FolderNotes(tmp_path))
-    members.publish()
-    Members(2, 3, FolderNotes(tmp_path)).publish()
+    job = Job(0, 3, FolderNotes(tmp_path))
+    job.publish()
+    Job(2, 3, FolderNotes(tmp_path)).publish()
     with pytest.raises(TransportError, match="no word of rank 1 within 0 s of the start"):
-        members.wait_for_all(0.1, lambda: False)
+        job.wait_for_all(0.1, lambda: False)
     with pytest.raises(TransportError, match="rank 1 has not come"):
-        members.wait_for_all(60, lambda: True)
-    Members(1, 3, FolderNotes(tmp_path)).publish()
-    members.wait_for_all(0.1, lambda: True)
+        job.wait_for_all(60, lambda: True)
+    Job(1, 3, FolderNotes(tmp_path)).publish()
+    job.wait_for_all(0.1, lambda: True)

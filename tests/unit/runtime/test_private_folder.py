@@ -26,6 +26,7 @@ from lightning_tspipe.runtime.faults.private_folder import (
     private_folder,
     remove_job_folder,
     remove_too,
+    shared_temporary_folder,
 )
 
 NAME = entry_name("node", "29500")
@@ -217,6 +218,42 @@ def test_folders_of_ranks_go_with_the_job_s(tmp_path: Path) -> None:
     remove_too(folder, 1, str(own))
     remove_job_folder(folder)
     assert not own.exists()
+
+
+def _keeps(temporary: Path, end: Connection) -> None:
+    """A job of one rank, whose loader has workers."""
+    tempfile.tempdir = str(temporary)
+    own = shared_temporary_folder()
+    child = _CONTEXT.Process(target=shared_temporary_folder)
+    child.start()
+    child.join()
+    assert shared_temporary_folder() == own
+    end.send((own, len(list(private_folder().glob("work-*")))))
+    end.poll(SECONDS)
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_the_folder_of_a_rank_that_was_alone_goes_with_the_next_job(
+    is_killed: bool, temporary: Path
+) -> None:
+    here, there = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_keeps, args=(temporary, there))
+    process.start()
+    assert here.poll(SECONDS)
+    path, number = here.recv()
+    own = Path(path)
+    assert number == 1
+    remove_job_folder(make_job_folder(NAME))
+    assert own.exists()  # it lives, and so did it after its child's end
+    if is_killed:
+        process.kill()
+    else:
+        here.send("")
+    process.join()
+    assert own.exists() == is_killed
+    remove_job_folder(make_job_folder(NAME))
+    assert not own.exists()
+    assert {path.name for path in private_folder().iterdir()} == {".lock"}
 
 
 def test_a_socket_is_not_removed_while_somebody_listens(temporary: Path) -> None:

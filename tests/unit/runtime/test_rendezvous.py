@@ -20,7 +20,6 @@ from lightning_tspipe.runtime.faults.rendezvous import (
     current_job,
     end_by,
     meet,
-    tell_before_the_end,
 )
 
 SECONDS = 3.0
@@ -48,7 +47,7 @@ def in_a_child(port: int, how: str) -> int:
         context.Process(target=listen, args=(there,), daemon=True).start()
         here.recv()
         told = Path(tempfile.gettempdir()) / "told"
-        tell_before_the_end(lambda signum: told.write_text(str(signum)) and None)
+        job.tell = lambda signum: print(int(signum), file=told.open("w"), end="", flush=True)
         if how == "by another process":
             os.kill(os.getpid(), signal.SIGTERM)
         elif how == "while it ends":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,13 @@ from torch import nn
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.weights.policies import policy_of
-from lightning_tspipe.runtime.weights.saved_tensors import Held, Player, Recorder, Saved, Token
-from lightning_tspipe.runtime.weights.versions import StageWeights, stage_weights
+from lightning_tspipe.runtime.weights.saved_tensors import Held, Saved, Token, recording, repeating
+from lightning_tspipe.runtime.weights.versions import StageWeights
 
 
 def made(module: nn.Module, policy: str = "pipeoptim") -> StageWeights:
     """Of stage 0 of 2."""
-    names = [name for name, _ in module.named_parameters()]
-    weights = stage_weights(policy_of(policy), 1, 2, module, names)
+    weights = StageWeights(policy_of(policy), 1, 2, module, list(module.parameters()))
     weights.optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)]
     return weights
 
@@ -102,33 +102,34 @@ def test_weights_that_share_memory_have_tokens_of_their_own() -> None:
     flat = torch.arange(10.0)
     values = [flat[:6].view(2, 3), flat[6:].view(2, 2)]
     saved = Saved()
-    recorder = Recorder(values, saved)
+    pack = recording(values, saved)
     # The other version lies elsewhere in its memory, as another flat copy would.
     shared = torch.tensor([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0])
     other = [torch.zeros(2, 3), shared[3:].view(2, 2)]
-    token = recorder.pack(values[1].t())
+    token = pack(values[1].t())
     assert isinstance(token, Token)
     assert token.of(other).tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    last = recorder.pack(values[1][1:, 1:])
+    last = pack(values[1][1:, 1:])
     assert isinstance(last, Token)
     assert last.of(other).tolist() == [[4.0]]
-    assert isinstance(recorder.pack(torch.ones(2)), Held)
-    assert isinstance(recorder.pack(values[0][2:]), Held)  # nothing of it, at the place of the next
+    assert isinstance(pack(torch.ones(2)), Held)
+    assert isinstance(pack(values[0][2:]), Held)  # nothing of it, at the place of the next
 
 
 def test_a_forward_that_saves_something_else_is_refused() -> None:
     saved, tensor = Saved(), torch.ones(2, 3)
-    recorder = Recorder([], saved)
-    held = [recorder.pack(tensor), recorder.pack(tensor)]
+    pack = recording([], saved)
+    held = [pack(tensor), pack(tensor)]
     written = saved.written()
     tensor.zero_()
     assert torch.equal(written[0], torch.ones(2, 3))
     assert written[0] is written[1]
-    with pytest.raises(ConfigurationError, match="saved other tensors"):
-        Player(written, Saved()).pack(torch.ones(3))
-    with pytest.raises(ConfigurationError, match="saved other tensors"):
-        Player([[0, [2, 3], [3, 1], 0]], Saved()).pack(torch.ones(3))  # a token
-    with pytest.raises(ConfigurationError, match="saved other tensors"):
-        Player(written, Saved()).check_done()
+    refused = partial(pytest.raises, ConfigurationError, match="saved other tensors")
+    with refused(), repeating(written, Saved()) as again:
+        again(torch.ones(3))
+    with refused(), repeating([[0, [2, 3], [3, 1], 0]], Saved()) as again:  # a token
+        again(torch.ones(3))
+    with refused(), repeating(written, Saved()):
+        pass
     del held
     assert saved.written() == [None, None]

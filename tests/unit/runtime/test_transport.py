@@ -9,8 +9,8 @@ import torch
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
 from tests.integration import jobs
+from tests.local_transport import LocalNetwork, LocalTransport
 from tests.unit.runtime import peers
 
 SPEC = [TensorSpec((2,), torch.float32)]

@@ -10,9 +10,9 @@ from lightning_tspipe.capture.plan import TensorSpec, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.runtime.stages.captured import Captured, StepUnits, split_sizes
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.stages.units import StepUnits, split_sizes
 
 CPU = torch.device("cpu")
 
@@ -53,9 +53,8 @@ def make_units(
     network = ChainNetwork.of("student", module, plan, CPU)
     assert len(network.atoms) == 3
     inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
-    units = StepUnits(
-        plan, {"student": network}, {"student": (0, 2, 3)}, num_microbatches, inputs, nullcontext
-    )
+    captured = Captured(plan, {"student": network})
+    units = StepUnits(captured, {"student": (0, 2, 3)}, num_microbatches, inputs, nullcontext)
     return units, network
 
 
@@ -69,8 +68,8 @@ def test_sizes_are_those_of_tensor_split(size: int, count: int) -> None:
 def test_units_of_two_calls() -> None:
     units, _ = make_units(5, 3)
     found = units.units["student"]
-    assert [(u.call, u.microbatch, u.size) for u in found] == [
-        (0, 0, 2), (0, 1, 2), (0, 2, 1), (1, 0, 1), (1, 1, 1), (1, 2, 0),
+    assert [(u.call, u.start, u.size) for u in found] == [
+        (0, 0, 2), (0, 2, 2), (0, 4, 1), (1, 0, 1), (1, 1, 1), (1, 2, 0),
     ]  # fmt: skip
     assert [u.shapes is None for u in found] == [False] * 5 + [True]
     assert not any(u.is_only for u in found)
@@ -116,7 +115,7 @@ def test_frozen_stages_before_what_is_known_have_nothing_to_do(
     whole, network = make_units(4, 1)
     part = FrozenPart(network, 2)
     units = StepUnits(
-        whole._plan, {"student": network, "teacher": part},
+        Captured(whole._plan, {"student": network, "teacher": part}),
         {"student": (2, 3), "teacher": (0, 1, 2)}, 1, whole.inputs, nullcontext, known,
     )  # fmt: skip
     stages = [Action(Op.TEACHER, stage, 0) for stage in range(2)]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
 from lightning_tspipe.runtime.weights.ownership import Shards
+from tests.local_transport import LocalNetwork, LocalTransport
 from tests.threads import run_on_threads
 
 CPU = torch.device("cpu")

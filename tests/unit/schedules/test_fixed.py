@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +16,7 @@ from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules import tspipe as tspipe_file
 from lightning_tspipe.schedules import zero_bubble as zero_bubble_file
 from lightning_tspipe.schedules.gpipe import gpipe
-from lightning_tspipe.schedules.registry import FIXED, build_schedule
+from lightning_tspipe.schedules.registry import FIXED, build_step
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
@@ -101,13 +102,8 @@ def test_split_keeps_the_order(make_pipeline: Any) -> None:
 def test_registry(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 2)
     costs = CostTable.uniform(pipeline)
-
-    def build(name: str, *, now: bool, ahead: bool) -> Schedule:
-        return build_schedule(name, pipeline, costs, teacher_now=now, teacher_next=ahead)
-
-    assert build("gpipe", now=True, ahead=False) == gpipe(pipeline)
-    assert build("sequential", now=True, ahead=False) == sequential(pipeline)
+    build = partial(build_step, pipeline=pipeline, costs=costs, fresh=True, ahead=1)
+    assert build("gpipe") == gpipe(pipeline)
+    assert build("sequential") == sequential(pipeline)
     with pytest.raises(ScheduleError, match="choose one of tspipe, gpipe, sequential"):
-        build("pipedream", now=True, ahead=False)
-    with pytest.raises(ScheduleError, match="gpipe runs the teacher in the step of its batch"):
-        build("gpipe", now=False, ahead=True)
+        build("pipedream")

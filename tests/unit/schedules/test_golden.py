@@ -55,7 +55,7 @@ def draw(steps: list[Schedule]) -> str:
     """The steps of an epoch, and their timeline: two columns per second."""
     programs = [lower(step) for step in steps]
     for program in programs:
-        validate(program)
+        validate(program.schedule)
     timeline = simulate(programs, CostTable.uniform(steps[0].pipeline))
     grids = [(grid, len(list(same))) for grid, same in groupby(map(str, steps))]
     left, pages = len(steps), []

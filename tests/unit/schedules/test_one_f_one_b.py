@@ -10,12 +10,12 @@ from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
-from lightning_tspipe.ir.versions import versions
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
 from lightning_tspipe.schedules.registry import lookahead
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 from tests.unit.pipelines import asynchronous_pipeline
+from tests.unit.versions import versions
 
 
 def epoch(pipeline: Pipeline, num_batches: int) -> list[Schedule]:
@@ -44,7 +44,7 @@ def test_every_batch_is_trained_once_with_the_staleness_of_its_stage(
     pipeline = asynchronous_pipeline(num_ranks, num_calls=2, num_teachers=min(teacher, num_ranks))
     steps = epoch(pipeline, num_batches)
     for step in steps:
-        validate(lower(step))
+        validate(step)
     found = versions(steps)
     forwards = [action for action in found if action.op is Op.FORWARD]
     assert len(forwards) == 2 * num_ranks * num_batches

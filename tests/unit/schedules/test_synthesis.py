@@ -15,13 +15,14 @@ from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.bounds import cycle_seconds
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.list_scheduling import Policy, list_schedule
-from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.registry import build_step
 from lightning_tspipe.schedules.synthesis import synthesize
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.graph import StepGraph
 from lightning_tspipe.simulation.simulator import steady_step_time
+from tests.unit.versions import versions
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)
 
@@ -49,7 +50,7 @@ def test_utilisation(make_pipeline: Any, num_ranks: int, num_calls: int) -> None
         pipeline = make_pipeline(num_ranks, num_calls, num_units // num_calls)
         costs = CostTable.uniform(pipeline)
         schedule = steady(pipeline, costs, *split)
-        validate(lower(schedule))
+        validate(schedule)
         assert 4 * num_units / steady_step_time(schedule, costs) >= 0.98
 
 
@@ -137,12 +138,11 @@ def check_schedules(data: st.DataObject, pipeline: Pipeline) -> None:
     split = data.draw(st.frozensets(st.integers(0, pipeline.student.num_stages - 1)))
     built = {}
     for now, ahead in ((True, True), (False, True), (False, False), (True, False)):
-        built[now, ahead] = schedule = build_schedule(
-            "tspipe", pipeline, costs, teacher_now=now, teacher_next=ahead, split=split
+        built[now, ahead] = schedule = build_step(
+            "tspipe", pipeline, costs, fresh=now, ahead=int(ahead), split=split
         )
-        validate(lower(schedule))
-    validate(built[False, True], before=built[True, True])
-    validate(built[False, False], before=built[False, True])
+        validate(schedule)
+    versions([built[True, True], built[False, True], built[False, False]])
     for now in (True, False):
         fixed = split_backward(tspipe(pipeline, teacher_now=now, teacher_next=not now), split)
         assert steady_step_time(built[now, not now], costs) <= (
@@ -164,10 +164,8 @@ def test_every_fixed_schedule_is_valid(data: st.DataObject) -> None:
     split = data.draw(st.frozensets(st.integers(0, pipeline.student.num_stages - 1)))
     costs = CostTable.uniform(pipeline)
     for name in ("gpipe", "sequential"):
-        schedule = build_schedule(
-            name, pipeline, costs, teacher_now=True, teacher_next=False, split=split
-        )
-        validate(lower(schedule), before=schedule)
+        schedule = build_step(name, pipeline, costs, fresh=True, ahead=0, split=split)
+        validate(schedule)
         assert Schedule.parse(str(schedule), pipeline) == schedule
 
 

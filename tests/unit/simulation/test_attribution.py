@@ -13,7 +13,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.schedules.gpipe import gpipe
-from lightning_tspipe.schedules.registry import build_schedule
+from lightning_tspipe.schedules.registry import build_step
 from lightning_tspipe.simulation.attribution import Attribution, Cause, attribute
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
@@ -155,7 +155,7 @@ def steps_of(pipeline: Pipeline, name: str, num_steps: int) -> list[Any]:
     ahead = name == "tspipe" and pipeline.teacher is not None
     costs = CostTable.uniform(pipeline)
     programs = [
-        lower(build_schedule(name, pipeline, costs, teacher_now=now, teacher_next=ahead))
+        lower(build_step(name, pipeline, costs, fresh=now, ahead=int(ahead)))
         for now in (True, not ahead)
     ]
     return [programs[0], *[programs[1]] * (num_steps - 1)]

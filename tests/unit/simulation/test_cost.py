@@ -54,8 +54,6 @@ def test_bytes_of_each_message(make_pipeline: Any) -> None:
         "0L>1B0@1": 100,
         "1B0>0B0@0": 50,
     }
-    batch = next(m for m in program.messages if m.payload == "batch")
-    assert COSTS.transfer_seconds(batch) == 1 + 17
 
 
 def test_messages_between_nodes_take_their_own_link(make_pipeline: Any) -> None:
@@ -69,13 +67,6 @@ def test_messages_between_nodes_take_their_own_link(make_pipeline: Any) -> None:
         inter_node_latency=5,
         inter_node_bandwidth=10,
     )
-    found = {
-        str(message): costs.transfer_seconds(message)
-        for message in lower(gpipe(pipeline)).messages
-        if message.payload == "activation"
-    }
-    assert found == {"0F0>1F0@1": 5 + 10, "1F0>2F0@0": 1 + 1}
-    # The simulator and what it books agree.
     starts = {span.action: span.start for span in simulate([lower(gpipe(pipeline))], costs).spans}
     assert (starts["1F0"], starts["2F0"]) == (1 + 15, 17 + 2)
 

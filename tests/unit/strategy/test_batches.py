@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.strategy.training.batches import CopyStream, to_device
+from lightning_tspipe.strategy.training.batches import copied_beside, to_device
 
 CUDA = torch.device("cuda:0")
 
@@ -45,7 +45,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_batch_is_copied_beside_what_is_computed(notes: list[str]) -> None:
-    with FakeTensorMode(), CopyStream(CUDA).copying():
+    with FakeTensorMode(), copied_beside(CUDA):
         x = torch.ones(2).to(CUDA) + 1
         torch.ones(3).double()
         x.to(CUDA)
@@ -57,6 +57,6 @@ def test_a_batch_is_copied_beside_what_is_computed(notes: list[str]) -> None:
 
 
 def test_a_cpu_has_no_streams(notes: list[str]) -> None:
-    with CopyStream(torch.device("cpu")).copying():
+    with copied_beside(torch.device("cpu")):
         assert to_device([torch.ones(2)], torch.device("cpu"))[0].tolist() == [1, 1]
     assert notes == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import random
 import shutil
 import zipfile
@@ -14,13 +13,6 @@ import pytest
 import torch
 
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.checkpoints.checksums import (
-    BLOCK,
-    BlockCache,
-    DamageError,
-    Window,
-    sums_of,
-)
 from lightning_tspipe.strategy.checkpoints.files import explain_damage, verify_file, write_whole
 from tests.unit.strategy.test_damage import flip, refusal, same
 
@@ -105,37 +97,3 @@ def test_files_of_other_formats_are_not_compared(tmp_path: Path) -> None:
     assert verify_file(old)
     assert verify_file(tmp_path)
     assert verify_file(tmp_path / "none")
-
-
-# Blocks
-
-
-def blocks() -> bytes:
-    return random.Random(0).randbytes(3 * BLOCK + 77)  # noqa: S311
-
-
-@pytest.mark.parametrize("start", [0, 5, BLOCK - 1, BLOCK, 3 * BLOCK + 70])
-@pytest.mark.parametrize("length", [0, 1, BLOCK, 2 * BLOCK + 3, 4 * BLOCK])
-def test_a_part_of_a_file(start: int, length: int, tmp_path: Path) -> None:
-    content = blocks()
-    (tmp_path / "x").write_bytes(content)
-    length = min(length, len(content) - start)
-    with Window(tmp_path / "x", start, length, sums_of(content), BlockCache()) as window:
-        assert window.read() == content[start : start + length]
-        assert window.seek(-1, io.SEEK_END) == max(0, length - 1)
-        assert window.read() == content[start : start + length][-1:]
-        assert window.read() == b""
-
-
-def test_only_what_is_read_is_compared(tmp_path: Path) -> None:
-    content, name = blocks(), tmp_path / "x"
-    name.write_bytes(content)
-    flip(name, 2 * BLOCK + 9, 0)
-    sums, cache = sums_of(content), BlockCache()
-    with Window(name, 9, 2 * BLOCK - 9, sums, cache) as window:
-        assert window.read() == content[9 : 2 * BLOCK]
-    with (
-        Window(name, 2 * BLOCK, 1, sums, cache) as window,
-        pytest.raises(DamageError, match="bytes 2,097,152 to 3,145,728 differ"),
-    ):
-        window.read()

@@ -6,10 +6,10 @@ import pytest
 
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.strategy.setup.freezing import Choices, Freezing, choose
+from lightning_tspipe.strategy.setup.freezing import Freezing, choose
 
 NUM_ATOMS, SAMPLES, ATOM_BYTES = 8, 16, 1000
-CHOICES = Choices(4, (1, 2, 4), (0.0, 1e12))
+MESHES, LINK = (1, 2, 4), {"link": (0.0, 1e12)}
 
 
 def profile() -> StepProfile:
@@ -34,20 +34,20 @@ def profile() -> StepProfile:
     ],
 )
 def test_no_device_needs_more_memory_than_the_fullest_did(memory: int, num_ranks: int) -> None:
-    plan = choose(Freezing(profile=profile(), memory=memory), 4, CHOICES)
+    plan = choose(Freezing(profile=profile(), memory=memory), 4, 4, MESHES, LINK)
     assert plan is not None
     assert plan.pipeline.num_ranks == num_ranks
     assert max(plan.memory_bytes) <= memory
 
 
 def test_a_limit_of_the_users_holds_too() -> None:
-    limited = Choices(4, (1, 2, 4), (0.0, 1e12), {"memory_limit": 8 * ATOM_BYTES})
-    plan = choose(Freezing(profile=profile(), memory=16 * ATOM_BYTES), 4, limited)
+    limits = LINK | {"memory_limit": 8 * ATOM_BYTES}
+    plan = choose(Freezing(profile=profile(), memory=16 * ATOM_BYTES), 4, 4, MESHES, limits)
     assert plan is not None
     assert plan.pipeline.num_ranks == 2
 
 
 def test_nothing_fits_or_nothing_is_known() -> None:
-    assert choose(Freezing(profile=profile(), memory=ATOM_BYTES), 4, CHOICES) is None
-    assert choose(Freezing(), 4, CHOICES) is None
-    assert choose(Freezing(profile=profile(), memory=16 * ATOM_BYTES), 0, CHOICES) is None
+    assert choose(Freezing(profile=profile(), memory=ATOM_BYTES), 4, 4, MESHES, LINK) is None
+    assert choose(Freezing(), 4, 4, MESHES, LINK) is None
+    assert choose(Freezing(profile=profile(), memory=16 * ATOM_BYTES), 0, 4, MESHES, LINK) is None

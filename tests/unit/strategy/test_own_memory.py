@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_tspipe.strategy.lightning.worker_memory import own_memory
+from lightning_tspipe.strategy.lightning.launching import own_memory
 
 
 class Network(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.runtime.faults.phases import HERE
-from lightning_tspipe.strategy.shutdown.phase_hooks import phase_hooks
+from lightning_tspipe.strategy.shutdown.shutdown import phase_hooks
 
 
 @pytest.fixture(autouse=True)

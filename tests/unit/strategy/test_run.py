@@ -16,11 +16,21 @@ from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.training.progress import Resumption
 
 
+class OnRank(Run):
+    """A strategy, as far as its ranks go."""
+
+    def model_to_device(self) -> None:
+        """Nothing is trained."""
+
+
 def run_of(rank: int, num_stages: int | None, *, processes: int = 4, nodes: int = 1) -> Run:
-    lightning: Any = SimpleNamespace(
-        global_rank=rank, parallel_devices=[torch.device("cpu")] * processes, lightning_module=None
+    run = OnRank(
+        SetupOptions(),
+        num_stages,
+        timedelta(seconds=1),
+        parallel_devices=[torch.device("cpu")] * processes,
+        cluster_environment=SimpleNamespace(global_rank=lambda: rank),
     )
-    run = Run(lightning, SetupOptions(), num_stages, timedelta(seconds=1))
     run.num_nodes = nodes
     return run
 
@@ -53,7 +63,8 @@ def test_alone_there_is_nobody_to_ask() -> None:
     run = run_of(0, None, processes=1)
     run.barrier("anywhere")
     assert run.broadcast("mine", 3) == "mine"
-    assert (run.decide(True, unanimous=True), run.decide(False, unanimous=False)) == (True, False)
+    assert run.reduce_boolean_decision(True)
+    assert not run.reduce_boolean_decision(False, all=False)
 
 
 def test_after_a_failure_of_workers_nobody_is_waited_for() -> None:
@@ -80,6 +91,22 @@ def test_on_another_mesh_replicas_share_what_was_accumulated() -> None:
     assert resumption.here is not None
     assert resumption.here["gradients"]["w"].tolist() == [3.0]  # the mean: an update takes that
     assert resumption.here["flights"] is None
+
+
+@pytest.mark.parametrize("shares_batches", [True, False])
+def test_on_another_mesh_only_shared_batches_keep_their_order(shares_batches: bool) -> None:
+    """Their replicas read parts of what all read; others deal the samples out anew."""
+    loader = {"num_batches": 2, "start": "as it was drawn", "loader": "a state of one replica"}
+    ahead = {"loader": loader, "teacher_ahead": {"call": 1}, "prediction": {"step": 3}}
+    resumption = Resumption()
+    resumption.go_on(
+        [{"step": 3, "gradients": {}, **ahead}] * 2, 2, 3, shares_batches=shares_batches
+    )
+    assert resumption.here is not None
+    assert resumption.here["step"] == 3
+    found = {name: resumption.here[name] for name in ahead}
+    shared = {**ahead, "loader": {**loader, "loader": None}}
+    assert found == (shared if shares_batches else dict.fromkeys(ahead))
 
 
 def test_a_module_path_tells_the_namespace() -> None:

@@ -1,11 +1,16 @@
-"""Networks of blocks, teacher beside student, as blockwise distillation trains them."""
+"""Networks of blocks, teacher beside student, as blockwise distillation trains them.
+
+A network that has no list of its blocks is traced, and divided between named boundaries: where a
+submodule begins. Such a block runs the network's own submodules and parameters, of which names stay
+what they are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,12 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.atoms import AtomChain, atomize
 from lightning_tspipe.networks.modules import blocks_of
-from lightning_tspipe.runtime.modes.relay.boundaries import blocks_between
 
 BlockLoss = Callable[[Tensor, Tensor, int, Any], Tensor]
 
@@ -111,11 +117,153 @@ def _named_blocks(
     return found
 
 
+class AtomBlock(nn.Module):
+    """Some atoms of a network, as a module of one tensor.
+
+    Its submodules, parameters and buffers are the network's: those that the atoms read.
+
+    Args:
+        network: The network.
+        chain: Its atoms.
+        start: The first atom.
+        stop: One after the last.
+        name: What messages call it.
+    """
+
+    def __init__(
+        self, network: nn.Module, chain: AtomChain, start: int, stop: int, name: str
+    ) -> None:
+        super().__init__()
+        self._chain = chain
+        self._range = start, stop
+        self._name = name
+        atoms = chain.atoms[start:stop]
+        self._read = [
+            name for atom in atoms for name in (*atom.parameter_names, *atom.buffer_names)
+        ]
+        # Beside the registered submodules: the block owns nothing.
+        self.__dict__["network"] = network
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the atoms.
+
+        Raises:
+            ConfigurationError: Several tensors pass the end of the block.
+        """
+        start, stop = self._range
+        values, _ = self._chain.run((x,), start, stop)
+        if len(values) != 1:
+            raise ConfigurationError(
+                f"{self._name} ends where {len(values)} tensors pass on, within a residual block: "
+                "name a boundary that only one passes"
+            )
+        return values[0]
+
+    @override
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The network's submodules that own what the atoms read, or own nothing."""
+        for name, module in self.__dict__["network"].named_modules():
+            own = (*module._parameters, *module._buffers)  # noqa: SLF001 - of itself alone
+            if not own or any(f"{name}.{key}".lstrip(".") in self._read for key in own):
+                yield name, module
+
+    @override
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the atoms read, each once."""
+        found = self.__dict__["network"].named_parameters()
+        yield from ((name, parameter) for name, parameter in found if name in self._read)
+
+    @override
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers that the atoms read, each once."""
+        found = self.__dict__["network"].named_buffers()
+        yield from ((name, buffer) for name, buffer in found if name in self._read)
+
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AtomBlock:
+        for module in self.modules():
+            module._apply(fn, recurse=False)  # noqa: SLF001 - as torch does with submodules
+        return self
+
+    @override
+    def extra_repr(self) -> str:
+        start, stop = self._range
+        return ", ".join(atom.name for atom in self._chain.atoms[start:stop])
+
+
+def blocks_between(
+    network: nn.Module, name: str, boundaries: Sequence[str]
+) -> list[tuple[str, nn.Module]]:
+    """The blocks of a network, with their names.
+
+    Args:
+        network: The network.
+        name: Of it.
+        boundaries: The submodules with which the blocks begin, but for the first.
+
+    Raises:
+        ConfigurationError: No block can begin there.
+        PartitionError: The network can't be traced.
+    """
+    atoms = atomize(network, name).atoms
+    firsts = [atom.name.partition("..")[0] for atom in atoms]
+    starts = [0]
+    for boundary in boundaries:
+        found = next(
+            (i for i, first in enumerate(firsts) if f"{first}.".startswith(f"{boundary}.")), None
+        )
+        if found is None or found <= starts[-1]:
+            raise ConfigurationError(_refusal(name, network, boundary, boundaries, firsts))
+        starts.append(found)
+    chain = AtomChain(atoms)
+    names = [firsts[0].partition(".")[0], *boundaries]
+    return [
+        (f"{name}.{key}", AtomBlock(network, chain, start, stop, f"block {i} of the {name}"))
+        for i, (key, (start, stop)) in enumerate(
+            zip(names, pairwise((*starts, len(atoms))), strict=True)
+        )
+    ]
+
+
+def _refusal(
+    name: str,
+    network: nn.Module,
+    boundary: str,
+    boundaries: Sequence[str],
+    firsts: Sequence[str],
+) -> str:
+    known = {module for module, _ in network.named_modules()}
+    possible = [first for first in firsts[1:] if first in known]
+    why = "in their order" if boundary in known else f"and it has no submodule {boundary!r}"
+    return (
+        f"block_boundaries of the {name}, {list(boundaries)}: no block can begin with "
+        f"{boundary!r}. Name submodules of {type(network).__name__} with which an atom begins, "
+        f"{why}: for example {', '.join(possible[:12])}"
+    )
+
+
 def through(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     """One block after the other."""
     for block in blocks:
         x = block(x)
     return x
+
+
+@dataclass(frozen=True)
+class BlockOutcome:
+    """What a block's loss is on this rank.
+
+    Attributes:
+        loss: With its graph, or what stands for it, weighed by the rank's share of the batch: the
+            ranks' losses and gradients add up to those of the whole batch.
+        value: The mean over this rank's samples, without a graph.
+        samples: How many these are.
+    """
+
+    loss: Tensor
+    value: Tensor
+    samples: int
 
 
 @dataclass(frozen=True)
@@ -162,10 +310,7 @@ def infer_shapes(
 
     def make(tensor: Tensor) -> Tensor:
         with fake:
-            made = TensorSpec.of(tensor).empty(x.device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made
+            return TensorSpec.of(tensor).empty(x.device)
 
     specs, fields = [_per_sample(x, len(x), "the input")], []
     leaves, structure = pytree.tree_flatten(batch)
@@ -250,8 +395,3 @@ def _fields_read(
         # Without values it can't be followed: then it may read everything.
         return tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     return tuple(sorted(watch.read))
-
-
-def tensors_of(blocks: Collection[nn.Module]) -> Iterator[Tensor]:
-    """All parameters and buffers."""
-    return chain.from_iterable(chain(b.parameters(), b.buffers()) for b in blocks)

@@ -1,6 +1,7 @@
-"""What is relayed from one rank to another, step after step, into two buffers in turn.
+"""What ranks of a relay exchange: activations from stage to stage, sums within a stage.
 
-A receiver asks for the next step's activations as soon as it has those of this one, so that they
+What is relayed from one rank to another comes step after step, into two buffers in turn. A receiver
+asks for the next step's activations as soon as it has those of this one, so that they
 travel while it computes. Their shape is not known then: they are asked for in that of before. Where
 this turns out wrong (the last batch of an epoch), the sender first sends a *filler* of the old
 shape, which nobody reads; both ranks know the shapes, and so know of it. ::
@@ -11,42 +12,47 @@ shape, which nobody reads; both ranks know the shapes, and so know of it. ::
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
 from lightning_tspipe.runtime.transport.channels import Channel
 
 
-class Inbox:
-    """The receiving end.
+@dataclass
+class _End:
+    """One end of an edge.
 
-    Args:
-        transport: How to reach the sender.
-        source: Who sends.
-        channel: The channel, which nothing else uses.
-        early: Whether to ask before the shape is known.
+    Attributes:
+        transport: How to reach the other end.
+        peer: The other end's rank.
+        early: Whether the receiver asks before the shape is known.
     """
 
-    def __init__(self, transport: Transport, source: int, channel: Channel, *, early: bool) -> None:
-        self._transport = transport
-        self._source = source
-        self._channel = channel
-        self._early = early
-        self._asked: tuple[TensorSpec, Receipt] | None = None
-        self._filler: Receipt | None = None
+    transport: Transport
+    peer: int
+    early: bool = field(kw_only=True)
+
+
+@dataclass
+class Inbox(_End):
+    """The receiving end."""
+
+    _asked: tuple[TensorSpec, Receipt] | None = field(default=None, init=False)
+    _filler: Receipt | None = field(default=None, init=False)
 
     def ask(self, spec: TensorSpec) -> None:
         """The next message is of this kind."""
         if self._asked is not None and self._asked[0] != spec:
             self._filler, self._asked = self._asked[1], None
         if self._asked is None:
-            self._post(spec)
-
-    def _post(self, spec: TensorSpec) -> None:
-        receipt = self._transport.receive([spec], self._source, self._channel)
-        self._asked = spec, receipt
+            self._asked = spec, self.transport.receive([spec], self.peer, Channel.RELAY)
 
     def take(self) -> Tensor:
         """What was asked for, as soon as it is here.
@@ -58,14 +64,9 @@ class Inbox:
         assert self._asked is not None
         (spec, receipt), self._asked = self._asked, None
         (tensor,) = receipt.wait()
-        if self._early:
-            self._post(spec)
+        if self.early:
+            self.ask(spec)
         return tensor
-
-    def _drop_filler(self) -> None:
-        filler, self._filler = self._filler, None
-        if filler is not None:
-            self._transport.recycle(filler.wait())
 
     def settle(self) -> None:
         """There is no next message for now; the sender settles too."""
@@ -74,17 +75,18 @@ class Inbox:
             self._filler, self._asked = self._asked[1], None
             self._drop_filler()
 
+    def _drop_filler(self) -> None:
+        filler, self._filler = self._filler, None
+        if filler is not None:
+            filler.wait()
 
-class Outbox:
-    """The sending end of an :class:`Inbox`; its arguments are that one's."""
 
-    def __init__(self, transport: Transport, target: int, channel: Channel, *, early: bool) -> None:
-        self._transport = transport
-        self._target = target
-        self._channel = channel
-        self._early = early
-        self._expected: TensorSpec | None = None
-        self._device = torch.device("cpu")
+@dataclass
+class Outbox(_End):
+    """The sending end."""
+
+    _expected: TensorSpec | None = field(default=None, init=False)
+    _device: torch.device = field(default=torch.device("cpu"), init=False)
 
     def send(self, tensor: Tensor, spec: TensorSpec) -> None:
         """Send the next message; returns at once.
@@ -96,12 +98,74 @@ class Outbox:
         self._device = tensor.device
         if spec != self._expected:
             self.settle()
-        self._transport.send([tensor], self._target, self._channel, [spec])
-        self._expected = spec if self._early else None
+        self.transport.send([tensor], self.peer, Channel.RELAY, [spec])
+        self._expected = spec if self.early else None
 
     def settle(self) -> None:
         """Send a filler, if the receiver has asked already."""
         spec, self._expected = self._expected, None
         if spec is not None:
             filler = torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
-            self._transport.send([filler], self._target, self._channel, [spec])
+            self.transport.send([filler], self.peer, Channel.RELAY, [spec])
+
+
+class StageGroup:
+    """The ranks of one stage, as one of them sees it: they exchange tensors and sum gradients.
+
+    They form a ring, as of an all-gather: each sends its own to the next rank, and what it receives
+    too. All add up in one order: so all get the same bits, and a stage stays the same on all its
+    ranks.
+
+    Args:
+        transport: How to reach them.
+        ranks: All of them, in the order of their shares.
+
+    Attributes:
+        width: Ranks in the group.
+        unit: This rank's share.
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
+        self._transport = transport
+        self._ranks = tuple(ranks)
+        self.width, self.unit = len(ranks), self._ranks.index(transport.rank)
+
+    def exchange(self, tensor: Tensor) -> list[Tensor]:
+        """Everybody's tensor, of one shape, in the order of the shares.
+
+        Raises:
+            TransportError: A rank of the group ended or stalled.
+        """
+        part = tensor.detach().clone()
+        parts, specs = {self.unit: part}, [TensorSpec.of(part)]
+        before, after = (self._ranks[(self.unit + i) % self.width] for i in (-1, 1))
+        for hop in range(1, self.width):
+            receipt = self._transport.receive(specs, before, Channel.SHARED)
+            self._transport.send([part], after, Channel.SHARED, specs)
+            with waiting("the other ranks of a shared stage"):
+                (part,) = receipt.wait()
+            parts[(self.unit - hop) % self.width] = part
+        return [parts[unit] for unit in range(self.width)]
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], *, everywhere: bool = True) -> None:
+        """Give every parameter the sum of the ranks' gradients; none counts as zero.
+
+        Args:
+            parameters: The parameters, the same on all ranks.
+            everywhere: Whether all ranks get the sums, or the first one only, and the others none.
+
+        Raises:
+            TransportError: A rank of the group ended or stalled.
+        """
+        trained = [p for p in parameters if p.requires_grad]
+        for kind in sorted({p.dtype for p in trained}, key=str):
+            same = [p for p in trained if p.dtype == kind]
+            flat = torch.cat(
+                [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in same]
+            )
+            parts = self.exchange(flat)
+            total = reduce(torch.add, parts)
+            for p, summed in zip(same, total.split([p.numel() for p in same]), strict=True):
+                is_kept = everywhere or self.unit == 0
+                p.grad = summed.view_as(p).clone() if is_kept else None

@@ -26,18 +26,23 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.relay_modes import Pass
+from lightning_tspipe.planning.relay import Pass
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.pace import Pace
+from lightning_tspipe.runtime.execution.executor import Pace
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
-from lightning_tspipe.runtime.modes.blockwise import Blockwise
-from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes, through
+from lightning_tspipe.runtime.modes.chain import Blockwise
+from lightning_tspipe.runtime.modes.relay.blocks import (
+    BlockOutcome,
+    BlockPair,
+    BlockShapes,
+    through,
+)
 from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
 from lightning_tspipe.runtime.modes.relay.passes import Blocks, RelayedPass, pipeline_of
-from lightning_tspipe.runtime.modes.relay.step import BlockOutcome
 from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.transport.channels import Lane
 from lightning_tspipe.runtime.weights.materializing import Materializer
 
 NETWORKS = Networks(("student",), ("teacher",))
@@ -101,6 +106,7 @@ class RelayEngine(Engine):
         backwards: Runs the blocks' backwards.
         blocks: What all passes run.
         passes: This rank's part of each.
+        batch: The batch of this step as this rank has it; values are on the data rank.
         bytes_loaded: Of batches, as if devices that read the same one each had a loader.
     """
 
@@ -117,28 +123,20 @@ class RelayEngine(Engine):
         here = replace(here, mode=Blockwise(pipeline_of(passes[0])))
         placement = _placement(captured, pairs, passes, here.transport.num_ranks)
         super().__init__(here, captured, placement, materializer)
-        module: Any = self.module
-        self.backwards = EarlyBackwards(module.parameters())
-        self.blocks = Blocks(
-            pairs, shapes, module.block_loss, self.context, Counter(), self.backwards
-        )
-        self.passes = [
-            RelayedPass(
-                self.blocks, walk, self.transport, self.recorder,
-                shares_batchnorm=options.shares_batchnorm,
-            )
-            for walk in passes
-        ]  # fmt: skip
+        self.backwards = EarlyBackwards(self.module.parameters())
+        self.blocks = Blocks(pairs, shapes, Counter(), self.backwards, options.shares_batchnorm)
+        self.passes = [RelayedPass(here, self.blocks, walk) for walk in passes]
         self.options = options
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
-        self.transport.open({edge for walk in self.passes for edge in walk.edges})
-        relays = {edge for walk in self.passes for edge in walk.relays}
+        edges = {edge for walk in self.passes for edge in walk.edges}
+        self.transport.open(edges)
+        relays = {edge for edge in edges if edge.lane is Lane.RELAY}
         self._pace = Pace(self.transport, relays, options.run_ahead)
         self._adds_up = False  # whether gradients wait for more of them
         self.bytes_loaded = 0
         self._header: StepHeader | None = None
         self._round_inputs: list[Tensor] = []
-        self._batch: Any = None
+        self.batch: Any = None
 
     @property
     @override
@@ -160,7 +158,7 @@ class RelayEngine(Engine):
             self._round_inputs = list(make_inputs(batch))
             self._header = StepHeader.of(batch, self._round_inputs, stop=self.stop.next_word())
             self._header.send(self.transport)
-            self._batch = batch
+            self.batch = batch
             loaded = sum(
                 leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)
             )
@@ -168,15 +166,10 @@ class RelayEngine(Engine):
             self.recorder.ran(self._index, Action(Op.DATA, self.rank), started)
         else:
             self._header = StepHeader.receive(self.transport, self.placement.data_rank)
-            self._batch = self._header.batch()
+            self.batch = self._header.batch()
             self.recorder.paused("receive", started)
         self.stop.hear(self._header.stop)
         self.batch_size = self._header.inputs[0].shape[0]
-
-    @property
-    def batch(self) -> Any:
-        """The batch of this step as this rank has it; values are on the data rank."""
-        return self._batch
 
     def run_round(self, number: int) -> dict[int, BlockOutcome]:
         """Relay, and compute the losses of this rank's blocks.
@@ -189,7 +182,7 @@ class RelayEngine(Engine):
         x = self._round_inputs[number] if self.is_data_rank else None
         found: dict[int, BlockOutcome] = {}
         for walk in self.passes:
-            found |= walk.run(self._index, x, samples, self._batch)
+            found |= walk.run(self._index, x, samples, self.batch)
         return found
 
     @override
@@ -214,7 +207,7 @@ class RelayEngine(Engine):
         del keeps_flights  # nothing runs ahead
         if self._adds_up:
             for walk in self.passes:
-                walk.gather_gradients()
+                walk.sum_gradients(everywhere=False)
 
     def finish(self) -> None:
         """The step is over on this rank."""
@@ -227,7 +220,7 @@ class RelayEngine(Engine):
                 self.transport.broadcast_object(None, 0)
         self.recorder.paused("send", started)
         self._index += 1
-        self._round_inputs, self._batch, self._header = [], None, None
+        self._round_inputs, self.batch, self._header = [], None, None
 
     @override
     def drain(self) -> None:

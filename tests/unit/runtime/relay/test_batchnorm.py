@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_tspipe.ir.shares import share
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
-from lightning_tspipe.runtime.modes.relay.group import StageGroup
-from lightning_tspipe.runtime.transport.channels import Lane, edges_among
+from lightning_tspipe.runtime.modes.relay.edges import StageGroup
+from lightning_tspipe.runtime.transport.channels import Lane, edges_around
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
 
@@ -33,7 +33,7 @@ def test_equals_one_device(size: int, momentum: float | None, affine: bool) -> N
 
     def work(unit: int) -> tuple[Tensor, Tensor]:
         transport = network.transport(unit)
-        transport.open(edges_among((0, 1, 2), Lane.SHARED_STATISTICS, Lane.SHARED_GRADIENTS))
+        transport.open(edges_around((0, 1, 2), Lane.PROGRAM))
         group = StageGroup(transport, (0, 1, 2))
         start, stop = share(unit, 3, size)
         own = x[start:stop].clone().requires_grad_()

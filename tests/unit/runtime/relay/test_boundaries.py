@@ -12,8 +12,12 @@ from torch import Tensor, nn
 
 from lightning_tspipe import BlockwiseDistillation
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks, through
-from lightning_tspipe.runtime.modes.relay.boundaries import blocks_between
+from lightning_tspipe.runtime.modes.relay.blocks import (
+    blocks_between,
+    infer_shapes,
+    pair_blocks,
+    through,
+)
 
 
 class Residual(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,13 @@ from torch.nn.functional import mse_loss
 
 from lightning_tspipe import BlockwiseRelay
 from lightning_tspipe.planning.relay import RelayProfile
-from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport
-from lightning_tspipe.strategy.setup.block_costs import BlockCosts
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.chain import Chain
+from lightning_tspipe.runtime.modes.relay.blocks import pair_blocks
+from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
+from lightning_tspipe.runtime.transport.base import Alone
+from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
+from lightning_tspipe.strategy.setup.options import SetupOptions
 
 
 class Module(nn.Module):
@@ -25,19 +28,23 @@ class Module(nn.Module):
         self.teacher = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).eval()
         first = nn.Sequential(nn.Linear(3, inside), nn.BatchNorm1d(inside), nn.Linear(inside, 3))
         self.student = nn.Sequential(first, nn.Linear(3, 2))
+        self.block_pairs = pair_blocks(self)
+
+    def block_input(self, batch: Any, round_name: str) -> Tensor:
+        return batch[0]  # type: ignore[no-any-return]
 
     def block_loss(self, out: Tensor, target: Tensor, block: int, batch: Any) -> Tensor:
         return mse_loss(out, target)
 
 
 def profile(cache: Path | None, module: Module) -> RelayProfile:
-    options = BlockwiseRelay("ahd", profile_steps=2, profile_cache=cache)
-    transport, device = LocalTransport(LocalNetwork(1), 0), torch.device("cpu")
-    costs = BlockCosts(module, options, transport, device, nullcontext, None)
-    pairs, x = pair_blocks(module), torch.zeros(7, 3)
-    shapes = infer_shapes(pairs, module.block_loss, x, (x,))
+    callback = BlockwiseRelay("ahd", profile_steps=2, profile_cache=cache)
+    transport, device = Alone(), torch.device("cpu")
+    here = Rank(module, NETWORKS, transport, device, Chain())
     optimizer = torch.optim.Adam(module.student.parameters())
-    return costs.profile(pairs, shapes, (x,), 7, [optimizer], (1, 2))
+    options = SetupOptions(costs="measured")
+    planner = BlockPlanner(here, callback, options, (torch.zeros(7, 3),), [optimizer])
+    return planner.profile((1, 2))
 
 
 def test_costs_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

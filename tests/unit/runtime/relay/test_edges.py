@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.runtime.modes.relay.edges import Inbox, Outbox
-from lightning_tspipe.runtime.transport.base import LocalNetwork, LocalTransport, Receipt
+from lightning_tspipe.runtime.transport.base import Receipt
 from lightning_tspipe.runtime.transport.channels import Channel
+from tests.local_transport import LocalNetwork, LocalTransport
 
 SIZES = (4, 4, 2, 4, 4)
 
@@ -41,8 +42,8 @@ class Noting(LocalTransport):
 def pair(*, early: bool) -> tuple[Inbox, Outbox, list[str]]:
     network = LocalNetwork(2, timeout=5)
     notes: list[str] = []
-    inbox = Inbox(Noting(network, 1, notes), 0, 6, early=early)
-    return inbox, Outbox(Noting(network, 0, notes), 1, 6, early=early), notes
+    inbox = Inbox(Noting(network, 1, notes), 0, early=early)
+    return inbox, Outbox(Noting(network, 0, notes), 1, early=early), notes
 
 
 @pytest.mark.parametrize("early", [True, False])

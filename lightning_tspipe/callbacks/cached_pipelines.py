@@ -1,0 +1,400 @@
+"""Cached activations in pipelines: of a frozen prefix, and of a trunk with heads.
+
+The rank that reads the data looks up the samples of a batch. For a frozen prefix it tells all ranks
+up to which layer all of them are cached. The stages before that have nothing to do; the next one
+reads what the last rank stored::
+
+    epoch 1, layers 0-3 froze     rank 1 | inputs ─► 0 1 |─► rank 0 | 2 3 ─► store, trained layers|
+    epoch 2                       rank 1 |               |   rank 0 |   read ─► trained layers    |
+    epoch 3, layers 4-5 froze     rank 1 |  read ─► 4 5  |─► rank 0 |   store, trained layers     |
+
+For a trunk it decides which samples are cached. All ranks with heads read from shared memory, and
+only one of them writes, so that they agree on what is cached::
+
+    data rank   which samples are cached? the others' inputs ──► trunk
+    rank 0      reads the cached ones, stores what the trunk returns for the others
+    rank 1      reads the cached ones, takes the others from the trunk
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure_reading
+from lightning_tspipe.caching.entries import (
+    absent_rows,
+    assembled,
+    check_loaded,
+    is_loaded,
+    rounded,
+    rows_of,
+)
+from lightning_tspipe.caching.keys import as_ids
+from lightning_tspipe.callbacks.common import decided_on, pipelined_of
+from lightning_tspipe.callbacks.fit_cache import FitCache, versions_of
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.late import sent
+from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.runtime.batches.metadata import Kept, Samples
+from lightning_tspipe.runtime.stages.frozen import Call, FrozenPart
+from lightning_tspipe.runtime.transport.base import Transport
+
+log = logging.getLogger("lightning_tspipe")
+
+_SIZES = 8
+"""Number of sizes of partly cached batches that go through the trunk: each size is planned."""
+
+
+def _worth(shared: FitCache, value: Any, num_samples: int, seconds: float) -> Worth:
+    """What was measured for reading a batch, which takes so many seconds to compute."""
+    worth = measure_reading(value, num_samples, **shared.how)
+    return replace(worth, compute=seconds / num_samples, load=shared.seconds_saved)
+
+
+class CachedPrefix:
+    """Reads and stores what a pipeline's frozen prefix returns, by sample.
+
+    Args:
+        shared: The cache of this fit.
+    """
+
+    def __init__(self, shared: FitCache) -> None:
+        self._shared = shared
+        self._samples: dict[int, Samples] = {}
+        self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
+        self._tried: set[tuple[int, int]] = set()
+        self._device: torch.device | None = None
+
+    @property
+    def num_known(self) -> int:
+        """Number of atoms behind which outputs may be cached."""
+        return self._shared.cuts[-1] if self._shared.is_on else 0
+
+    # Before the prefix is cut; on all ranks
+
+    def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
+        """Prepare for a prefix that is about to be cut; its values are still here, on all ranks.
+
+        Returns:
+            Whether its outputs are going to be cached.
+        """
+        shared = self._shared
+        if shared.cache is None or not self._can(calls):
+            return False
+        self._versions, self._tried, self._samples = {}, set(), {}
+        if not shared.is_on:
+            self._measure(calls[0], part.device)
+        if not shared.is_on:
+            return False
+        tensors = _tensors_of(part, shared.trainer.lightning_module)
+
+        def function(start: int, stop: int) -> Callable[[Any], Any]:
+            # As the cache calls it: on tensors, beside an empty structure
+            return lambda value: (part.compute(value[0], start, stop), {})
+
+        shared.divide(part.num_frozen, tensors, function)
+        return True
+
+    def _can(self, calls: Sequence[Call]) -> bool:
+        """Whether processes can share a cache, and one entry per sample is enough."""
+        why, trainer = "", self._shared.trainer
+        pipelined = pipelined_of(trainer)
+        assert pipelined is not None
+        if len(calls) > 1:
+            why = (
+                f"training_step calls {self._shared.name!r} several times, and there is one entry "
+                "per sample: several views usually mean random augmentation"
+            )
+        elif trainer.num_nodes > 1 and trainer.num_devices % pipelined.num_ranks:
+            why = "a pipeline spans several machines, which don't share memory"
+        if why and self._shared.is_required:
+            raise ConfigurationError(f"{why}. Train with FreezeAndRepack(cache=None)")
+        if why:
+            log.info("activations are not cached: %s", why)
+        return not why
+
+    def _measure(self, call: Call, device: torch.device) -> None:
+        """Decide whether reading is faster than computing, as measured on rank 0.
+
+        What was worth it for fewer layers is so for more.
+        """
+        shared = self._shared
+        if shared.decides_unmeasured:
+            shared.is_on = True
+            return
+
+        def measured() -> Worth:
+            made = tuple(
+                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
+            )
+            return _worth(shared, (made, {}), call.taken.shape[0], call.seconds())
+
+        shared.decide(decided_on(shared.trainer, measured))
+
+    # While it runs
+
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+        """On the data rank: look up the samples of a batch, given the inputs of its calls."""
+        shared = self._shared
+        ids = shared.ids_of(batch)
+        behind = shared.opened.behind(ids, shared.segments)
+        if behind.any() and not shared.is_verified:
+            shared.let_skip()
+            if all(map(is_loaded, inputs)):
+                return Samples(ids, is_checked=True)
+        return Samples(ids, shared.cuts[int(behind.min())])
+
+    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+        """Set the batches of a step, by their numbers."""
+        self._samples = {number: x for number, x in batches.items() if x is not None}
+
+    def run(
+        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+    ) -> Tensors:
+        """The output of some atoms for some samples of a batch.
+
+        Args:
+            part: The frozen part.
+            place: The batch, and the rows in it.
+            received: Inputs of the first atom; nothing if they are cached.
+            atoms: The first one, and one after the last.
+        """
+        shared, cache, (number, rows) = self._shared, self._shared.opened, place
+        self._device = part.device
+        samples, (start, stop) = self._samples[number], atoms
+        ids = samples.ids[rows]
+        self._check(part, received, atoms)
+        if received and atoms == (0, part.num_frozen) and not samples.is_checked:
+            passed: Tensors = cache.outputs(ids, (received, {}), shared.segments)[0]
+            return passed
+        behind = cache.behind(ids, shared.segments)
+        value = received
+        if not received:
+            value = self._merged(None, ids, behind, start)
+        elif start == 0 and not samples.is_checked and cache.may_lack_inputs:
+            value = _filled(received, behind > 0)
+        for first, last in pairwise([start, *(c for c in shared.cuts if start < c < stop), stop]):
+            if first == last:
+                break
+            value = part.compute(value, first, last)
+            if last in shared.cuts:
+                value = rounded(value, shared.dtype)
+                value = self._merged(value, ids, behind, last, is_checked=samples.is_checked)
+        if stop == part.num_frozen:
+            cache.count(behind, shared.segments)
+            cache.keep(ids, (value, {}), shared.segments, behind)
+        return value
+
+    def _merged(
+        self, value: Tensors | None, ids: Any, behind: Any, cut: int, *, is_checked: bool = False
+    ) -> Tensors:
+        """The outputs at a cut: computed ones, with those that are cached there filled in.
+
+        Args:
+            value: The computed outputs; None if all samples are cached.
+            ids: Ids of the samples.
+            behind: The number of segments behind which each sample is cached.
+            cut: Number of atoms before the cut.
+            is_checked: Only compare, and change nothing.
+        """
+        number = self._shared.cuts.index(cut)
+        kept = np.flatnonzero(behind == number)
+        if value is not None and not len(kept):
+            return value
+        chosen = ids[torch.from_numpy(kept)] if isinstance(ids, Tensor) else [ids[k] for k in kept]
+        boundary = self._shared.segments[number - 1].boundary
+        read: Tensors = self._shared.opened.read(chosen, boundary, self._device)[0]
+        if is_checked:
+            assert value is not None
+            fresh = rows_of(value, kept)
+            self._shared.check_unchanged(read, fresh)
+            return value
+        if len(kept) == len(behind):
+            return read
+        if value is None:  # the others are cached at a later cut, and are filled in there
+            value = tuple(t.new_zeros(len(behind), *t.shape[1:]) for t in read)
+        into = sent(torch.from_numpy(kept), value[0].device)
+        return tuple(t.index_copy(0, into, r) for t, r in zip(value, read, strict=True))
+
+    def _check(self, part: FrozenPart, received: Tensors, atoms: tuple[int, int]) -> None:
+        """Refuse random layers, and weights that have changed since they were frozen."""
+        if atoms not in self._versions:
+            found = _tensors_of(part, self._shared.trainer.lightning_module)(*atoms)
+            self._versions[atoms] = found, versions_of(found)
+        tensors, before = self._versions[atoms]
+        if before != versions_of(tensors):
+            raise ConfigurationError(
+                f"frozen weights of {self._shared.name!r} have changed since their outputs were "
+                "cached. Leave them unchanged, or train with FreezeAndRepack(cache=None)"
+            )
+        if received and atoms not in self._tried and all(map(is_loaded, received)):
+            self._tried.add(atoms)
+            self._shared.check_deterministic(lambda: part.compute(received, *atoms), tensors)
+
+
+def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
+    """A function that returns the parameters and buffers of a range of atoms."""
+    own: dict[str, Tensor] = {}
+    own.update(module.named_parameters(remove_duplicate=False))
+    own.update(module.named_buffers(remove_duplicate=False))
+
+    def of(start: int, stop: int) -> list[Tensor]:
+        return [
+            own[name]
+            for atom in part.atoms[start:stop]
+            for name in (*atom.parameter_names, *atom.buffer_names)
+        ]
+
+    return of
+
+
+def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
+    """Inputs with zeros for samples that were not loaded, since they are cached at a later cut."""
+    filled = []
+    for tensor in received:
+        gone = absent_rows(tensor)
+        check_loaded(rows_of(tensor, np.flatnonzero(~known)))
+        shape = (-1, *[1] * (tensor.dim() - 1))
+        filled.append(torch.where(gone.view(shape), tensor.new_zeros(()), tensor))
+    return tuple(filled)
+
+
+class CachedFeatures:
+    """Reads and stores the features that a trunk returns, by sample.
+
+    Args:
+        shared: The cache of this fit.
+        trunk: The trunk.
+
+    Raises:
+        ConfigurationError: The trunk is in train mode, where it may be random.
+    """
+
+    def __init__(self, shared: FitCache, trunk: nn.Module) -> None:
+        training = next((name for name, part in trunk.named_modules() if part.training), None)
+        if training is not None:
+            where = f"its part {training!r}" if training else "it"
+            raise ConfigurationError(
+                f"AutoCache caches what the trunk returns, and {where} is in train mode, where "
+                "dropout and batch statistics change its output each time: call self.teacher.eval()"
+            )
+        shared.is_on = True if shared.decides_unmeasured else None
+        self._shared = shared
+        self._trunk = trunk
+        self._writes = False
+
+    def start_epoch(self) -> None:
+        """Between epochs weights may change in ways that leave no trace; every rank calls it."""
+        pipelined = pipelined_of(self._shared.trainer)
+        assert pipelined is not None
+        pipelined.look_at_trunk()
+
+    def consider(self, seconds: float, features: Sequence[Tensor]) -> None:
+        """On the data rank: measure whether reading is faster than running the trunk.
+
+        Args:
+            seconds: Seconds per step that would be saved.
+            features: Placeholders for the features of a batch.
+        """
+        values = [tensor.cpu() for tensor in features]
+        self._shared.worth = _worth(self._shared, values, len(values[0]), seconds)
+
+    def place(self, transport: Transport, pipeline: Pipeline) -> None:
+        """Follow the weights of the trunk, at the first batch and at each epoch; all ranks call it.
+
+        Features of other weights are not read.
+        """
+        shared = self._shared
+        tensors = (*self._trunk.parameters(), *self._trunk.buffers())
+        own = fingerprint(*(tensor for tensor in tensors if not tensor.is_meta))
+        gathered = transport.gather_object((own, shared.worth))
+        told = None
+        if gathered is not None:
+            digest = hashlib.blake2b("".join(part for part, _ in gathered).encode(), digest_size=16)
+            told = digest.hexdigest(), gathered[pipeline.data_rank][1]
+        whole, shared.worth = transport.broadcast_object(told, 0)
+        boundary = Boundary("trunk", whole, shared.dtype)
+        before, shared.segments = shared.segments, [Segment(boundary, self._trunk)]
+        self._writes = transport.rank == min(pipeline.loss_ranks)
+        if shared.cache is None:
+            return
+        if before and before != shared.segments:
+            shared.is_verified = False
+            # Before the data rank reads on; another rank might be too late.
+            if transport.rank == pipeline.data_rank:
+                shared.cache.let_skip([])
+        if shared.is_on is None:
+            assert shared.worth is not None
+            shared.decide(shared.worth)
+
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
+        """On the data rank: the samples of a batch that must go through the trunk."""
+        shared, cache = self._shared, self._shared.cache
+        if cache is None or not shared.is_on:
+            return None
+        ids = as_ids(shared.ids_of(batch))
+        _check_calls(inputs, len(ids))
+        known = cache.behind(ids, shared.segments)
+        cache.count(known, shared.segments)
+        if not shared.is_verified and known.any():
+            shared.is_verified = True
+            return Kept(tuple(ids), tuple(range(len(ids))), compares=True)
+        missing = np.flatnonzero(known == 0).tolist()
+        size = -(-len(ids) // _SIZES)
+        if missing and cache.may_lack_inputs:
+            check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
+        padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
+        return Kept(tuple(ids), (*missing, *missing[:1] * padding))
+
+    def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+        """On a rank with heads: the features of a batch, read or computed."""
+        first = {row: index for index, row in reversed(list(enumerate(kept.rows)))}
+        made, known = sorted(first), sorted(set(range(len(kept.ids))) - first.keys())
+        parts: list[tuple[Any, list[Tensor]]] = []
+        if made:
+            index = [first[row] for row in made]
+            values = [rounded(rows_of(t, index), self._shared.dtype) for t in computed]
+            parts.append((made, values))
+        if known:
+            parts.append((known, self._read(kept, known, device)))
+        whole: list[Tensor] = assembled(parts)
+        if self._writes:
+            cache, segments = self._shared.opened, self._shared.segments
+            behind = cache.behind(kept.ids, segments)
+            if kept.compares:  # and from now on inputs need not be loaded
+                known = np.flatnonzero(behind).tolist()
+                self._shared.check_unchanged(
+                    self._read(kept, known, device), [tensor[known] for tensor in computed]
+                )
+                cache.let_skip(segments)
+            cache.keep(kept.ids, whole, segments, behind)
+        return whole
+
+    def _read(self, kept: Kept, rows: Sequence[int], device: torch.device) -> list[Tensor]:
+        ids = [kept.ids[row] for row in rows]
+        boundary = self._shared.segments[0].boundary
+        return list(self._shared.opened.read(ids, boundary, device))
+
+
+def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:
+    if len(inputs) != 1:
+        raise ConfigurationError(
+            f"training_step calls the trunk {len(inputs)} times, and AutoCache has one entry per "
+            "sample: several views usually mean random augmentation. Train without AutoCache"
+        )
+    if len(inputs[0]) != num_samples:
+        raise ConfigurationError(
+            f"the trunk gets {len(inputs[0])} rows for {num_samples} samples, and AutoCache has "
+            "one entry per sample. Call the trunk with one row per sample, or remove AutoCache"
+        )
