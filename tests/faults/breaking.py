@@ -328,7 +328,7 @@ PHASES = {
 def named_once(job: Job, rank: int, phase: str) -> bool:
     """Whether one line tells that a rank was killed, and where."""
     who = rf"rank {rank} \(pid \d+ on \S+\)"
-    told = rf"The job ends, because {who} (was killed by SIGKILL|ended without a word) in {phase}"
+    told = rf"The job ends, because {who} (was killed by SIGKILL|ended) in {phase}"
     others = job.output.count("The job ends, because") - 1
     return others == 0 and re.search(told, job.output) is not None
 

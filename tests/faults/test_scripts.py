@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -100,9 +101,7 @@ def test_the_job_ends(method: str, how: str, where: str, rank: int, tmp_path: Pa
         assert "Traceback" not in text.partition("torch/distributed/elastic")[0], text
         assert text.count("The job ends, because") == 1, text
     if how == "kill":
-        killed = (
-            rf"because rank {rank} \(pid \d+ on \S+\) (was killed by SIGKILL|ended without a word)"
-        )
+        killed = rf"because rank {rank} \(pid \d+ on \S+\) (was killed by SIGKILL|ended)"
         assert re.search(f"{killed} in training step", text), text
     if how != "stall":
         assert max(loads(path) for path in (tmp_path / SAVED).glob("*.ckpt")) >= 4
@@ -128,6 +127,50 @@ def test_sigterm_to_the_process_that_was_started(method: str, where: str, tmp_pa
     if method != "torchrun":
         assert process.returncode == 143
     assert loads(tmp_path / SAVED / "exception.ckpt") >= 5
+
+
+BETWEEN = """
+import os
+import signal
+import sys
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from tests.faults.breaking import BYOL, STRUCK, Broken, fit
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    options = {**BYOL.options, "timeout": timedelta(seconds=1000)}
+    training = replace(BYOL, options=options, sizes=((5,) * 3,))
+    fit(Broken(training))
+    print("between the runs", flush=True)
+    how, rank = sys.argv[1], int(sys.argv[2])
+    if rank == int(os.environ.get("LOCAL_RANK", 0)):
+        Path(STRUCK).touch()
+        if how == "raise":
+            raise ValueError("an error between two runs")
+        os.kill(os.getpid(), signal.SIGKILL)
+    fit(Broken(training))
+    print("both runs are over", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "rank"), itertools.product(("raise", "kill"), (0, 1)))
+def test_a_rank_that_ends_between_two_runs_is_named(how: str, rank: int, tmp_path: Path) -> None:
+    """Others that have begun the second one need not wait until the timeout."""
+    with started(tmp_path, BETWEEN, [sys.executable, "script.py", how, str(rank)]) as (process,):
+        wait_for([tmp_path / STRUCK], process)
+        text = end_of(process, tmp_path)
+    assert "between the runs" in text
+    assert "both runs are over" not in text
+    assert text.count("Traceback (most recent call last)") == int(how == "raise"), text
+    told = rf"The job ends, because rank {rank} \(pid \d+ on \S+\) (was killed by SIGKILL|ended\b)"
+    assert len(re.findall(told, text)) == 1, text
+    assert "in the script, after a run" in text
 
 
 ALONE = """

@@ -14,6 +14,7 @@ A rank that notices nothing, since it computes for long or stalls, is ended by i
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import signal
@@ -25,8 +26,11 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import util
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import torch.distributed as dist
 
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.faults.local_processes import Neighbour, until
@@ -44,6 +48,13 @@ _SIGNS = (
 _OF_GLOO = re.compile(r"\[[^]]*/gloo/[^]]*\] *")
 _CLOSED = ("Read error", "Write error", "losed by peer", "reset by peer", "Broken pipe")
 _PATIENCE = 5.0
+_RUNTIME = Path(__file__).parents[1]
+_WAITING = tuple(
+    f"{folder}{os.sep}"
+    for folder in (_RUNTIME / "faults", _RUNTIME / "transport", Path(dist.__file__).parent)
+)
+"""Folders of code in which ranks wait for each other."""
+_AROUND = {threading.__file__, contextlib.__file__}
 _A_MOMENT = 2.0
 _KEEP_EVERY = 3600.0
 _SHOWN = 4
@@ -195,11 +206,15 @@ class Failures:
 
     def _end(self) -> None:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
-        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        say(
-            f"{self._me} is ended: another rank has failed, and this one did not notice within "
-            f"{_PATIENCE:.0f} s{self._because()}. It was here, in {HERE.text}:\n{where}"
-        )
+        stack = traceback.extract_stack(frame) if frame is not None else None
+        if stack is None or _waits_for_others(stack):
+            say(f"rank {self._rank} stops too: it waited in {HERE.text}{self._because()}")
+        else:
+            say(
+                f"{self._me} is ended: another rank has failed, and this one did not notice within "
+                f"{_PATIENCE:.0f} s{self._because()}. It was here, in {HERE.text}:\n"
+                + "".join(stack.format())
+            )
         self._job.notes.leave(f"{self._run}/over/{self._rank}")
         if self._has_claimed:
             self._end_the_stopped()
@@ -337,6 +352,12 @@ class Failures:
         for neighbour in self._job.neighbours().values():
             if neighbour.is_stopped:
                 neighbour.kill()
+
+
+def _waits_for_others(stack: traceback.StackSummary) -> bool:
+    """Whether a thread waits where ranks wait for each other: where that is says nothing."""
+    innermost = next(entry for entry in reversed(stack) if entry.filename not in _AROUND)
+    return innermost.filename.startswith(_WAITING)
 
 
 def _told(what: str, remedy: str = "") -> str:

@@ -129,11 +129,13 @@ class Patrol:
         if not neighbour.has_ended or self.is_over(rank):
             return None
         how, remedy = neighbour.how_it_ended(), "Its own output, if it has any, says why"
-        if "SIGKILL" in how or how == "ended":
-            remedy = "If nobody killed it, look whether memory ran out (dmesg, the launcher's log)"
+        memory = "look whether memory ran out (dmesg, the launcher's log)"
+        if "SIGKILL" in how:
+            remedy = f"If nobody killed it, {memory}"
+        elif how == "ended":
+            remedy += f"; if it has none, {memory}"
         who, where = self._whose(rank, neighbour)
-        word = " without a word" if how == "ended" else ""
-        return Found(f"{who} {how}{word} in {where}", remedy, rank)
+        return Found(f"{who} {how} in {where}", remedy, rank)
 
     def _if_stopped(self, rank: int, neighbour: Neighbour) -> Found | None:
         if self._stopped[rank].seconds(so=neighbour.is_stopped) < self._timeout:

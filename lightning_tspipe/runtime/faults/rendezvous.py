@@ -99,6 +99,7 @@ class Job:
         notes: What they tell each other.
         folder: Where they meet; None: they are on several machines.
         store: What ``torch.distributed`` connects them by.
+        num_begun: Runs that all ranks have begun together, and changes of the mesh.
         children: The processes that this one has started for other ranks.
         tell: Called with a signal's number before that ends this process.
         this: This process.
@@ -109,6 +110,7 @@ class Job:
     notes: Notes = field(default_factory=Notes)
     folder: Path | None = None
     store: Any = None
+    num_begun: int = 0
     children: dict[int, Neighbour] = field(default_factory=dict)
     tell: Callable[[int], None] = lambda _: None
 

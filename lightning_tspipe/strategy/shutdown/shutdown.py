@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import signal
 from collections.abc import Callable
@@ -22,8 +21,6 @@ from lightning_tspipe.strategy.training.evaluating import Evaluator
 log = logging.getLogger("lightning_tspipe")
 
 _SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
-_RUNS = itertools.count()
-"""Of rank 0 only: the others may have begun runs that it never came to."""
 
 
 @dataclass(eq=False)
@@ -49,9 +46,10 @@ class Shutdown:
     # The other ranks
 
     def begin(self) -> None:
-        """A run begins: nothing is known of other ranks."""
+        """A run begins: in the first one of a process, nothing is known of other ranks."""
         HERE.enter("the start-up")
-        self._failures = None
+        job = current_job() if self._run.total_ranks > 1 else None
+        self._failures = None if job is None else self._watch(job)
 
     def watch(self, job: Job) -> Callable[[], bool]:
         """From now on the other ranks can be told apart: look after each other.
@@ -59,12 +57,12 @@ class Shutdown:
         Returns:
             Whether one of them is known to have failed.
         """
-        failures = self._watch(job, -1)
+        failures = self._failures = self._watch(job)
         watch_instead()
         return failures.has_failed
 
-    def _watch(self, job: Job, run: int) -> Failures:
-        failures = self._failures = self._make_failures(job, run)
+    def _watch(self, job: Job) -> Failures:
+        failures = self._make_failures(job)
         failures.watch()
         job.tell = failures.tell_of_signal
         return failures
@@ -76,9 +74,7 @@ class Shutdown:
         if run.total_ranks == 1:
             run.stop = Stop(self._on_agreed)
             return
-        job, number = self._renew_stop()
-        if self._failures is None:  # in the first run, they are watched since they met
-            self._watch(job, number)
+        self._renew_stop()
 
     def reconnected(self) -> None:
         """The ranks have other places: notes of their own, since steps are counted anew."""
@@ -87,22 +83,24 @@ class Shutdown:
         if before.was_asked:
             self._run.stop.ask(END)
 
-    def _renew_stop(self) -> tuple[Job, int]:
-        """Begin with nothing asked for; the job, and a number that all ranks have."""
+    def _renew_stop(self) -> None:
+        """Begin with nothing asked for, and with the same number on all ranks."""
         run, job = self._run, current_job()
         assert job is not None
-        number: int = run.broadcast(next(_RUNS))
+        # A rank may have begun runs that others never came to: one of them counts.
+        job.num_begun = run.broadcast(job.num_begun + 1)
         run.stop = Stop(
-            self._on_agreed, job.notes, run=number,
+            self._on_agreed, job.notes, run=job.num_begun,
             replica=run.replica, num_replicas=run.num_replicas,
             batches_per_update=lambda: int(run.trainer.accumulate_grad_batches),
             gather=run.replicas.gather,
         )  # fmt: skip
-        return job, number
 
-    def _make_failures(self, job: Job | None = None, run: int = -1) -> Failures:
+    def _make_failures(self, job: Job | None = None) -> Failures:
+        run = self._run
         return Failures(
-            self._run.global_rank, job, run, self._run.timeout.total_seconds(), self._procs,
+            run.global_rank, job, 0 if job is None else job.num_begun,
+            run.timeout.total_seconds(), self._procs,
             # A launcher that starts functions tells of the process that ended first, and no other.
             ends_last=not self._starts_scripts,
         )  # fmt: skip
@@ -174,6 +172,7 @@ class Shutdown:
             run.barrier("teardown")
         if self._failures is not None:
             self._failures.end_watch()
+        HERE.enter("the script, after a run")
 
     # Signals
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lightning_tspipe.errors import TransportError
+from lightning_tspipe.runtime.faults import local_processes
 from lightning_tspipe.runtime.faults.failures import Failures, first_line
 from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
 from lightning_tspipe.runtime.faults.notes import FolderNotes
@@ -210,6 +211,22 @@ def test_one_that_did_not_notice_says_where_it_was(
     assert "(the cause: rank 0 (pid " in text
     assert "It was here, in training step 7:\n" in text
     assert test_one_that_did_not_notice_says_where_it_was.__name__ in text
+
+
+def test_one_that_waits_for_others_needs_no_stack(
+    tmp_path: Path, child: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures_of(tmp_path, child).settle(ValueError("a mistake"))
+    waiting = failures_of(tmp_path, child, rank=2)
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    monkeypatch.setattr(Job, "leave", lambda _: None)
+    ending = threading.Timer(0.2, waiting._end)
+    ending.start()
+    local_processes.until(lambda: codes, 30)
+    ending.join()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("rank 2 stops too: it waited in training step 7 (the cause: rank 0 (pid")
 
 
 def until(condition: Callable[[], bool]) -> None:
