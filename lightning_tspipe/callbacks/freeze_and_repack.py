@@ -39,6 +39,7 @@ from lightning_tspipe.callbacks.freezing import (
     Layer,
     Observed,
     Policy,
+    ScheduledFreeze,
     decide,
     freeze,
     layers_of,
@@ -180,6 +181,8 @@ class FreezeAndRepack(Restoring):
                 f"the checkpoint has {self.num_frozen} frozen layers, and here at most "
                 f"{self.num_freezable} may freeze: resume with the same layers and num_active"
             )
+        if isinstance(self.policy, ScheduledFreeze):  # now, rather than when its epoch begins
+            decide(self.policy, self._observed(max(self.policy.layers)))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -262,11 +265,13 @@ class FreezeAndRepack(Restoring):
         def decision() -> Decision:
             steps = max(1, self._num_steps)
             norms = tuple((square / steps) ** 0.5 for square in squares) if any(squares) else ()
-            names = tuple(layer.name for layer in self._layers)
-            observed = Observed(self._epoch, names, self.num_frozen, self.num_freezable, norms)
-            return decide(self.policy, observed)
+            return decide(self.policy, self._observed(self._epoch, norms))
 
         return decided_on(trainer, decision)
+
+    def _observed(self, epoch: int, norms: tuple[float, ...] = ()) -> Observed:
+        names = tuple(layer.name for layer in self._layers)
+        return Observed(epoch, names, self.num_frozen, self.num_freezable, norms)
 
     def _all_squares(self, trainer: Trainer) -> list[float]:
         """Squared gradient norms, summed over the epoch; complete on a pipeline's loss rank."""

@@ -174,6 +174,7 @@ class StepPlan:
         has_late_effects: Whether it does after its last call; then not before.
         mixes: Whether, before the last call, values of the batch meet other tensors or move to a
             device: where the batch has no values, this needs ``MetaWins``.
+        draws_samples: Whether the step itself draws tensors of random numbers.
     """
 
     calls: tuple[CallPlan, ...]
@@ -185,6 +186,7 @@ class StepPlan:
     has_effects: bool
     has_late_effects: bool = False
     mixes: bool = False
+    draws_samples: bool = False
 
     @property
     def has_ema(self) -> bool:

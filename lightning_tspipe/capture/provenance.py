@@ -172,6 +172,7 @@ class ProvenanceMode(TorchFunctionMode):
         gradient_reads: The user's lines that looked at the gradient of a parameter.
         is_paused: Whether nothing is recorded for a while.
         draws: To be entered as well, so that random numbers are noticed.
+        draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
         draws_on_device: Whether random numbers were drawn on a device that the step named: it may
             have asked a tensor of the batch for it.
     """
@@ -185,7 +186,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.writes: list[tuple[Value, int, str]] = []
         self.gradient_writes: list[tuple[Value, int, str]] = []
         self.gradient_reads: list[str] = []
-        self.draws_on_device = False
+        self.draws_samples = self.draws_on_device = False
         self.draws = DrawCounter()
 
     def mark_block(self) -> None:
@@ -240,6 +241,8 @@ class ProvenanceMode(TorchFunctionMode):
             for parent in parents:
                 parent.read = True
             self.draws_on_device |= not parents and kwargs.get("device") is not None
+            found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
+            self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
         return result
 
     def _record(self, made: Value, args: tuple[Any, ...], result: Any) -> None:

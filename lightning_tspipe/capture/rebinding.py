@@ -1,16 +1,15 @@
-"""A step that puts another network in the place of one, found in its source before the training.
+"""A step that puts another network in the place of one, found in its code before the training.
 
 A trace can't see it: such steps do it now and then, as SMoG does every 300 batches. Only what the
-source says is found; whatever else happens is noticed when it happens, by other calls than traced.
+code says is found; whatever else happens is noticed when it happens, by other calls than traced.
 """
 
 from __future__ import annotations
 
-import ast
+import dis
 import inspect
-import re
-import textwrap
 from collections.abc import Iterator
+from types import CodeType
 
 from torch import nn
 
@@ -29,9 +28,8 @@ def refuse_rebinding(module: nn.Module, names: tuple[str, ...]) -> None:
     Raises:
         CaptureError: It does; says where.
     """
-    for method, tree in _methods(module):
-        stored = (n for n in ast.walk(tree) if isinstance(getattr(n, "ctx", None), ast.Store))
-        for target in filter(None, map(_path, stored)):
+    for method, stored in _methods(module):
+        for target in sorted(stored):
             whole = next((name for name in names if f"{name}.".startswith(f"{target}.")), None)
             if whole is not None:
                 raise CaptureError(
@@ -42,31 +40,42 @@ def refuse_rebinding(module: nn.Module, names: tuple[str, ...]) -> None:
                 )
 
 
-def _methods(module: nn.Module) -> Iterator[tuple[str, ast.AST]]:
-    """``training_step`` and the methods of ``self`` that it calls, directly or not."""
+def _methods(module: nn.Module) -> Iterator[tuple[str, set[str]]]:
+    """``training_step`` and the methods of ``self`` that it uses: to what of self each assigns."""
     todo, seen = ["training_step"], {"training_step"}
     while todo:
         name = todo.pop()
-        tree = _source(getattr(type(module), name, None))
-        if tree is None:
+        function = inspect.unwrap(getattr(type(module), name, None))  # type: ignore[arg-type]
+        if not inspect.isfunction(function) or function.__module__.split(".")[0] in _LIBRARIES:
             continue
-        yield name, tree
-        calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
-        called = {found for call in calls if (found := _path(call))} - seen
-        seen |= called
-        todo += sorted(called)
+        read, stored = _attributes(function.__code__)
+        yield name, stored
+        todo += sorted(read - seen)
+        seen |= read
 
 
-def _source(function: object) -> ast.AST | None:
-    if not inspect.isfunction(function) or function.__module__.split(".")[0] in _LIBRARIES:
-        return None
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):  # typed in, or made by something
-        return None
+def _attributes(code: CodeType) -> tuple[set[str], set[str]]:
+    """Attributes ``a.b`` of a function's first argument that are read, and that are assigned to.
 
-
-def _path(node: ast.AST) -> str:
-    """``a.b`` of ``self.a.b``; empty for anything else."""
-    found = re.fullmatch(r"self\.([\w.]+)", ast.unparse(node))
-    return found[1] if found else ""
+    By its bytecode: the file with its source may have been edited since it was read.
+    """
+    read, stored = set(), set()
+    path: list[str] | None = None
+    me = {"self", *code.co_varnames[:1]} if code.co_argcount else {"self"}
+    for instruction in dis.get_instructions(code):
+        name, value = instruction.opname, instruction.argval
+        loaded = value[-1] if isinstance(value, tuple) and value else value  # two in one, from 3.13
+        if name.startswith(("LOAD_FAST", "LOAD_DEREF")) or name.endswith("_LOAD_FAST"):
+            path = [] if loaded in me else None
+        elif path is not None and name in {"LOAD_ATTR", "LOAD_METHOD"}:
+            path.append(value)
+            read.add(".".join(path))
+        elif path is not None and name == "STORE_ATTR":
+            stored.add(".".join([*path, value]))
+            path = None
+        elif name not in {"CACHE", "EXTENDED_ARG"}:
+            path = None
+    for inner in (const for const in code.co_consts if isinstance(const, CodeType)):
+        more_read, more_stored = _attributes(inner)
+        read, stored = read | more_read, stored | more_stored
+    return read, stored

@@ -103,6 +103,7 @@ class StepRecord:
                 for value in self.mode.mixing()
                 for source in value.sources()
             ),
+            draws_samples=self.mode.draws_samples,
         )
 
     def _has_grad(self, call: int) -> bool:

@@ -271,7 +271,9 @@ class Tracer:
         for slot, spec in enumerate(specs):
             answer = spec
             if isinstance(spec, TensorSpec):
+                self._record.mode.is_paused = True  # the step draws none of this
                 answer = spec.random(self._generator, self._device)
+                self._record.mode.is_paused = False
                 answer.requires_grad_(spec.requires_grad)
                 source = BlockOutput(call, position, slot)
                 self._record.outputs.append((source, self._record.mode.track(answer, source)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -159,7 +161,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "rank"), itertools.product(("raise", "kill"), (0, 1)))
+@pytest.mark.parametrize(("how", "rank"), [*itertools.product(("raise", "kill"), (0, 1))])
 def test_a_rank_that_ends_between_two_runs_is_named(how: str, rank: int, tmp_path: Path) -> None:
     """Others that have begun the second one need not wait until the timeout."""
     with started(tmp_path, BETWEEN, [sys.executable, "script.py", how, str(rank)]) as (process,):
@@ -171,6 +173,20 @@ def test_a_rank_that_ends_between_two_runs_is_named(how: str, rank: int, tmp_pat
     told = rf"The job ends, because rank {rank} \(pid \d+ on \S+\) (was killed by SIGKILL|ended\b)"
     assert len(re.findall(told, text)) == 1, text
     assert "in the script, after a run" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["popen", "fork", "spawn", "forkserver"])
+def test_ctrl_c(method: str, tmp_path: Path) -> None:
+    """It comes to all processes of the terminal."""
+    with started(tmp_path, SCRIPT, command_of(method, "nothing", "train", 0)) as (process,):
+        wait_for([tmp_path / STRUCK], process)
+        os.killpg(process.pid, signal.SIGINT)
+        text = end_of(process, tmp_path)
+    assert process.returncode == 1
+    assert "Traceback" not in text, text
+    assert len(re.findall(r"because rank \d \(.*\) raised KeyboardInterrupt in", text)) == 1, text
+    assert loads(tmp_path / SAVED / "same.ckpt") >= 2
 
 
 ALONE = """

@@ -16,7 +16,7 @@ STALLS = replace(
     BYOL, options={"num_microbatches": 1, "timeout": timedelta(seconds=LIMIT)}, num_ranks=2
 )
 
-GIVES_UP = r"The job ends, because rank \d \(pid \d+ on \S+\) waited in vain in training step \d+:"
+GIVES_UP = r"The job ends, because rank \d \(pid \d+ on \S+\) gave up waiting in training step \d+:"
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ GRACE = 10
 """All processes have ended so many seconds after the limit."""
 STOPPED = replace(BYOL, options={"num_microbatches": 1, "timeout": timedelta(seconds=LIMIT)})
 CAUSE = (
-    r"The job ends, because rank {rank} \(pid \d+ on \S+\) was stopped .* in {phase} and others "
-    r"have waited for it in vain\. It is killed now"
+    r"The job ends, because rank {rank} \(pid \d+ on \S+\) was stopped .* in {phase} and "
+    r"the others gave up waiting for it\. It is killed now"
 )
 
 

@@ -56,6 +56,7 @@ class Case:
         averaged: Whether the student's weights and statistics are averaged, and the average
             validated too.
         draws: Whether the step draws a random number, the same in all replicas.
+        draws_samples: Whether it draws one for each of its samples.
     """
 
     strategy: str = "tspipe"
@@ -80,6 +81,7 @@ class Case:
     drop_last: bool = False
     averaged: bool = False
     draws: bool = False
+    draws_samples: bool = False
 
 
 class Block(nn.Module):
@@ -114,7 +116,7 @@ class Module(LightningModule):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self._draws = case.draws
+        self._draws, self._draws_samples = case.draws, case.draws_samples
         torch.manual_seed(0)
         self.student = Net(normalised=case.normalised)
         self.scale = nn.Parameter(torch.ones(()))
@@ -123,6 +125,8 @@ class Module(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, *_ = batch
+        if self._draws_samples:
+            x = x + torch.randn(x.shape)
         loss = F.cross_entropy(self.student(x) * self.scale, y)
         return loss * torch.rand(()) if self._draws else loss
 

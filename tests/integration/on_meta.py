@@ -72,7 +72,7 @@ def _train(training: Training, ckpt_path: str | None, make: Any) -> Trained:
     """Fit; from a checkpoint of the end of an epoch on, with the batches of the last one."""
     ignored = [RESUMING, "The dirpath has changed"]
     if ckpt_path is not None:  # of another number of devices, which is what is compared
-        ignored.append("the checkpoint's plan was made for other devices")
+        ignored.append("the checkpoint's plan was made for a different run: devices")
     loader = Epochs(make_epochs(CASES[training.case].build(), training.sizes))
     module = make(training.case, training.world, training.optimizer)
     it = Session(training, module=module, ignored=ignored)

@@ -208,6 +208,19 @@ def test_statistics_of_other_replicas_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_random_numbers_of_other_replicas_are_told(tmp_path: Path) -> None:
+    case = Case(options=by_hand(2), num_ranks=2, draws_samples=True, frozen={1: 2}, repack={2: 1},
+                num_samples=24, save_at=2)  # fmt: skip
+    together(case, tmp_path)
+    for options, num_ranks in ((case.options, 2), ({"num_microbatches": 1}, 1)):
+        other = replace(case, num_ranks=num_ranks, options=options, resume=True)
+        job = run_job(train, other, num_ranks=num_ranks, folder=tmp_path)  # a warning ends it
+        told = "training_step draws random numbers for the samples of a replica" in job.errors[0]
+        assert told == (num_ranks == 1), job.output
+        assert any(job.errors) == told
+
+
+@pytest.mark.slow
 def test_a_step_draws_the_same_after_a_transition(tmp_path: Path) -> None:
     case = Case(options=by_hand(2), frozen={1: 2}, num_samples=24, draws=True)
     stays, moves = (together(replace(case, repack=r), tmp_path) for r in (False, {2: 1}))

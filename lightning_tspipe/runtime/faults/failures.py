@@ -82,7 +82,7 @@ def first_line(exception: BaseException) -> str:
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """Say what this rank waited for, if it waits in vain.
+    """Say what this rank waited for, if it gives up.
 
     Raises:
         TransportError: With ``what`` before the reason.
@@ -291,10 +291,10 @@ class Failures:
         """A failure for a reason of its own: the cause, unless another rank has failed before."""
         what = f"{self._me} raised {type(exception).__name__} in {HERE.text}"
         if self._claim(what, self._rank):
-            line = _told(what)
-            self._tell_at_the_end(exception, line, with_traceback=True)
             if isinstance(exception, SystemExit | KeyboardInterrupt):
-                say(line)  # the interpreter says nothing of those
+                say(_told(what))  # the interpreter says nothing of those
+            else:
+                self._tell_at_the_end(exception, _told(what), with_traceback=True)
         else:
             self._stop_too(exception, f"{type(exception).__name__}: {first_line(exception)}")
 
@@ -306,7 +306,7 @@ class Failures:
             return
         self._patrol.expect_no_more()
         until(self._find_cause, _A_MOMENT)
-        what = f"{self._me} waited in vain in {HERE.text}: {text}{self._meanwhile()}"
+        what = f"{self._me} gave up waiting in {HERE.text}: {text}{self._meanwhile()}"
         if self._cause() is None and self._claim(what, self._rank):
             remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
             self._tell_at_the_end(exception, _told(what, remedy))

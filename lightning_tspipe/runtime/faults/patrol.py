@@ -95,7 +95,7 @@ class Patrol:
         self._alone = threading.RLock()
 
     def expect_no_more(self) -> None:
-        """This rank has waited in vain: one that is stopped now is why, and needs no more time."""
+        """This rank gives up waiting: one that is stopped now is why, and needs no more time."""
         self._timeout = min(self._timeout, _A_MOMENT)
 
     def look(self) -> Found | None:
@@ -142,8 +142,8 @@ class Patrol:
             return None
         who, where = self._whose(rank, neighbour)
         what = (
-            f"{who} was stopped (SIGSTOP, or Ctrl-Z) in {where} and others have waited for it in "
-            "vain"
+            f"{who} was stopped (SIGSTOP, or Ctrl-Z) in {where} and the others gave up waiting "
+            "for it"
         )
         remedy = "It is killed now. TSPipeStrategy(timeout=...) says how long a rank may be stopped"
         return Found(what, remedy, rank, neighbour)

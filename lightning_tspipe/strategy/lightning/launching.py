@@ -38,6 +38,7 @@ from lightning_tspipe.runtime.faults.local_processes import (
     end_with_parent,
     parent_of,
     signed_by_this_process,
+    until,
     watch_launcher,
 )
 from lightning_tspipe.runtime.faults.private_folder import (
@@ -261,8 +262,15 @@ class _Workers:
             raise
         finally:
             is_over.set()
+            self._await_workers()
             job.remove()
             remove_job_folder(folder)
+
+    def _await_workers(self) -> None:
+        """Until all have ended: after Ctrl-C, which they have heard as well, they tidy up."""
+        if not until(lambda: not any(worker.is_alive() for worker in self.procs), _GRACE):
+            for worker in self.procs:
+                worker.kill()
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         if parent_of(os.environ[HEIR]).is_ending:

@@ -168,7 +168,9 @@ class PlanOfRun:
             rank_zero_info("the plan is that of the checkpoint that the run goes on from")
         elif found.made_for.get(FROZEN) == plan.made_for.get(FROZEN):  # else layers froze just now
             differences, changed = found.differences(plan.made_for), changes(found)
-            because = f"the checkpoint's plan was made for other {', '.join(differences)}"
+            because = "the checkpoint's plan was made for a different run: " + ", ".join(
+                differences
+            )
             if not differences:
                 because = "another plan was given (plan=) than the checkpoint has"
             if not changed:
@@ -233,6 +235,8 @@ def changes(
         f"BatchNorm normalises by micro-batches: {before.num_microbatches} per call then, "
         f"{now.num_microbatches} now": units and normalises,
         "BatchNorm normalises by the samples of a replica": replicas and normalises,
+        "training_step draws random numbers for the samples of a replica": replicas
+        and captured.plan.draws_samples,
         "dropout, or whatever else in the networks is random, draws from the generator of the rank "
         "that runs it": (stages or units or replicas)
         and any(network_draws(network, captured.plan) for network in networks),

@@ -48,6 +48,7 @@ class Shutdown:
     def begin(self) -> None:
         """A run begins: in the first one of a process, nothing is known of other ranks."""
         HERE.enter("the start-up")
+        HERE.checkpoint = ""  # of an earlier run
         job = current_job() if self._run.total_ranks > 1 else None
         self._failures = None if job is None else self._watch(job)
 

@@ -277,9 +277,21 @@ def test_decisions_that_cannot_be(said: Any, message: str) -> None:
 
 def test_everything_frozen_ends_the_fit(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="something must be trained"):
-        fit(FreezeAndRepack(ScheduledFreeze({1: 5})), tmp_path)
+        fit(FreezeAndRepack(lambda seen: 5 * seen.epoch), tmp_path)
     with pytest.raises(ConfigurationError, match="nothing can freeze"):
         fit(FreezeAndRepack(num_active=5), tmp_path)
+
+
+def test_a_schedule_that_freezes_too_much_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Not in its epoch, hours later."""
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=3, default_root_dir=tmp_path, logger=False,
+        callbacks=[FreezeAndRepack(ScheduledFreeze({1: 1, 2: 5}))], enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigurationError, match="freezes 5 layers, and of 5 at most 3 may"):
+        trainer.fit(Classifier(), Stateful(BATCHES))
+    assert not trainer.global_step
 
 
 class Distilled(Classifier):

@@ -104,7 +104,7 @@ def test_who_waits_in_vain_for_one_that_lives_tells_so(
     error, same = TransportError("nothing from rank 1"), TransportError("nothing from rank 0")
     failures.settle(error)
     told = said(error, capsys)
-    assert "waited in vain in training step 7: nothing from rank 1; rank 1 (pid " in told
+    assert "gave up waiting in training step 7: nothing from rank 1; rank 1 (pid " in told
     assert ") is in the validation. If a rank only computes" in told
     others.settle(same)
     text = said(same, capsys)

@@ -37,6 +37,8 @@ SECONDS = 60
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Children inherit it, if another test has had multiprocessing make one.
+    monkeypatch.delitem(multiprocessing.current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
     yield tmp_path
     for folder in private_folder().glob("work-*"):
         remove_job_folder(folder)
