@@ -23,11 +23,13 @@ from lightning_tspipe.runtime.faults.loader_workers import (
     iterate,
     let_children_end,
 )
+from lightning_tspipe.runtime.faults.private_folder import shared_temporary_folder
 
 
 @pytest.fixture
 def iterator() -> Iterator[Any]:
     """Of a loader with a worker that waits."""
+    shared_temporary_folder()  # a worker that is killed would leave one of its own
     made: Any = iter(DataLoader(range(9), num_workers=1))  # type: ignore[arg-type]
     next(made)
     yield made
