@@ -72,7 +72,7 @@ def test_from_before_a_validation_on_another_mesh(
     Ranks with losses waited for its batches for ever, and a cache saw several training loaders.
     """
     mode, only = Named(name), [f"first/{stop}.ckpt" for stop in stops]
-    ranks = run(everywhere, mode, "", only, num_ranks=mode().num_ranks, folder=tmp_path, seconds=100)
+    ranks = run(everywhere, mode, "", only, num_ranks=mode().num_ranks, folder=tmp_path, seconds=99)
     for rank, (files, found) in enumerate(ranks):
         assert set(only) <= set(files)
         assert found == [], f"rank {rank}:\n" + "\n".join(found)
