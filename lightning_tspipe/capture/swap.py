@@ -14,47 +14,9 @@ from lightning_tspipe.networks import modules as of_modules
 
 attributes_replaced = of_modules.attributes_replaced
 forwards_replaced = of_modules.forwards_replaced
+TensorSwap = of_modules.TensorSwap
 
 RandomState = tuple[Any, Tensor, Tensor | None]
-
-
-class TensorSwap:
-    """Replaces all parameters and buffers of some modules by stand-ins, and back.
-
-    Entries of the modules' own dictionaries are exchanged, so that whoever holds a parameter
-    itself (an optimizer) is not affected.
-
-    Args:
-        modules: Modules whose direct parameters and buffers are exchanged.
-        make: Makes the stand-in of a tensor, which becomes a parameter for a parameter; a tensor
-            that occurs twice keeps one stand-in.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], make: Callable[[Tensor], Tensor]) -> None:
-        self._entries: list[tuple[dict[str, Any], str, Tensor]] = []
-        stand_ins: dict[int, Tensor] = {}
-        for module in modules:
-            for table in (module._parameters, module._buffers):  # noqa: SLF001
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        if id(tensor) not in stand_ins:
-                            made = make(tensor)
-                            if isinstance(tensor, nn.Parameter) and made is not tensor:
-                                made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-                            stand_ins[id(tensor)] = made
-                        self._entries.append((table, name, stand_ins[id(tensor)]))
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        """While inside, the modules hold the stand-ins."""
-        originals = [table[name] for table, name, _ in self._entries]
-        for table, name, stand_in in self._entries:
-            table[name] = stand_in
-        try:
-            yield
-        finally:
-            for (table, name, _), original in zip(self._entries, originals, strict=True):
-                table[name] = original
 
 
 def meta_like(tensor: Tensor) -> Tensor:
