@@ -14,7 +14,6 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe.planning.relay import Mode, RelayPlan, passes
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import (
     NETWORKS,
@@ -169,7 +168,7 @@ def run_split(split: Split) -> Result:
 
 def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
     batches = on_device(split.batches())
-    here = Rank(module, NETWORKS, transport, DEVICE, Chain())
+    here = Rank(module, NETWORKS, transport, DEVICE)
     pairs = pair_blocks(module, module.boundaries)
     shapes = infer_shapes(pairs, module.block_loss, batches[0][0], batches[0])
     captured = capture_blocks(here, pairs, lambda batch: batch[0], batches[0])

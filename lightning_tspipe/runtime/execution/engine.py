@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.action import Action, Op
@@ -24,9 +23,10 @@ from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.planning.placement import WHOLE, Placement
 from lightning_tspipe.runtime.execution.executor import RankStages
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.execution.rank import Rank, TrainingMode
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import Captured, Division
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.running import Execution, Run
 from lightning_tspipe.runtime.stages.stage import Stage, StageStatistics
 from lightning_tspipe.runtime.weights.materializing import Materializer
@@ -45,9 +45,8 @@ class Engine(ABC):
         materializer: Where the values come from, of a module that has none; it stays spread.
 
     Attributes:
-        cuts: For each network the first atom of each stage, and the number of atoms.
         pipeline: The stages and their ranks.
-        whole: How the networks are divided as the module has them: a frozen part is of one.
+        whole: The placement of the networks as the module has them: a frozen part is of one.
         shards: Who owns which parameters.
         is_loss_rank: Whether this rank computes the loss of a chain, logs and saves.
         computes_loss: Whether it runs the step with a loss: that of a chain, or of its own stages.
@@ -78,16 +77,11 @@ class Engine(ABC):
         self.captured = captured
         self.placement = placement
         self.materializer = materializer
-        division = Division.of(captured, placement)
-        self.cuts = division.cuts
-        self.pipeline: Pipeline = self.mode.layout(captured, division)
-        self.whole = self.mode.whole(division)
+        self.pipeline: Pipeline = self.mode.layout(captured, placement)
+        self.whole = self.mode.whole(placement)
         for name, network in captured.whole.networks.items():
             network.check_cuts(self.whole.cuts[name])
-        self.shards = Shards(
-            self.module, captured.held, division.cuts, division.ranks, placement.holders,
-            captured.followed,
-        )  # fmt: skip
+        self.shards = Shards(self.module, captured, placement)
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
             self.shards.stays_spread = True
@@ -115,52 +109,49 @@ class Engine(ABC):
         """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
         return []
 
-    def runner(self, plan: StepPlan) -> StepRunner:
-        """Runs a captured step on this rank."""
-        return StepRunner(
-            self.module, self.names, plan, is_loss_rank=self.computes_loss,
-            beginning=self.mode.prologue,
-        )  # fmt: skip
-
-    def make_stages(
+    def prepare(
         self,
         captured: Captured,
         pipeline: Pipeline,
+        mode: TrainingMode,
         recorder: Recorder,
         placement: Placement | None = None,
-    ) -> RankStages:
-        """The stages of this rank, which holds their parameters.
+    ) -> Losses:
+        """What runs a captured step on this rank: its losses, and stages that it holds.
 
         Args:
             captured: The step.
             pipeline: The stages and their ranks.
-            recorder: Notes how long the rank waits.
+            mode: The way of training, or of evaluating.
+            recorder: Notes when what ran.
             placement: Says how stages run; None: as they are.
         """
-        layouts = {"student": pipeline.student, "teacher": pipeline.teacher}
         stages = []
         for name, network in captured.networks.items():
+            op = Op.FORWARD if name == "student" else Op.TEACHER
             blocks = {block: self.module.get_submodule(block) for block in network.block_names}
             # BatchNorm that is frozen counts nothing.
             statistics = DeferredStatistics(blocks.values() if network.called_as == name else ())
             run: Run | None = None
             if placement is not None:
-                is_student = name == "student"
                 chain = AtomChain(network.atoms, network.wanted, self.here.compiler)
-                again = placement.recomputed if is_student else frozenset()
-                pieces = WHOLE if is_student else placement.pieces
+                again = placement.recomputed if op is Op.FORWARD else frozenset()
+                pieces = WHOLE if op is Op.FORWARD else placement.pieces
                 run = Execution(chain, blocks, statistics, again, pieces).run
-            layout = layouts[name]
-            assert layout is not None
             stages += [
-                Stage(
-                    Op.FORWARD if name == "student" else Op.TEACHER, index, network, self.context,
-                    StageStatistics(statistics, index), run,
-                )
-                for index, owner in enumerate(layout.ranks)
+                Stage(op, index, network, self.context, StageStatistics(statistics, index), run)
+                for index, owner in enumerate(pipeline.layout(op).ranks)
                 if owner == self.rank
-            ]  # fmt: skip
-        return RankStages(stages, self.transport, recorder)
+            ]
+        runner = StepRunner(
+            self.module, self.names, captured.plan, is_loss_rank=self.computes_loss,
+            beginning=mode.prologue,
+        )  # fmt: skip
+        own = RankStages(stages, self.transport, recorder)
+        losses = Losses(captured.plan, runner, own, self.device)
+        losses.handlers = mode.handlers(losses)
+        own.handlers |= losses.handlers
+        return losses
 
     @abstractmethod
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:

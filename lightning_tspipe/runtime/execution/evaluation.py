@@ -18,12 +18,12 @@ from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.executor import Executor, Handler, StepContext
-from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import Division, StepUnits
+from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 
 _FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
@@ -49,8 +49,8 @@ class Evaluation:
         self._captured = captured = engine.here.capture(step, batch, training=False)
         plan = captured.plan
         trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
-        cuts: dict[NetworkName, tuple[int, ...]] = {}
-        ranks = dict(engine.whole.ranks)
+        cuts: dict[NetworkName, tuple[int, ...]] = {"student": (), "teacher": ()}
+        ranks = engine.whole.ranks
         for name, network in captured.networks.items():
             # A teacher that the training doesn't call lies where the student does.
             like: NetworkName = name if name in trained else "student"
@@ -65,9 +65,12 @@ class Evaluation:
                     "first on"
                 )
             cuts[name] = own
-        self._cuts, mode = cuts, engine.mode.in_evaluation
-        division = Division(cuts, ranks, 1, engine.transport.num_ranks)
-        self._pipeline = mode.layout(captured, division)
+        self._placement = Placement(
+            engine.transport.num_ranks, cuts["student"], ranks["student"], cuts["teacher"],
+            ranks["teacher"],
+        )  # fmt: skip
+        mode = engine.mode.in_evaluation
+        self._pipeline = mode.layout(captured, self._placement)
         forwards = mode.forwards(self._pipeline).ranks
         ranks_forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in forwards)
         self._program = lower(Schedule(self._pipeline, ranks_forwards))
@@ -77,13 +80,8 @@ class Evaluation:
             edges |= edges_from(data_rank, self._pipeline.loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)
         # Of its own: nothing is recorded, and the training's stages keep what they hold.
-        recorder = Recorder()
-        self._stages = engine.make_stages(captured, self._pipeline, recorder)
-        self._runner = engine.runner(plan)
-        self._losses = Losses(plan, self._runner, self._stages, recorder, engine.device)
-        data: dict[Op, Handler] = {Op.DATA: lambda *_: True}
-        handlers = data | self._stages.handlers | mode.handlers(self._losses)
-        self._executor = Executor(handlers, self._stages, recorder)
+        self._losses = engine.prepare(captured, self._pipeline, mode, Recorder())
+        self._stages = self._losses.stages
 
     def run(self, step: Step, batch: Any, stop: str = "") -> Any:
         """One batch.
@@ -117,17 +115,17 @@ class Evaluation:
         seed = self._random_stream()
         inputs: dict[int, tuple[Tensor, ...]] = {}
         if engine.is_data_rank:
-            inputs[0] = self._runner.inputs(step, batch, seed, effects=False)
+            inputs[0] = self._losses.runner.inputs(step, batch, seed, effects=False)
             header = StepHeader.of(batch, inputs[0], stop=stop)
             header.send(engine.transport)
         else:
             header = StepHeader.receive(engine.transport, engine.placement.data_rank)
         engine.stop.hear(header.stop)
-        units = StepUnits(self._captured, self._cuts, 1, header.inputs, engine.context)
+        units = StepUnits(self._captured, self._placement, header.inputs, engine.context)
         context = StepContext(self._index, self._program, {0: units}, inputs)
         self._stages.post_receives(context)
         actions = self._program.schedule.ranks[engine.rank]
-        self._executor.run(context, (a for a in actions if a.op is Op.DATA))
+        self._stages.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
             plan.batch_fields, batch, engine.transport, engine.placement.data_rank, Channel.FIELDS,
             self._pipeline.loss_ranks,
@@ -137,7 +135,7 @@ class Evaluation:
             return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
 
         self._losses.prepare(step, whole, seed)
-        self._executor.run(context, (a for a in actions if a.op is not Op.DATA))
+        self._stages.run(context, (a for a in actions if a.op is not Op.DATA))
         self._losses.done()
         self._stages.finish(self._index, in_training=False)
         self._index += 1

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -61,8 +61,26 @@ class StepContext:
         return action.unit is None or self.units[action.batch].runs(action)
 
 
-class Exchange(ABC):
-    """What moves between ranks, before and after the actions of a step."""
+class Executor(ABC):
+    """Runs the actions of one rank; what moves between ranks before and after is its heirs'.
+
+    Args:
+        transport: How to reach the other ranks.
+        recorder: Notes when what ran, and how long this rank waits.
+
+    Attributes:
+        transport: The same.
+        recorder: The same.
+        handlers: What runs each op; ops that have none are left out.
+        read: Of an action, the version of the weights that it has read and the updates predicted
+            on top of it; empty where there is only one version.
+    """
+
+    def __init__(self, transport: Transport, recorder: Recorder) -> None:
+        self.transport = transport
+        self.recorder = recorder
+        self.handlers: dict[Op, Handler] = {Op.DATA: self._data}
+        self.read: Callable[[Action], tuple[int, int] | tuple[()]] = lambda _: ()
 
     @abstractmethod
     def take(self, step: Any, action: Action) -> None:
@@ -72,67 +90,48 @@ class Exchange(ABC):
     def send(self, step: Any, action: Action) -> None:
         """Send what an action has made to whoever waits for it."""
 
-
-@dataclass(frozen=True)
-class Executor:
-    """Runs the actions of one rank.
-
-    Attributes:
-        handlers: What runs each op; ops that have none are left out.
-        exchange: How actions get what others made.
-        recorder: Notes when what ran.
-        read: Of an action, the version of the weights that it has read and the updates predicted
-            on top of it; empty where there is only one version.
-    """
-
-    handlers: Mapping[Op, Handler]
-    exchange: Exchange
-    recorder: Recorder
-    read: Callable[[Action], tuple[int, int] | tuple[()]] = lambda _: ()
-
-    def run(self, step: StepContext, actions: Iterable[Action]) -> None:
+    def run(self, step: Any, actions: Iterable[Action]) -> None:
         """Run some of the step's actions, in order."""
         for action in actions:
             handler = self.handlers.get(action.op)
             if handler is None or not step.runs(action):
                 continue
-            self.exchange.take(step, action)
+            self.take(step, action)
             started = time.perf_counter()
             if handler(step, action) is not False:
                 self.recorder.ran(step.index, action, started, *self.read(action))
-                self.exchange.send(step, action)
+                self.send(step, action)
+
+    def _data(self, step: Any, action: Action) -> bool:
+        """Hand a batch to the first stages; it was read, and noted, when it was told of."""
+        self.send(step, action)
+        return False
 
 
 Key = tuple[int, Action, str]
 """Of tensors in flight: the batch, the action that makes or reads them, and what they are."""
 
 
-class RankStages(Exchange):
-    """The stages of one rank.
+class RankStages(Executor):
+    """Runs the actions of one rank's stages, and of whoever registers more handlers.
 
     Args:
         stages: The stages.
         transport: How to reach the other ranks.
-        recorder: Notes how long this rank waits.
+        recorder: Notes when what ran, and how long this rank waits.
 
     Attributes:
         buffers: What is in flight between actions.
     """
 
     def __init__(self, stages: Iterable[Stage], transport: Transport, recorder: Recorder) -> None:
+        super().__init__(transport, recorder)
         self._stages = {(stage.op is Op.TEACHER, stage.index): stage for stage in stages}
-        self._transport = transport
-        self._recorder = recorder
         self._receipts: dict[Key, tuple[Receipt, Message]] = {}
         self.buffers: dict[Key, list[Any]] = {}
-        self.handlers: dict[Op, Handler] = {
-            Op.FORWARD: self._forward,
-            Op.TEACHER: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.INPUT_BACKWARD: self._backward,
-            Op.WEIGHT_BACKWARD: self._weight_backward,
-        }
-        """What runs the actions of stages."""
+        self.handlers |= dict.fromkeys((Op.FORWARD, Op.TEACHER), self._forward)
+        self.handlers |= dict.fromkeys((Op.BACKWARD, Op.INPUT_BACKWARD), self._backward)
+        self.handlers[Op.WEIGHT_BACKWARD] = self._weight_backward
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages.values())
@@ -193,10 +192,10 @@ class RankStages(Exchange):
 
     def post_receives(self, step: StepContext) -> None:
         """Ask for all messages of the step, so that no sender waits for this rank's turn."""
-        for message in step.program.receives.get(self._transport.rank, ()):
+        for message in step.program.receives.get(self.transport.rank, ()):
             specs = step.units[message.producer.batch].payload(message)
             if specs:
-                receipt = self._transport.receive(specs, message.source, channel_of(message))
+                receipt = self.transport.receive(specs, message.source, channel_of(message))
                 batch = step.index + message.consumer.batch
                 self._receipts[_key(batch, message)] = receipt, message
 
@@ -215,7 +214,7 @@ class RankStages(Exchange):
         except TransportError as error:
             reader, maker = message.consumer.in_words, message.producer.in_words
             raise TransportError(f"{reader} needs {maker} of batch {key[0]}: {error}") from error
-        self._recorder.paused("receive", started)
+        self.recorder.paused("receive", started)
 
     @override
     def send(self, step: StepContext, action: Action) -> None:
@@ -230,12 +229,12 @@ class RankStages(Exchange):
                 is_input = message.payload == "input"
                 made = [self._chunk(step, message.consumer)] if is_input else self.buffers[key]
                 tensors = [tensor for tensor in made if tensor is not None]
-                self._transport.send(tensors, message.target, channel_of(message), specs)
-        is_read_here = self._transport.rank in step.program.schedule.pipeline.loss_ranks
+                self.transport.send(tensors, message.target, channel_of(message), specs)
+        is_read_here = self.transport.rank in step.program.schedule.pipeline.loss_ranks
         for key in keys:
             if key[2] != "output" or not is_read_here:
                 self.buffers.pop(key, None)
-        self._recorder.paused("send", started)
+        self.recorder.paused("send", started)
 
     def receive_ahead(self, batches: Iterable[int]) -> None:
         """Between two steps: wait for what others have sent of batches in flight."""
@@ -249,8 +248,8 @@ class RankStages(Exchange):
         self.buffers = {key: found for key, found in self.buffers.items() if key[0] > index}
         started = time.perf_counter()
         with waiting(f"the end of batch {index}"):
-            self._transport.finish_step(in_training=in_training)
-        self._recorder.paused("send", started)
+            self.transport.finish_step(in_training=in_training)
+        self.recorder.paused("send", started)
 
     def begin(self, batch: int) -> None:
         """The step of a batch begins: what ran ahead for it counts."""

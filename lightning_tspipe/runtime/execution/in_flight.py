@@ -177,10 +177,10 @@ class InFlight:
 
     def _same(self) -> list[Any]:
         """What has to be the same where another run goes on with batches in flight."""
-        engine = self._engine
+        engine, placement = self._engine, self._engine.placement
         assert engine.weights is not None
-        again = sorted(engine.placement.recomputed)
-        cuts = [[name, *values] for name, values in sorted(engine.cuts.items())]
+        cuts = [[name, *values] for name, values in sorted(placement.cuts.items())]
+        again = sorted(placement.recomputed)
         return [engine.weights.policy.name, engine.rank, cuts, again, "by key"]
 
     def read_back(self, step: StepContext) -> None:

@@ -254,7 +254,6 @@ class Intake:
         key = (header.inputs, 0 if samples is None else samples.known)
         if key not in self._units:
             self._units[key] = StepUnits(
-                engine.captured, engine.cuts, engine.placement.num_microbatches, header.inputs,
-                engine.context, key[1],
-            )  # fmt: skip
+                engine.captured, engine.placement, header.inputs, engine.context, key[1]
+            )
         return self._units[key]

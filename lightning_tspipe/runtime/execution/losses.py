@@ -21,9 +21,8 @@ from lightning_tspipe.capture.plan import StepPlan, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
-from lightning_tspipe.ir.action import Action
-from lightning_tspipe.runtime.execution.executor import OF_LOSS, RankStages, StepContext
-from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.runtime.execution.executor import OF_LOSS, Handler, RankStages, StepContext
 from lightning_tspipe.runtime.stages.captured import StepUnits
 
 Value = tuple[int, ValueRef]
@@ -38,16 +37,16 @@ class Losses:
         plan: The captured step.
         runner: Runs it.
         stages: Hold what the networks give.
-        recorder: Notes when what ran.
         device: Where this rank computes.
+        handlers: What of a rank's actions runs them, in its training mode.
         leaves: What the step's calls gave so far, where gradients are wanted.
     """
 
     plan: StepPlan
     runner: StepRunner
     stages: RankStages
-    recorder: Recorder
     device: torch.device
+    handlers: dict[Op, Handler] = field(default_factory=dict)
     leaves: dict[Value, Tensor] = field(default_factory=dict)
     _given: Mapping[Value, Tensor] = field(default_factory=dict)
     _prepared: tuple[Step, Callable[[], Any], int] | None = None
@@ -103,7 +102,7 @@ class Losses:
     def _note(self) -> None:
         """The loss is there."""
         if self._started is not None and self._context is not None:
-            self.recorder.ran(self._context.index, *self._started)
+            self.stages.recorder.ran(self._context.index, *self._started)
         self._started = None
 
     def done(self) -> None:

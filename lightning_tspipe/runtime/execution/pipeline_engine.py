@@ -25,10 +25,9 @@ from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.executor import Executor, Handler, StepContext
+from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.execution.in_flight import InFlight
 from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
-from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.channels import Lane, edges_from, program_edges
@@ -82,7 +81,10 @@ class PipelineEngine(Engine):
         if here.replicas.number > 1:
             by_stage = self.shards.by_stage(self.rank)
             self._reduction = GradientReduction(by_stage, here.replicas.peers)
-        self.stages = self.make_stages(captured, pipeline, self.recorder, placement)
+        self.losses = self.prepare(captured, pipeline, self.mode, self.recorder, placement)
+        self.stages, self._runner = self.losses.stages, self.losses.runner
+        self.stages.handlers[Op.EFFECTS] = self._effects
+        self.stages.read = self._read
         if policy is not None:
             own = self.shards.by_stage(self.rank)
             trained = [p for stage in own.keys() - {REST} for p in own[stage] if p.requires_grad]
@@ -90,14 +92,8 @@ class PipelineEngine(Engine):
                 policy, self.rank, self.transport.num_ranks, self.module, trained
             )
             self.stages.use_versions(Op.FORWARD, self.weights)
-        self._runner = self.runner(plan)
         self.intake = Intake(self, self._programs, self._runner)
-        self.losses = Losses(plan, self._runner, self.stages, self.recorder, self.device)
-        of_losses = self.mode.handlers(self.losses)
-        of_engine: dict[Op, Handler] = {Op.EFFECTS: self._effects, Op.DATA: self._data}
-        handlers = of_engine | self.stages.handlers | of_losses
-        self._executor = Executor(handlers, self.stages, self.recorder, self._read)
-        self._ends = _SECOND_HALF | of_losses.keys()
+        self._ends = _SECOND_HALF | self.losses.handlers.keys()
         self._pace = self.mode.pace(self.transport, pipeline, placement)
         # Between two steps, as in a checkpoint, no rank may wait for what another one asks for in
         # a later step.
@@ -154,7 +150,7 @@ class PipelineEngine(Engine):
         context, header = self._open_step(step, batch, ahead)
         self._step = step, header, context
         self.batch_size = header.batch_size
-        run = partial(self._executor.run, context)
+        run = partial(self.stages.run, context)
         scheduled = context.program.schedule.ranks[self.rank]
         run(action for action in scheduled if action.op is Op.DATA)
         self.stages.post_receives(context)
@@ -185,11 +181,6 @@ class PipelineEngine(Engine):
             self._runner.effects(step, header.batch(), self._seed + context.index)
         return True
 
-    def _data(self, context: StepContext, action: Action) -> bool:
-        """Hand a batch to the first stages; it was read, and noted, when it was told of."""
-        self.stages.send(context, action)
-        return False
-
     def _open_step(
         self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
     ) -> tuple[StepContext, StepHeader]:
@@ -208,7 +199,7 @@ class PipelineEngine(Engine):
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
         assert self._step is not None
         _, _, context = self._step
-        run = partial(self._executor.run, context)
+        run = partial(self.stages.run, context)
         if self.computes_loss:
             assert run_backward is not None
             self.losses.prepare_backward(run_backward)
@@ -241,7 +232,7 @@ class PipelineEngine(Engine):
         inputs = self.intake.inputs(headers, number - 1)
         context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
         self.stages.post_receives(context)
-        self._executor.run(context, program.schedule.ranks[self.rank])
+        self.stages.run(context, program.schedule.ranks[self.rank])
         self._finish(context)
 
     @override

@@ -9,28 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Protocol
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Message
 from lightning_tspipe.ir.pipeline import NetworkLayout
-from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork, UnitShapes
-
-
-class Held(Protocol):
-    """A network as far as it is divided among ranks; names are those of the LightningModule."""
-
-    @property
-    def atoms(self) -> Sequence[Atom]:
-        """What cuts may separate."""
-
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        """The submodules that it consists of."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +34,12 @@ class Captured:
 
     plan: StepPlan
     networks: dict[NetworkName, ChainNetwork]
-    beside: Mapping[NetworkName, Held] = field(default_factory=dict)
+    beside: Mapping[NetworkName, Heads] = field(default_factory=dict)
     followed: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def held(self) -> dict[NetworkName, Held]:
-        """All that is divided among the ranks."""
+    def held(self) -> dict[NetworkName, ChainNetwork | Heads]:
+        """All whose atoms are divided among the ranks; names are those of the LightningModule."""
         return {**self.networks, **self.beside}
 
     @property
@@ -61,42 +48,16 @@ class Captured:
         networks = {name: x for name, x in self.networks.items() if x.called_as == name}
         return replace(self, networks=networks)
 
-
-@dataclass(frozen=True)
-class Division:
-    """Where networks are cut, and which ranks have their stages.
-
-    Attributes:
-        cuts: For each network the first atom of each stage, and the number of atoms.
-        ranks: The rank of each of its stages.
-        num_microbatches: Micro-batches per call.
-        num_ranks: Ranks of the pipeline.
-    """
-
-    cuts: Mapping[NetworkName, tuple[int, ...]]
-    ranks: Mapping[NetworkName, tuple[int, ...]]
-    num_microbatches: int
-    num_ranks: int
-
-    @classmethod
-    def of(cls, captured: Captured, placement: Placement) -> Division:
-        """As a placement has it."""
-        cuts: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_cuts}
-        ranks: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_ranks}
-        if "teacher" in captured.networks:
-            cuts["teacher"], ranks["teacher"] = placement.teacher_cuts, placement.teacher_ranks
-        return cls(cuts, ranks, placement.num_microbatches, placement.num_ranks)
-
-    def layouts(self, captured: Captured) -> dict[NetworkName, NetworkLayout]:
-        """The layout of each network whose calls go through a pipeline."""
+    def layouts(self, placement: Placement) -> dict[NetworkName, NetworkLayout]:
+        """The layout of each network whose calls go through the pipeline."""
         return {
             name: NetworkLayout(
-                self.ranks[name],
-                len(captured.plan.calls_of(network.called_as)),
-                self.num_microbatches,
-                network.output_stages(self.cuts[name]),
+                placement.ranks[name],
+                len(self.plan.calls_of(network.called_as)),
+                placement.num_microbatches,
+                network.output_stages(placement.cuts[name]),
             )
-            for name, network in captured.networks.items()
+            for name, network in self.networks.items()
         }
 
 
@@ -158,8 +119,7 @@ class StepUnits:
 
     Args:
         captured: The captured step.
-        cuts: For each network, the first atom of each stage and the number of atoms.
-        num_microbatches: Micro-batches per call.
+        placement: Where networks are cut, and into how many micro-batches their calls.
         inputs: Specs of the calls' inputs.
         context: The precision plugin's forward context.
         known: What is behind so many atoms of a frozen part is known, and read where they end.
@@ -173,17 +133,16 @@ class StepUnits:
         payload: Specs of the tensors of a message; none if there is nothing to send.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - everything that decides what flows
+    def __init__(
         self,
         captured: Captured,
-        cuts: Mapping[NetworkName, tuple[int, ...]],
-        num_microbatches: int,
+        placement: Placement,
         inputs: Sequence[TensorSpec],
         context: Callable[[], AbstractContextManager[None]],
         known: int = 0,
     ) -> None:
         self._plan, self._networks = captured.plan, captured.networks
-        self._cuts = cuts
+        self._cuts = placement.cuts
         self._context = context
         self._known = known
         self.inputs = tuple(inputs)
@@ -191,7 +150,7 @@ class StepUnits:
             name: tuple(
                 unit
                 for call in self._plan.calls_of(network.called_as)
-                for unit in self._units_of(network, call, num_microbatches)
+                for unit in self._units_of(network, call, placement.num_microbatches)
             )
             for name, network in self._networks.items()
         }

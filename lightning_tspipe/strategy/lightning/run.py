@@ -18,7 +18,6 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.runtime.faults.stopping import Stop
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport.base import Alone, Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas, gather_among, reduce_among
@@ -152,8 +151,9 @@ class Run(LightningStrategy):
         networks = networks or find_networks(self.module, self.options)
         seed = self.transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
         return Rank(
-            self.module, networks, self.transport, self.root_device, Chain(), seed,
-            self.precision_plugin.forward_context, self.replicas, None, self.stop, self.recorder,
+            self.module, networks, self.transport, self.root_device, seed=seed,
+            context=self.precision_plugin.forward_context, replicas=self.replicas, stop=self.stop,
+            recorder=self.recorder,
         )  # fmt: skip
 
     @property

@@ -18,8 +18,7 @@ from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Prefix
-from lightning_tspipe.runtime.modes.fanout import Fanout
+from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import refuse_teacher, with_frozen
 from lightning_tspipe.runtime.transport.replicas import Replicas

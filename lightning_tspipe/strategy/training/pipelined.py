@@ -186,7 +186,8 @@ class Pipelined:
         """The first batch has been seen: every rank has its stages."""
         names = [atom.parameter_names for atom in engine.captured.held["student"].atoms]
         self.student_stages = tuple(
-            tuple(chain(*names[start:stop])) for start, stop in pairwise(engine.cuts["student"])
+            tuple(chain(*names[start:stop]))
+            for start, stop in pairwise(engine.placement.student_cuts)
         )
         self._pipeline = engine.pipeline
         if self.predicts_teacher:

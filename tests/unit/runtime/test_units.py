@@ -10,6 +10,7 @@ from lightning_tspipe.capture.plan import TensorSpec, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.captured import Captured, StepUnits, split_sizes
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.network import ChainNetwork
@@ -54,7 +55,8 @@ def make_units(
     assert len(network.atoms) == 3
     inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
     captured = Captured(plan, {"student": network})
-    units = StepUnits(captured, {"student": (0, 2, 3)}, num_microbatches, inputs, nullcontext)
+    placement = Placement(2, (0, 2, 3), (1, 0), num_microbatches=num_microbatches)
+    units = StepUnits(captured, placement, inputs, nullcontext)
     return units, network
 
 
@@ -116,7 +118,7 @@ def test_frozen_stages_before_what_is_known_have_nothing_to_do(
     part = FrozenPart(network, 2)
     units = StepUnits(
         Captured(whole._plan, {"student": network, "teacher": part}),
-        {"student": (2, 3), "teacher": (0, 1, 2)}, 1, whole.inputs, nullcontext, known,
+        Placement(2, (2, 3), (0,), (0, 1, 2), (1, 0)), whole.inputs, nullcontext, known,
     )  # fmt: skip
     stages = [Action(Op.TEACHER, stage, 0) for stage in range(2)]
     assert [units.span(action) for action in stages] == spans

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.weights.ownership import Shards
 from tests.local_transport import LocalNetwork, LocalTransport
 from tests.threads import run_on_threads
 
 CPU = torch.device("cpu")
-CUTS = {"student": (0, 1, 3)}
-RANKS = {"student": (1, 0)}
+PLACEMENT = Placement(2, (0, 1, 3), (1, 0))
 
 
 class Module(nn.Module):
@@ -37,7 +38,7 @@ def make(rank: int) -> tuple[Module, Shards]:
         module.training_step, torch.randn(4, 3), 0
     )
     network = ChainNetwork.of("student", module, plan, CPU)
-    shards = Shards(module, {"student": network}, CUTS, RANKS)  # type: ignore[arg-type]
+    shards = Shards(module, Captured(plan, {"student": network}), PLACEMENT)
     shards.place(rank, CPU)
     return module, shards
 
@@ -75,7 +76,7 @@ def test_an_optimizer_made_before_keeps_its_parameters() -> None:
         module.training_step, torch.randn(4, 3), 0
     )
     network = ChainNetwork.of("student", module, plan, CPU)
-    Shards(module, {"student": network}, CUTS, RANKS).place(0, CPU)  # type: ignore[arg-type]
+    Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(0, CPU)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
 
 
@@ -88,7 +89,7 @@ def test_a_weight_that_was_computed_from_parameters_does_not_hold_them() -> None
         module.training_step, torch.randn(4, 3), 0
     )
     network = ChainNetwork.of("student", module, plan, CPU)
-    Shards(module, {"student": network}, CUTS, RANKS).place(1, CPU)  # type: ignore[arg-type]
+    Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(1, CPU)
     assert module.student[2].weight_v.is_meta
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +32,6 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import Pace
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
-from lightning_tspipe.runtime.modes.chain import Blockwise
 from lightning_tspipe.runtime.modes.relay.blocks import (
     BlockOutcome,
     BlockPair,
@@ -120,9 +119,9 @@ class RelayEngine(Engine):
         options: RelayOptions,
         materializer: Materializer | None = None,
     ) -> None:
-        here = replace(here, mode=Blockwise(pipeline_of(passes[0])))
         placement = _placement(captured, pairs, passes, here.transport.num_ranks)
         super().__init__(here, captured, placement, materializer)
+        self.pipeline = pipeline_of(passes[0])  # a chain, as the base class has it, in evaluations
         self.backwards = EarlyBackwards(self.module.parameters())
         self.blocks = Blocks(pairs, shapes, Counter(), self.backwards, options.shares_batchnorm)
         self.passes = [RelayedPass(here, self.blocks, walk) for walk in passes]
@@ -182,7 +181,7 @@ class RelayEngine(Engine):
         x = self._round_inputs[number] if self.is_data_rank else None
         found: dict[int, BlockOutcome] = {}
         for walk in self.passes:
-            found |= walk.run(self._index, x, samples, self.batch)
+            found |= walk.relay(self._index, x, samples, self.batch)
         return found
 
     @override

@@ -27,7 +27,7 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.shares import overlap, share
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.relay import Pass, Work
-from lightning_tspipe.runtime.execution.executor import Exchange, Executor, Handler, StepContext
+from lightning_tspipe.runtime.execution.executor import Executor
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
@@ -90,10 +90,11 @@ def edges_of(program: Program, readers: Iterable[Work]) -> set[Edge]:
 
 
 @dataclass
-class _Step(StepContext):
+class _Step:
     """One batch on its way through a pass.
 
     Attributes:
+        index: Its number.
         own: This rank's share of its samples: the first, and one after the last.
         samples: How many there are in all.
         x: On the data rank, what the first block gets.
@@ -103,20 +104,21 @@ class _Step(StepContext):
         outcomes: Of the losses of the blocks that are trained.
     """
 
-    own: tuple[int, int] = (0, 0)
-    samples: int = 0
-    x: Tensor | None = None
-    asked: Sequence[Inbox] = ()
-    fields: Callable[[], Any] = lambda: None
+    index: int
+    own: tuple[int, int]
+    samples: int
+    x: Tensor | None
+    asked: Sequence[Inbox]
+    fields: Callable[[], Any]
     values: dict[int, Tensor] = field(default_factory=dict)
     outcomes: dict[int, BlockOutcome] = field(default_factory=dict)
 
-    @override
-    def runs(self, action: Action) -> bool:
-        return True  # also for a share without samples: others wait for what it sends
+    def runs(self, _action: Action) -> bool:
+        """Also for a share without samples: others wait for what it sends."""
+        return True
 
 
-class RelayedPass(Exchange):
+class RelayedPass(Executor):
     """One rank's part of a pass, again and again.
 
     Args:
@@ -131,17 +133,15 @@ class RelayedPass(Exchange):
     """
 
     def __init__(self, here: Rank, blocks: Blocks, walk: Pass) -> None:
-        self._here, self._transport, self._recorder = here, here.transport, here.recorder
+        super().__init__(here.transport, here.recorder)
+        self._here = here
         self._blocks = blocks
         self._walk = walk
         schedule = relay(pipeline_of(walk))
         validate(schedule)
         program, me = lower(schedule), here.transport.rank
         self._program = program
-        handlers: dict[Op, Handler] = {
-            Op.DATA: self._data, Op.TEACHER: self._teach, Op.FORWARD: self._train
-        }  # fmt: skip
-        self._executor = Executor(handlers, self, here.recorder)
+        self.handlers |= {Op.TEACHER: self._teach, Op.FORWARD: self._train}
         self._stage = next(i for i, work in enumerate(walk.stages) if me in work.ranks)
         self._work = walk.stages[self._stage]
         self._data_rank = schedule.pipeline.data_rank
@@ -163,7 +163,9 @@ class RelayedPass(Exchange):
         }
         self.edges = edges_of(program, [work for work in walk.stages if self._fields_of(work)])
 
-    def run(self, step: int, x: Tensor | None, samples: int, batch: Any) -> dict[int, BlockOutcome]:
+    def relay(
+        self, step: int, x: Tensor | None, samples: int, batch: Any
+    ) -> dict[int, BlockOutcome]:
         """Relay one batch and compute the losses of this rank's blocks.
 
         Args:
@@ -174,8 +176,8 @@ class RelayedPass(Exchange):
         """
         own = share(self.group.unit, self.group.width, samples)
         asked, fields = self._ask(samples), self._exchange_fields(batch, samples, own)
-        context = _Step(step, self._program, {}, {}, None, own, samples, x, asked, fields)
-        self._executor.run(context, self._program.schedule.ranks[self._transport.rank])
+        context = _Step(step, own, samples, x, asked, fields)
+        self.run(context, self._program.schedule.ranks[self.transport.rank])
         return context.outcomes
 
     # Messages
@@ -208,7 +210,7 @@ class RelayedPass(Exchange):
             started = time.perf_counter()
             with waiting(f"what stage {self._stage} is relayed"):
                 parts = [inbox.take() for inbox in step.asked]
-            self._recorder.paused("receive", started)
+            self.recorder.paused("receive", started)
             value = parts[0] if len(parts) == 1 else torch.cat(parts)
         elif step.x is not None:
             value = step.x[step.own[0] : step.own[1]].detach()
@@ -228,7 +230,7 @@ class RelayedPass(Exchange):
                 block = self._walk.stages[message.consumer.stage].first
                 spec = self._blocks.shapes.input_spec(block, stop - start)
                 outbox.send(tensor[start - first : stop - first], spec)
-        self._recorder.paused("send", started)
+        self.recorder.paused("send", started)
 
     def settle(self) -> None:
         """Between two steps, on all ranks: nothing is under way any more."""
@@ -246,12 +248,12 @@ class RelayedPass(Exchange):
         """
         leaves, structure = pytree.tree_flatten(batch)
         wanted, receipt = self._fields_of(self._work), None
-        if self._transport.rank == self._data_rank:
+        if self.transport.rank == self._data_rank:
             for work in self._walk.stages:
                 self._send_fields(leaves, samples, work)
         elif wanted:
             specs = [TensorSpec.of(_cut(leaves[i], own, samples)) for i in wanted]
-            receipt = self._transport.receive(specs, self._data_rank, Channel.FIELDS)
+            receipt = self.transport.receive(specs, self._data_rank, Channel.FIELDS)
 
         def of_share() -> Any:
             parts = [_cut(leaf, own, samples) for leaf in leaves]
@@ -270,18 +272,13 @@ class RelayedPass(Exchange):
             tensors = [_cut(leaves[i], part, samples) for i in self._fields_of(work)]
             if tensors and rank != self._data_rank:
                 specs = list(map(TensorSpec.of, tensors))
-                self._transport.send(tensors, rank, Channel.FIELDS, specs)
+                self.transport.send(tensors, rank, Channel.FIELDS, specs)
 
     def _fields_of(self, work: Work) -> list[int]:
         fields = self._blocks.shapes.fields
         return sorted({field for block in work.trained for field in fields[block]})
 
     # Work
-
-    def _data(self, step: _Step, action: Action) -> bool:
-        """Hand the batch to the first stages; it was read, and noted, when the step began."""
-        self.send(step, action)
-        return False
 
     def _teach(self, step: _Step, action: Action) -> None:
         """The teacher's blocks: what students get and are to give, and what is relayed."""
@@ -311,13 +308,13 @@ class RelayedPass(Exchange):
                     else:
                         loss = 0.0 * output.sum()
                 weighed = loss if number == step.samples else loss * (number / step.samples)
-                self._recorder.ran(step.index, action, started)
+                self.recorder.ran(step.index, action, started)
                 started = time.perf_counter()
                 stand_in = self._blocks.backwards.run(weighed)
                 step.outcomes[pair.index] = BlockOutcome(stand_in, loss.detach(), number)
                 del output, loss, weighed  # and what they hold on to
                 backward = Action(Op.BACKWARD, self._stage, self.group.unit)
-                self._recorder.ran(step.index, backward, started)
+                self.recorder.ran(step.index, backward, started)
         return False
 
     def sum_gradients(self, *, everywhere: bool = True) -> None:
@@ -327,7 +324,7 @@ class RelayedPass(Exchange):
             parameters = [p for pair in self._trained for p in pair.student.parameters()]
             self.group.sum_gradients(parameters, everywhere=everywhere)
             if everywhere:
-                self._recorder.paused("reduce", started)
+                self.recorder.paused("reduce", started)
 
 
 def _cut(leaf: Any, part: tuple[int, int], samples: int) -> Any:

@@ -1,7 +1,7 @@
-"""Fan-out: heads on a frozen trunk, each with a loss of its own.
+"""Frozen beginnings: a prefix of the student, and a trunk whose heads have losses of their own.
 
-The module runs its step once for each of a rank's heads, on the features that the first one has
-waited for. So the first head's forward and backward run those of all heads of the rank::
+The module of a fan-out runs its step once for each of a rank's heads, on the features that the
+first one has waited for. So the first head's forward and backward run those of all its heads::
 
     0F0 1F0   the step, for heads 0 and 1     0B0 1B0   the backward of the sum of their losses
 """
@@ -9,6 +9,7 @@ waited for. So the first head's forward and backward run those of all heads of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, final
@@ -25,11 +26,48 @@ from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Kept, Known
 from lightning_tspipe.runtime.execution.executor import Handler, Pace, StepContext
 from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.execution.rank import TrainingMode
-from lightning_tspipe.runtime.stages.captured import Captured, Division, values_of_teacher
+from lightning_tspipe.runtime.stages.captured import Captured, values_of_teacher
+from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Edge, Lane, edges_from
 from lightning_tspipe.schedules.fanout import fanout
+
+
+@final
+class Prefix(TrainingMode):
+    """A student whose first atoms are frozen, and run where a teacher would.
+
+    Args:
+        part: The frozen atoms.
+    """
+
+    saves_lookahead: ClassVar[bool] = False  # whoever goes on gets the same from the same weights
+    _coupling: ClassVar[Coupling] = Coupling.PREFIX
+
+    def __init__(self, part: FrozenPart) -> None:
+        super().__init__()
+        self._part = part
+
+    @override
+    def whole(self, placement: Placement) -> Placement:
+        return replace(
+            placement,
+            student_cuts=(*placement.teacher_cuts, *placement.student_cuts[1:]),
+            student_ranks=(*placement.teacher_ranks, *placement.student_ranks),
+            teacher_cuts=(),
+            teacher_ranks=(),
+        )
+
+    @override
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+        front = self._part.front
+        return NOTHING_KNOWN if front is None else Known(samples=front.see(batch, inputs))
+
+    @override
+    def expect(self, headers: Mapping[int, StepHeader]) -> None:
+        if self._part.front is not None:
+            self._part.front.expect({n: header.known.samples for n, header in headers.items()})
 
 
 @final
@@ -56,11 +94,11 @@ class Fanout(TrainingMode):
         self._kept: dict[int, Kept | None] = {}
 
     @override
-    def layout(self, captured: Captured, division: Division) -> Pipeline:
-        trunk, number = division.layouts(captured)["teacher"], division.num_ranks
-        outputs = frozenset(range(len(self._heads.atoms)))
-        heads = NetworkLayout(division.ranks["student"], 1, 1, outputs)
-        return Pipeline(number, heads, trunk, number - 1, LOSS_RANK, Coupling.FANOUT)
+    def layout(self, captured: Captured, placement: Placement) -> Pipeline:
+        trunk, outputs = captured.layouts(placement)["teacher"], range(len(self._heads.atoms))
+        heads = NetworkLayout(placement.student_ranks, 1, 1, frozenset(outputs))
+        data_rank, coupling = placement.data_rank, Coupling.FANOUT
+        return Pipeline(placement.num_ranks, heads, trunk, data_rank, LOSS_RANK, coupling)
 
     @property
     @override
