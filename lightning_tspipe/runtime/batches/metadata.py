@@ -107,18 +107,6 @@ class StepHeader:
             return len(self.known.kept.ids)
         return max(spec.shape[0] for spec in self.inputs)
 
-    def send(self, transport: Transport) -> None:
-        """Tell all other ranks."""
-        transport.broadcast_object(self, transport.rank)
-
-    @classmethod
-    def receive(cls, transport: Transport, data_rank: int) -> StepHeader:
-        """Hear from the data rank."""
-        with waiting("the start of a step"):
-            header = transport.receive_object(data_rank)
-        assert isinstance(header, StepHeader), f"expected the header of a step, got {header!r}"
-        return header
-
     def exchange_fields(  # noqa: PLR0913, PLR0917 - who gives what to whom
         self,
         fields: Sequence[int],

@@ -114,13 +114,12 @@ class Evaluation:
         engine, plan = self._engine, self._captured.plan
         seed = self._random_stream()
         inputs: dict[int, tuple[Tensor, ...]] = {}
-        if engine.is_data_rank:
+
+        def describe() -> StepHeader:
             inputs[0] = self._losses.runner.inputs(step, batch, seed, effects=False)
-            header = StepHeader.of(batch, inputs[0], stop=stop)
-            header.send(engine.transport)
-        else:
-            header = StepHeader.receive(engine.transport, engine.placement.data_rank)
-        engine.stop.hear(header.stop)
+            return StepHeader.of(batch, inputs[0], stop=stop)
+
+        header = engine.share_header(describe)
         units = StepUnits(self._captured, self._placement, header.inputs, engine.context)
         context = StepContext(self._index, self._program, {0: units}, inputs)
         self._stages.post_receives(context)

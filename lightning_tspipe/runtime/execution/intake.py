@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -22,6 +22,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import (
     NOTHING_KNOWN,
     Announcements,
@@ -46,8 +47,7 @@ class Programs:
         schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``; of heads, the first one runs
             their trunk ahead and the others don't.
         costs: Costs of the stages, for the order of actions; None for equal ones.
-        split: Student stages whose backwards may run in two halves.
-        depth: How far the trunk of heads runs ahead.
+        placement: Says which backwards may run in two halves, and how far a trunk runs ahead.
 
     Attributes:
         of: The program of a step, by ``fresh`` (nothing of its batch has been done in a step
@@ -58,22 +58,14 @@ class Programs:
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        schedule: str,
-        costs: CostTable | None,
-        split: frozenset[int],
-        depth: int,
+        self, pipeline: Pipeline, schedule: str, costs: CostTable | None, placement: Placement
     ) -> None:
-        costs = costs or CostTable.uniform(pipeline)
+        costs, depth = costs or CostTable.uniform(pipeline), placement.depth
+        build = partial(build_step, schedule, pipeline, costs, split=placement.split, depth=depth)
 
         @cache
         def program_of(*, fresh: bool, ahead: int) -> Program:
-            program = lower(
-                build_step(
-                    schedule, pipeline, costs, fresh=fresh, ahead=ahead, split=split, depth=depth
-                )
-            )
+            program = lower(build(fresh=fresh, ahead=ahead))
             validate(program.schedule)
             return program
 

@@ -9,7 +9,7 @@ The step's caller runs the backward of what it returns, so that a loss is run in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class Losses:
         device: Where this rank computes.
         handlers: What of a rank's actions runs them, in its training mode.
         leaves: What the step's calls gave so far, where gradients are wanted.
+        given: The networks' values in this step, if they are not those that were computed.
     """
 
     plan: StepPlan
@@ -48,7 +49,7 @@ class Losses:
     device: torch.device
     handlers: dict[Op, Handler] = field(default_factory=dict)
     leaves: dict[Value, Tensor] = field(default_factory=dict)
-    _given: Mapping[Value, Tensor] = field(default_factory=dict)
+    given: Mapping[Value, Tensor] = field(default_factory=dict)
     _prepared: tuple[Step, Callable[[], Any], int] | None = None
     _context: StepContext | None = None
     _started: tuple[Action, float] | None = None
@@ -68,15 +69,6 @@ class Losses:
         """The caller is about to have the backward run, in the middle of the replay at times."""
         self._run_backward = run_backward
         self._note()
-
-    def give(self, values: Mapping[Value, Tensor]) -> None:
-        """In this step the networks' values are these."""
-        self._given = values
-
-    def computed(self, context: StepContext, values: Sequence[Value]) -> list[Tensor]:
-        """Values of the networks' calls of this batch, whole."""
-        units = context.units[0]
-        return [self.stages.value(context.index, units, *value) for value in values]
 
     def run(self, context: StepContext, action: Action) -> bool:
         """Run the half of a loss whose turn it is; whether it is over."""
@@ -108,7 +100,7 @@ class Losses:
     def done(self) -> None:
         """The step is over: a replay that goes on can't call networks any more."""
         self._context = self._prepared = None
-        self._given = {}
+        self.given = {}
 
     def _output(self, call: int, ref: ValueRef) -> Tensor:
         context = self._context
@@ -119,9 +111,9 @@ class Losses:
                 "there and back. Make all calls before the first optimizer.step, or update one "
                 "network per batch, as in `if batch_idx % 2 == 0: opt_a.step()`"
             )
-        if self._given:
-            return self._given[call, ref]
-        (tensor,) = self.computed(context, [(call, ref)])
+        if self.given:
+            return self.given[call, ref]
+        tensor = self.stages.value(context.index, context.units[0], call, ref)
         units = context.units[0].units[self.plan.calls[call].network]
         spec = next(u.shapes.outputs[ref] for u in units if u.call == call and u.shapes is not None)
         if spec.requires_grad and torch.is_grad_enabled():

@@ -70,7 +70,7 @@ class PipelineEngine(Engine):
     ) -> None:
         super().__init__(here, captured, placement, materializer)
         pipeline, plan = self.pipeline, captured.plan
-        self._programs = Programs(pipeline, schedule, costs, placement.split, placement.depth)
+        self._programs = Programs(pipeline, schedule, costs, placement)
         self.lookahead = self._programs.announced
         # Of the step of which all others are parts: nothing was done before, all may run ahead.
         edges = program_edges(self._programs.of(fresh=True, ahead=max(self._programs.lookahead)))
@@ -112,12 +112,12 @@ class PipelineEngine(Engine):
         return read.version, read.predicted
 
     @property
-    @override
     def outputs(self) -> list[Tensor]:
+        """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
         return list(self.losses.leaves.values())
 
-    @override
     def suspended(self) -> AbstractContextManager[None]:
+        """While inside, a replay that is running pauses: the networks are at hand."""
         return self._runner.suspended()
 
     # A step
@@ -238,7 +238,7 @@ class PipelineEngine(Engine):
     @override
     def note_optimizer(self, started: float) -> None:
         if self._step is None:
-            self._note_optimizer(started, self._index - 1)
+            self.recorder.ran(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
 
     # Between two steps
 
@@ -247,8 +247,7 @@ class PipelineEngine(Engine):
         teacher = self.captured.networks.get("teacher")
         if teacher is None or self.prediction is not None:
             return
-        blocks = {name: self.module.get_submodule(name) for name in teacher.block_names}
-        self.prediction = TeacherPrediction(blocks, self._teacher_before)
+        self.prediction = TeacherPrediction(teacher.blocks, self._teacher_before)
         self.stages.use_versions(Op.TEACHER, self.prediction)
 
     @override
@@ -259,7 +258,6 @@ class PipelineEngine(Engine):
     def settle(self, *, keeps_flights: bool = False) -> None:
         if not keeps_flights and self.weights is not None and self._in_flight.units:
             self._in_flight.drop()
-            self.weights.drain()
 
     @override
     def ahead(self) -> dict[str, Any] | None:
@@ -281,8 +279,6 @@ class PipelineEngine(Engine):
     def drain(self) -> None:
         self._in_flight.drop()
         self.intake.drop()
-        if self.weights is not None:
-            self.weights.drain()
 
 
 def _is_ahead(action: Action) -> bool:

@@ -137,9 +137,10 @@ class Fanout(TrainingMode):
         if kept is not None:
             assert self._cache is not None
             values = values_of_teacher(losses.plan)
-            computed = losses.computed(context, values) if kept.rows else []
+            made, units = values if kept.rows else [], context.units[0]
+            computed = [losses.stages.value(context.index, units, *value) for value in made]
             whole = self._cache.whole(kept, computed, self._heads.device)
-            losses.give(dict(zip(values, whole, strict=True)))
+            losses.given = dict(zip(values, whole, strict=True))
 
     @override
     def reuses_inputs(self, plan: StepPlan) -> bool:

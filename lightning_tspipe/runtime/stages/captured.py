@@ -72,13 +72,9 @@ def values_of_teacher(plan: StepPlan) -> list[tuple[int, ValueRef]]:
     ]
 
 
-NETWORK_OF: dict[Op, NetworkName] = {
-    Op.FORWARD: "student",
-    Op.BACKWARD: "student",
-    Op.INPUT_BACKWARD: "student",
-    Op.WEIGHT_BACKWARD: "student",
-    Op.TEACHER: "teacher",
-}
+def network_of(op: Op) -> NetworkName:
+    """The network on whose stages an op works."""
+    return "teacher" if op is Op.TEACHER else "student"
 
 
 def split_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
@@ -180,10 +176,10 @@ class StepUnits:
     def of(self, action: Action) -> Unit:
         """The unit of an action."""
         assert action.unit is not None
-        return self.units[NETWORK_OF[action.op]][action.unit]
+        return self.units[network_of(action.op)][action.unit]
 
     def _span(self, action: Action) -> tuple[int, int]:
-        cuts, unit = self._cuts[NETWORK_OF[action.op]], self.of(action)
+        cuts, unit = self._cuts[network_of(action.op)], self.of(action)
         if unit.shapes is None:
             return 0, 0
         start, stop = cuts[action.stage], min(cuts[action.stage + 1], unit.end)
@@ -196,7 +192,7 @@ class StepUnits:
 
     def runs(self, action: Action) -> bool:
         """Whether there is anything to do: atoms to run, or something known to be read."""
-        if NETWORK_OF[action.op] not in self.units:
+        if network_of(action.op) not in self.units:
             return True  # of heads, which are no chain of atoms
         if self.of(action).shapes is None:
             return False
@@ -209,7 +205,7 @@ class StepUnits:
 
     def _goes_on_at(self, action: Action) -> int | None:
         """The stage of a frozen part that reads what is known; None if nothing is."""
-        name = NETWORK_OF[action.op]
+        name = network_of(action.op)
         if not self._known or self._networks[name].called_as == name:
             return None
         cuts = self._cuts[name]
@@ -219,7 +215,7 @@ class StepUnits:
     def microbatches_at(self, action: Action) -> dict[int, int]:
         """For each call, in order, how many of its micro-batches run at the action's stage."""
         counts: dict[int, int] = {}
-        for index, unit in enumerate(self.units[NETWORK_OF[action.op]]):
+        for index, unit in enumerate(self.units[network_of(action.op)]):
             if self.runs(Action(action.op, action.stage, index)):
                 counts[unit.call] = counts.get(unit.call, 0) + 1
         return counts
@@ -228,7 +224,7 @@ class StepUnits:
         shapes, (first, last) = self.of(action).shapes, self.span(action)
         if shapes is None:
             return ()
-        refs = self._networks[NETWORK_OF[action.op]].outputs_between(first, last)
+        refs = self._networks[network_of(action.op)].outputs_between(first, last)
         return tuple(ref for ref in refs if ref in shapes.outputs)
 
     def output_specs(self, action: Action) -> dict[ValueRef, TensorSpec]:
@@ -243,7 +239,7 @@ class StepUnits:
     def _forwards_of(self, call: int) -> Iterator[Action]:
         called = self._plan.calls[call].network
         for op in (Op.TEACHER, Op.FORWARD):
-            name = NETWORK_OF[op]
+            name = network_of(op)
             if name not in self._networks or self._networks[name].called_as != called:
                 continue
             for index, unit in enumerate(self.units[name]):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,8 +21,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.batches.metadata import Samples
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.stages.running import Run
+from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
 
 
 @dataclass(frozen=True)
@@ -112,16 +110,6 @@ class FrozenPart(ChainNetwork):
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
         return super().run(received, start, stop, grad=False)[0]
-
-    @override
-    def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
-        """The stages that emit something that the step uses; the last one need not.
-
-        Args:
-            cuts: First atom of each stage, and the number of frozen atoms.
-        """
-        pairs = enumerate(pairwise(cuts))
-        return frozenset(n for n, (start, stop) in pairs if self.outputs_between(start, stop))
 
 
 def refuse_teacher(captured: Captured) -> None:

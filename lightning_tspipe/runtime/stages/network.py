@@ -25,7 +25,10 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, function_atom
-from lightning_tspipe.runtime.stages.running import Run
+
+Ran = tuple[Tensors, list[tuple[int, int, Tensor]]]
+Run = Callable[[Tensors, int, int], Ran]
+"""Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class ChainNetwork:
         chain: Its atoms, which run; parameter names are those of the LightningModule.
         ends: For each link, one after its last atom.
         refs: The values that the step uses, and where atoms give them.
-        modules: The declared submodules and all that are in them.
+        blocks: The declared submodules, by name.
+        modules: These and all that are in them.
         wanted: The outputs of atoms that the step uses.
     """
 
@@ -69,8 +73,8 @@ class ChainNetwork:
     refs: Mapping[ValueRef, OutputRef]
 
     def __post_init__(self) -> None:
-        blocks = map(self.module.get_submodule, self.block_names)
-        self.modules = [module for block in blocks for module in block.modules()]
+        self.blocks = {name: self.module.get_submodule(name) for name in self.block_names}
+        self.modules = [module for block in self.blocks.values() for module in block.modules()]
         self.wanted = frozenset(self.refs.values())
         self._values = {(o.atom, o.slot): ref for ref, o in self.refs.items()}
         self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
@@ -157,13 +161,14 @@ class ChainNetwork:
         return self.ends[num_links - 1]
 
     def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
-        """The stages that emit something that the step uses.
+        """The stages that emit something that the step uses, and the last; a frozen one need not.
 
         Args:
             cuts: First atom of each stage, and the number of atoms.
         """
-        stages = {_stage_of(output.atom, cuts) for output in self.refs.values()}
-        return frozenset(stages | {len(cuts) - 2})
+        atoms = [output.atom for output in self.refs.values() if output.atom < cuts[-1]]
+        last = {len(cuts) - 2} if self.called_as == self.name else set()
+        return frozenset({_stage_of(atom, cuts) for atom in atoms} | last)
 
     def outputs_between(self, start: int, stop: int) -> tuple[ValueRef, ...]:
         """The used values that atoms from ``start`` up to ``stop`` emit."""

@@ -175,19 +175,16 @@ class BlockPlanner:
     def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
         started = time.perf_counter()
         device = self._here.device
-        module: Any = self._here.module
         pair.teacher.to(device)
         pair.student.to(device)
         found = measure_block(
             pair,
-            module.block_loss,
+            self._here,
             self.shapes,
             sizes,
             self._batch,
-            device,
             steps=self._callback.profile_steps,
             moments=max((moments(o.defaults) for o in self._optimizers), default=0),
-            context=self._here.context,
             flops_per_second=nominal_rate(self._options, device),
         )
         took = time.perf_counter() - started

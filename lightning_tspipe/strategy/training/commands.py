@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.optimizers import (
     parameters_of,
@@ -48,11 +48,9 @@ class Commands:
         self.student = [parameter for block in blocks for parameter in block.parameters()]
 
     @property
-    def engine(self) -> Engine:
-        """The pipeline."""
-        engine = self._run.engine
-        assert engine is not None
-        return engine
+    def engine(self) -> PipelineEngine:
+        """The pipeline; a relay's engine has no commands to follow."""
+        return cast("PipelineEngine", self._run.engine)
 
     @property
     def module(self) -> Any:

@@ -243,13 +243,6 @@ def _refusal(
     )
 
 
-def through(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """One block after the other."""
-    for block in blocks:
-        x = block(x)
-    return x
-
-
 @dataclass(frozen=True)
 class BlockOutcome:
     """What a block's loss is on this rank.

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import NetworkName
-from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay import Pass
@@ -32,14 +32,13 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import Pace
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
-from lightning_tspipe.runtime.modes.relay.blocks import (
-    BlockOutcome,
-    BlockPair,
-    BlockShapes,
-    through,
+from lightning_tspipe.runtime.modes.relay.blocks import BlockOutcome, BlockPair, BlockShapes
+from lightning_tspipe.runtime.modes.relay.passes import (
+    Blocks,
+    EarlyBackwards,
+    RelayedPass,
+    pipeline_of,
 )
-from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
-from lightning_tspipe.runtime.modes.relay.passes import Blocks, RelayedPass, pipeline_of
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.channels import Lane
 from lightning_tspipe.runtime.weights.materializing import Materializer
@@ -74,17 +73,16 @@ def capture_blocks(
         batch: A batch, the same on all ranks.
     """
     module: Any = here.module
-    networks: list[tuple[Any, list[nn.Module]]] = [
-        (module.student, [pair.student for pair in pairs]),
-        (module.teacher, [pair.teacher for pair in pairs]),
-    ]
+    student, teacher = module.student, module.teacher
+    # A list of blocks has no forward of its own.
+    if isinstance(student, nn.ModuleList):
+        student = nn.Sequential(*(pair.student for pair in pairs))
+    if isinstance(teacher, nn.ModuleList):
+        teacher = nn.Sequential(*(pair.teacher for pair in pairs))
 
     def step(batch: Any) -> list[Tensor]:
         x = block_input(batch)
-        return [
-            through(blocks, x) if isinstance(network, nn.ModuleList) else network(x)
-            for network, blocks in networks
-        ]
+        return [student(x), teacher(x)]
 
     return here.capture(step, batch, training=False)
 
@@ -125,6 +123,7 @@ class RelayEngine(Engine):
         self.backwards = EarlyBackwards(self.module.parameters())
         self.blocks = Blocks(pairs, shapes, Counter(), self.backwards, options.shares_batchnorm)
         self.passes = [RelayedPass(here, self.blocks, walk) for walk in passes]
+        self.is_copy = any(walk.group.unit > 0 for walk in self.passes)
         self.options = options
         self.transport.steps_under_way = max(1, options.run_ahead) + len(passes[0].stages)
         edges = {edge for walk in self.passes for edge in walk.edges}
@@ -137,11 +136,6 @@ class RelayEngine(Engine):
         self._round_inputs: list[Tensor] = []
         self.batch: Any = None
 
-    @property
-    @override
-    def is_copy(self) -> bool:
-        return any(walk.group.unit > 0 for walk in self.passes)
-
     def begin(self, batch: Any, make_inputs: Callable[[Any], Sequence[Tensor]]) -> None:
         """All ranks begin a step.
 
@@ -153,10 +147,13 @@ class RelayEngine(Engine):
         self._pace.wait()
         self.recorder.paused("send", started)
         started = time.perf_counter()
-        if self.is_data_rank:
+
+        def describe() -> StepHeader:
             self._round_inputs = list(make_inputs(batch))
-            self._header = StepHeader.of(batch, self._round_inputs, stop=self.stop.next_word())
-            self._header.send(self.transport)
+            return StepHeader.of(batch, self._round_inputs, stop=self.stop.next_word())
+
+        self._header = self.share_header(describe)
+        if self.is_data_rank:
             self.batch = batch
             loaded = sum(
                 leaf.nbytes for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)
@@ -164,10 +161,8 @@ class RelayEngine(Engine):
             self.bytes_loaded += loaded * sum(walk.num_readers for walk in self.passes)
             self.recorder.ran(self._index, Action(Op.DATA, self.rank), started)
         else:
-            self._header = StepHeader.receive(self.transport, self.placement.data_rank)
             self.batch = self._header.batch()
             self.recorder.paused("receive", started)
-        self.stop.hear(self._header.stop)
         self.batch_size = self._header.inputs[0].shape[0]
 
     def run_round(self, number: int) -> dict[int, BlockOutcome]:
@@ -229,17 +224,10 @@ class RelayEngine(Engine):
             walk.settle()
 
     @override
-    def predict_teacher(self) -> None:
-        pass  # nothing runs ahead of its step
-
-    @override
-    def run_ahead(self, step: Step, batch: Any) -> None:
-        pass  # as above
-
-    @override
     def note_optimizer(self, started: float) -> None:
         # In between, the next step has not begun.
-        self._note_optimizer(started, self._index - (self._header is None))
+        index = self._index - (self._header is None)
+        self.recorder.ran(index, Action(Op.OPTIMIZER, self.rank), started)
 
 
 def _placement(

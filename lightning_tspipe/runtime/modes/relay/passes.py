@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
@@ -32,7 +32,6 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.modes.relay.blocks import BlockOutcome, BlockPair, BlockShapes
-from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
 from lightning_tspipe.runtime.modes.relay.edges import Inbox, Outbox, StageGroup
 from lightning_tspipe.runtime.transport.channels import (
     Channel,
@@ -42,6 +41,69 @@ from lightning_tspipe.runtime.transport.channels import (
     edges_from,
 )
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
+
+
+class EarlyBackwards:
+    """Runs backwards before their time, right behind the forwards of their blocks.
+
+    Blocks have nothing in common, so that a block's activations can go before the next block runs:
+    a rank holds those of one block at a time. Gradients are zeroed between the step and its
+    backward, as Lightning has it; until then they lie aside::
+
+        training_step   F0 B0 | F1 B1 | F2 B2     gradients lie aside
+        zero_grad
+        backward        of what stands for the losses; then gradients come to their parameters
+
+    Args:
+        parameters: All that a loss may reach.
+        factor: By what the losses will be multiplied before their backward, as far as is known:
+            small gradients would be lost without it where they have few bits.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], factor: Callable[[], float | Tensor] = lambda: 1.0
+    ) -> None:
+        self._parameters = [p for p in parameters if not p.is_meta]
+        self.factor = factor
+        self._aside: list[tuple[Tensor, float | Tensor, list[tuple[nn.Parameter, Tensor]]]] = []
+        """What stands for a loss, by what this was multiplied, and what its backward gave."""
+
+    def run(self, loss: Tensor) -> Tensor:
+        """The backward of a loss.
+
+        Returns:
+            What stands for the loss: its value, which wants a gradient and holds no graph.
+        """
+        factor, gradients = self.factor(), []
+        if loss.requires_grad:
+            before = [(p, p.grad) for p in self._parameters]
+            for parameter, _ in before:
+                parameter.grad = None
+            try:
+                (loss * factor).backward()
+                gradients = [(p, p.grad) for p, _ in before if p.grad is not None]
+            finally:
+                for parameter, gradient in before:
+                    parameter.grad = gradient
+        stand_in = loss.detach().requires_grad_()
+        self._aside.append((stand_in, factor, gradients))
+        return stand_in
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After the backward of what stands for the losses: gradients come to their parameters."""
+        aside, self._aside = self._aside, []
+        for stand_in, factor, gradients in aside:
+            wanted = stand_in.grad
+            if wanted is None:  # this loss takes no part
+                continue
+            if gradients:
+                torch._foreach_mul_([g for _, g in gradients], wanted / factor)
+            for parameter, gradient in gradients:
+                if parameter.grad is None:
+                    parameter.grad = gradient
+                else:
+                    parameter.grad.add_(gradient)
 
 
 @dataclass
@@ -137,10 +199,9 @@ class RelayedPass(Executor):
         self._here = here
         self._blocks = blocks
         self._walk = walk
-        schedule = relay(pipeline_of(walk))
+        schedule, me = relay(pipeline_of(walk)), here.transport.rank
         validate(schedule)
-        program, me = lower(schedule), here.transport.rank
-        self._program = program
+        program, self._actions = lower(schedule), schedule.ranks[me]
         self.handlers |= {Op.TEACHER: self._teach, Op.FORWARD: self._train}
         self._stage = next(i for i, work in enumerate(walk.stages) if me in work.ranks)
         self._work = walk.stages[self._stage]
@@ -177,7 +238,7 @@ class RelayedPass(Executor):
         own = share(self.group.unit, self.group.width, samples)
         asked, fields = self._ask(samples), self._exchange_fields(batch, samples, own)
         context = _Step(step, own, samples, x, asked, fields)
-        self.run(context, self._program.schedule.ranks[self.transport.rank])
+        self.run(context, self._actions)
         return context.outcomes
 
     # Messages

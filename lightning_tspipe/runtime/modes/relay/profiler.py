@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -16,51 +15,49 @@ from torch.utils import _pytree as pytree
 from lightning_tspipe.capture import swap
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.relay import BlockProfile
-from lightning_tspipe.runtime.modes.relay.blocks import BlockLoss, BlockPair, BlockShapes
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, BlockShapes
 
 
-def measure_block(  # noqa: PLR0913, PLR0917 -- what a block needs to run
+def measure_block(  # noqa: PLR0913 -- what a block needs to run
     pair: BlockPair,
-    block_loss: BlockLoss,
+    here: Rank,
     shapes: BlockShapes,
     sizes: Sequence[int],
     batch: Any,
-    device: torch.device,
     *,
     steps: int,
     moments: int,
-    context: Callable[[], AbstractContextManager[None]],
     flops_per_second: float | None = None,
 ) -> BlockProfile:
     """Run a block as a training would, for each number of samples; nothing of it changes.
 
     Args:
         pair: The block; with its values on the device.
-        block_loss: Its loss.
+        here: This rank; its module has the loss.
         shapes: What it gets.
         sizes: Numbers of samples.
         batch: A batch, for the loss.
-        device: Where to run.
         steps: Times to run, of which the median counts; fewer where they take long.
         moments: Tensors that the optimizer keeps for each parameter.
-        context: The precision plugin's forward context.
         flops_per_second: If given, operations are counted, and priced by it.
     """
-    blocks = (pair.teacher, pair.student)
+    blocks, device = (pair.teacher, pair.student), here.device
+    module: Any = here.module
     trained = [parameter for parameter in pair.student.parameters() if parameter.requires_grad]
-    modules = [module for block in blocks for module in block.modules()]
+    modules = [part for block in blocks for part in block.modules()]
     teacher: dict[int, float] = {}
     student: dict[int, float] = {}
     activations = 0
 
     def forward(x: Tensor) -> Tensor:
-        with torch.no_grad(), context():
+        with torch.no_grad(), here.context():
             target: Tensor = pair.teacher(x)
         return target
 
     def train(x: Tensor, target: Tensor, part: Any) -> None:
-        with context():
-            loss = block_loss(pair.student(x), target, pair.index, part)
+        with here.context():
+            loss = module.block_loss(pair.student(x), target, pair.index, part)
         if loss.requires_grad:
             loss.backward()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_tspipe.runtime.modes.relay.early_backwards import EarlyBackwards
+from lightning_tspipe.runtime.modes.relay.passes import EarlyBackwards
 
 
 def losses(blocks: nn.ModuleList, x: torch.Tensor) -> list[torch.Tensor]:
