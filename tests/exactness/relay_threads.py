@@ -161,7 +161,7 @@ def run_split(split: Split) -> Result:
     return Result(
         found[0][1],
         [held for _, _, held in found],
-        sum((engine.blocks.forwards for engine in engines), Counter()),
+        sum((engine.forwards for engine in engines), Counter()),
         sum(engine.bytes_loaded for engine in engines),
     )
 

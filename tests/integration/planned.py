@@ -167,7 +167,7 @@ def pretend(it: Planned) -> None:
     """Have whatever is measured cost what the test says."""
     factor = COSTS[it.costs]
     measured: Any = profiling
-    profile_atoms, measure_block = measured.profile_atoms, vars(block_costs)["measure_block"]
+    profile_atoms, costs_of = measured.profile_atoms, block_costs.BlockPlanner._costs_of
 
     def atoms(*args: Any, **kwargs: Any) -> Any:
         def priced(times: Any, place: int) -> dict[int, float]:
@@ -179,9 +179,9 @@ def pretend(it: Planned) -> None:
             for place, record in enumerate(profile_atoms(*args, **kwargs))
         ]
 
-    def block(pair: Any, *args: Any, **kwargs: Any) -> Any:
-        found = measure_block(pair, *args, **kwargs)
-        if kwargs.get("flops_per_second") is not None:
+    def block(planner: Any, pair: Any, sizes: Any) -> Any:
+        found = costs_of(planner, pair, sizes)
+        if planner._options.plans_by_flops:
             return found
         seconds = {size: factor(pair.index) * size for size in found.teacher}
         return replace(found, teacher=seconds, student=seconds, update=0.0)
@@ -194,7 +194,7 @@ def pretend(it: Planned) -> None:
         return 0.0 if run.__name__ == "inputs" else 0.1 * factor(next(heads))
 
     measured.profile_atoms = atoms
-    vars(block_costs)["measure_block"] = block
+    vars(block_costs)["BlockPlanner"]._costs_of = block
     vars(fanout)["seconds_of"] = head
 
 

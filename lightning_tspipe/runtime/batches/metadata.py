@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import TensorSpec
-from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
 from lightning_tspipe.runtime.transport.channels import Channel
@@ -107,17 +107,16 @@ class StepHeader:
             return len(self.known.kept.ids)
         return max(spec.shape[0] for spec in self.inputs)
 
-    def exchange_fields(  # noqa: PLR0913, PLR0917 - who gives what to whom
+    def exchange_fields(
         self,
         fields: Sequence[int],
         batch: Any,
         transport: Transport,
-        data_rank: int,
         channel: Channel,
-        loss_ranks: Sequence[int] = (LOSS_RANK,),
+        pipeline: Pipeline,
     ) -> Receipt | None:
         """Send the fields that the step reads (data rank), or ask for them (loss ranks)."""
-        rank = transport.rank
+        rank, data_rank, loss_ranks = transport.rank, pipeline.data_rank, pipeline.loss_ranks
         if fields and rank == data_rank:
             leaves = pytree.tree_leaves(batch)
             sent = [leaves[i] for i in fields]

@@ -76,8 +76,8 @@ class Evaluation:
         self._program = lower(Schedule(self._pipeline, ranks_forwards))
         edges = program_edges(self._program)
         if plan.batch_fields:
-            data_rank = engine.placement.data_rank
-            edges |= edges_from(data_rank, self._pipeline.loss_ranks, Lane.FIELDS)
+            data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
+            edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)
         # Of its own: nothing is recorded, and the training's stages keep what they hold.
         self._losses = engine.prepare(captured, self._pipeline, mode, Recorder())
@@ -126,9 +126,8 @@ class Evaluation:
         actions = self._program.schedule.ranks[engine.rank]
         self._stages.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
-            plan.batch_fields, batch, engine.transport, engine.placement.data_rank, Channel.FIELDS,
-            self._pipeline.loss_ranks,
-        )  # fmt: skip
+            plan.batch_fields, batch, engine.transport, Channel.FIELDS, self._pipeline
+        )
 
         def whole() -> Any:
             return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)

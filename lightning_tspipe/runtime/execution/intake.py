@@ -92,7 +92,7 @@ class Intake:
         self._runner = runner
         self._plan = engine.captured.plan
         self._known = Announcements(
-            engine.transport, engine.placement.data_rank, engine.stop.hear, self._ask_early
+            engine.transport, engine.placement.data_rank, engine.stop.hear, self._exchange_early
         )
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         """On the data rank: what the networks get of the batches that were told of."""
@@ -184,8 +184,7 @@ class Intake:
             else:
                 header = self._describe(n, its_step, following)
             self._known.tell(n, header, word if n == number + most else "")
-            if self._programs.steps_early:
-                self._exchange_fields(header, following)
+            self._exchange_early(header, following)
         if len(ahead) < most:
             self._known.tell(number + len(ahead) + 1, None, word)
         engine.recorder.ran(number, Action(Op.DATA, engine.rank), started)
@@ -229,16 +228,15 @@ class Intake:
 
         return whole
 
-    def _ask_early(self, header: StepHeader) -> Receipt | None:
-        """On a rank with a loss: the fields of a batch, if they travel with its description."""
-        return self._exchange_fields(header, None) if self._programs.steps_early else None
+    def _exchange_early(self, header: StepHeader, batch: Any = None) -> Receipt | None:
+        """The same with the description of a batch, if it is told of steps before."""
+        return self._exchange_fields(header, batch) if self._programs.steps_early else None
 
     def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
-        engine = self._engine
+        fields, engine = self._plan.batch_fields, self._engine
         return header.exchange_fields(
-            self._plan.batch_fields, batch, engine.transport, engine.placement.data_rank,
-            Channel.EARLY_FIELDS, engine.pipeline.loss_ranks,
-        )  # fmt: skip
+            fields, batch, engine.transport, Channel.EARLY_FIELDS, engine.pipeline
+        )
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""

@@ -158,7 +158,10 @@ class PipelineEngine(Engine):
         self.stages.begin(self._index)
         actions = [action for action in scheduled if action.op not in {Op.DATA, Op.EFFECTS}]
         stop = next(i for i, action in enumerate(actions) if action.op in self._ends)
-        late = next(i for i, action in enumerate(actions) if i == stop or _is_ahead(action))
+        # The first that reads the teacher as this step leaves it behind.
+        late = next(
+            (i for i, a in enumerate(actions[:stop]) if a.op is Op.TEACHER and a.batch), stop
+        )
         through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
         self._rest = actions[through:]
         seed = self._seed + self._index
@@ -279,8 +282,3 @@ class PipelineEngine(Engine):
     def drain(self) -> None:
         self._in_flight.drop()
         self.intake.drop()
-
-
-def _is_ahead(action: Action) -> bool:
-    """Whether it reads the teacher as this step leaves it behind."""
-    return action.op is Op.TEACHER and action.batch > 0

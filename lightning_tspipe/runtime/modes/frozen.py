@@ -87,7 +87,9 @@ class Fanout(TrainingMode):
         self.beside = {"student": heads}
         self.apart = heads.student
         self.forwards = partial(fanout, before=0, following=0, depth=0)
-        self.rehearsing, self.prologue = heads.rehearsing, heads.beginning
+        self.rehearsing = heads.rehearsing
+        # One head is enough to see what a step gives the trunk.
+        self.prologue = partial(heads.student.trains, heads.student.names[:1], rehearses=True)
         self._heads = heads
         self._trains = trains
         self._cache = heads.cache if trains else None

@@ -75,11 +75,7 @@ class Heads:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        block: str,
-        device: torch.device,
-        cache: FeatureCache | None = None,
+        self, module: nn.Module, block: str, device: torch.device, cache: FeatureCache | None = None
     ) -> None:
         student = module.get_submodule(block)
         assert isinstance(student, StudentFanout)
@@ -108,10 +104,4 @@ class Heads:
             swap.TensorSwap(list(self.student.modules()), filled)(),
             self.student.trains(self.student.names, rehearses=True),
         ):
-            yield
-
-    @contextmanager
-    def beginning(self) -> Iterator[None]:
-        """While inside, a step is for one head: enough to see what it gives the trunk."""
-        with self.student.trains(self.student.names[:1], rehearses=True):
             yield

@@ -152,9 +152,7 @@ def _copied(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
 
 @contextmanager
 def reading(
-    parameters: Sequence[nn.Parameter],
-    slots: Sequence[Slots],
-    values: Sequence[Tensor] | None,
+    parameters: Sequence[nn.Parameter], slots: Sequence[Slots], values: Sequence[Tensor] | None
 ) -> Iterator[None]:
     """While inside, the modules hold copies through which gradients reach the parameters.
 

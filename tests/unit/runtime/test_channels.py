@@ -11,7 +11,7 @@ from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.relay import Pass, Work
-from lightning_tspipe.runtime.modes.relay.passes import edges_of, pipeline_of
+from lightning_tspipe.runtime.modes.relay.engine import edges_of, pipeline_of
 from lightning_tspipe.runtime.transport.channels import (
     Edge,
     Lane,
