@@ -83,6 +83,9 @@ class Evaluation:
         self._losses = engine.prepare(captured, self._pipeline, mode, Recorder())
         self._stages = self._losses.stages
 
+    # No gradients, but ordinary tensors: buffers are shared with the training.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def run(self, step: Step, batch: Any, stop: str = "") -> Any:
         """One batch.
 
@@ -94,23 +97,6 @@ class Evaluation:
         Returns:
             On the loss rank what the step returns, elsewhere None.
         """
-        # No gradients, but ordinary tensors: buffers are shared with the training.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return self._run(step, batch, stop)
-
-    def _random_stream(self) -> int:
-        """The seed of this batch's: of the training's next step and the batch's number behind it.
-
-        So a run that is resumed draws in each validation what the whole run drew.
-        """
-        next_step = self._engine.position[1]
-        before, number = self._place
-        self._place = next_step, number + 1 if before == next_step else 0
-        # Of a seed, a CPU's generator takes 32 bits: all of them are to differ.
-        place = "/".join(map(str, self._place)).encode()
-        return int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
-
-    def _run(self, step: Step, batch: Any, stop: str) -> Any:
         engine, plan = self._engine, self._captured.plan
         seed = self._random_stream()
         inputs: dict[int, tuple[Tensor, ...]] = {}
@@ -138,3 +124,15 @@ class Evaluation:
         self._stages.finish(self._index, in_training=False)
         self._index += 1
         return context.result
+
+    def _random_stream(self) -> int:
+        """The seed of this batch's: of the training's next step and the batch's number behind it.
+
+        So a run that is resumed draws in each validation what the whole run drew.
+        """
+        next_step = self._engine.position[1]
+        before, number = self._place
+        self._place = next_step, number + 1 if before == next_step else 0
+        # Of a seed, a CPU's generator takes 32 bits: all of them are to differ.
+        place = "/".join(map(str, self._place)).encode()
+        return int.from_bytes(blake2b(place, digest_size=7).digest(), "little")

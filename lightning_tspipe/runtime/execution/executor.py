@@ -270,7 +270,7 @@ class RankStages(Executor):
     def value(self, batch: int, units: StepUnits, call: int, ref: ValueRef) -> Tensor:
         """One value of one call for the whole batch, detached."""
         parts = [
-            self.buffers[batch, producer, "output"][units.outputs_of(producer).index(ref)]
+            self.buffers[batch, producer, "output"][list(units.outputs(producer)).index(ref)]
             for producer in units.producers(call, ref)
         ]
         whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -282,7 +282,7 @@ class RankStages(Executor):
         """As if a call of a batch had run and given this value."""
         start = 0
         for producer in units.producers(call, ref):
-            specs, is_only = units.output_specs(producer), units.of(producer).is_only
+            specs, is_only = units.outputs(producer), units.of(producer).is_only
             outputs = self.buffers.setdefault((batch, producer, "output"), [None] * len(specs))
             stop = start + (specs[ref].shape[0] if specs[ref].shape else 0)
             outputs[list(specs).index(ref)] = whole if is_only else whole[start:stop]

@@ -78,15 +78,14 @@ class PipelineEngine(Engine):
             edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
         self.transport.open(edges)
         self._reduction: GradientReduction | None = None
+        own = self.shards.by_stage(self.rank)
         if here.replicas.number > 1:
-            by_stage = self.shards.by_stage(self.rank)
-            self._reduction = GradientReduction(by_stage, here.replicas.peers)
+            self._reduction = GradientReduction(own, here.replicas.peers)
         self.losses = self.prepare(captured, pipeline, self.mode, self.recorder, placement)
         self.stages, self._runner = self.losses.stages, self.losses.runner
         self.stages.handlers[Op.EFFECTS] = self._effects
         self.stages.read = self._read
         if policy is not None:
-            own = self.shards.by_stage(self.rank)
             trained = [p for stage in own.keys() - {REST} for p in own[stage] if p.requires_grad]
             self.weights = StageWeights(
                 policy, self.rank, self.transport.num_ranks, self.module, trained
@@ -173,14 +172,13 @@ class PipelineEngine(Engine):
         run(actions[late:through])
         return context.result
 
-    def _effects(self, context: StepContext, action: Action) -> bool:
+    def _effects(self, context: StepContext, _: Action) -> bool:
         """What the step does to this rank's parameters before its last call."""
-        del action
         if self.is_data_rank:
             return False  # they happened when the batch was told of
         if self.captured.plan.has_effects:
             assert self._step is not None
-            step, header, _ = self._step
+            step, header = self._step[:2]
             self._runner.effects(step, header.batch(), self._seed + context.index)
         return True
 

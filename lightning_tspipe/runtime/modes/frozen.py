@@ -117,21 +117,17 @@ class Fanout(TrainingMode):
             if is_first(context, action):
                 if self._trains and not self._heads.student.trained:
                     # All of this rank's heads have stopped.
-                    device = self._heads.device
-                    context.result = torch.zeros((), device=device, requires_grad=True)
+                    context.result = torch.zeros((), device=losses.device, requires_grad=True)
                 else:
                     self._give_features(losses, context)
                     losses.run(context, action)
             return False
 
-        def loss(context: StepContext, action: Action) -> bool:
-            del context, action
-            return False  # the heads' forwards end with it
-
         def backward(context: StepContext, action: Action) -> bool:
             return is_first(context, action) and losses.run(context, action)
 
-        return {Op.FORWARD: forward, Op.LOSS: loss, Op.BACKWARD: backward}
+        # Losses are where the heads' forwards end.
+        return {Op.FORWARD: forward, Op.LOSS: lambda *_: False, Op.BACKWARD: backward}
 
     def _give_features(self, losses: Losses, context: StepContext) -> None:
         """The features of a batch of which some were known."""
@@ -141,7 +137,7 @@ class Fanout(TrainingMode):
             values = values_of_teacher(losses.plan)
             made, units = values if kept.rows else [], context.units[0]
             computed = [losses.stages.value(context.index, units, *value) for value in made]
-            whole = self._cache.whole(kept, computed, self._heads.device)
+            whole = self._cache.whole(kept, computed, losses.device)
             losses.given = dict(zip(values, whole, strict=True))
 
     @override

@@ -124,7 +124,8 @@ class StepUnits:
         inputs: Specs of the calls' inputs.
         units: The units of each network.
         span: The atoms that an action runs: first, and one after the last; empty if first >= last.
-        outputs_of: The values that a forward hands to the loss, in a fixed order.
+        outputs: The values that a forward hands to the loss, in a fixed order, with their specs;
+            a backward gets gradients of them.
         producers: The forwards that make one value of a call, micro-batch after micro-batch.
         payload: Specs of the tensors of a message; none if there is nothing to send.
     """
@@ -152,7 +153,7 @@ class StepUnits:
         }
         # Every step with the same inputs asks the same.
         self.span = cache(self._span)
-        self.outputs_of = cache(self._outputs_of)
+        self.outputs = cache(self._outputs)
         self.producers = cache(self._producers)
         self.payload = cache(self._payload)
 
@@ -220,21 +221,16 @@ class StepUnits:
                 counts[unit.call] = counts.get(unit.call, 0) + 1
         return counts
 
-    def _outputs_of(self, action: Action) -> tuple[ValueRef, ...]:
+    def _outputs(self, action: Action) -> dict[ValueRef, TensorSpec]:
         shapes, (first, last) = self.of(action).shapes, self.span(action)
         if shapes is None:
-            return ()
+            return {}
         refs = self._networks[network_of(action.op)].outputs_between(first, last)
-        return tuple(ref for ref in refs if ref in shapes.outputs)
-
-    def output_specs(self, action: Action) -> dict[ValueRef, TensorSpec]:
-        """The same values with their specs; also those that a backward gets gradients of."""
-        shapes = self.of(action).shapes
-        return {} if shapes is None else {r: shapes.outputs[r] for r in self.outputs_of(action)}
+        return {ref: shapes.outputs[ref] for ref in refs if ref in shapes.outputs}
 
     def _producers(self, call: int, ref: ValueRef) -> tuple[Action, ...]:
         found = self._forwards_of(call)
-        return tuple(action for action in found if ref in self.outputs_of(action))
+        return tuple(action for action in found if ref in self.outputs(action))
 
     def _forwards_of(self, call: int) -> Iterator[Action]:
         called = self._plan.calls[call].network
@@ -250,9 +246,9 @@ class StepUnits:
     def loss_gradients(self, call: int) -> Iterator[tuple[Action, dict[ValueRef, TensorSpec]]]:
         """The backwards that get gradients of one call's outputs, and of which."""
         for action in self._forwards_of(call):
-            if action.op is Op.FORWARD and self.outputs_of(action):
+            if action.op is Op.FORWARD and self.outputs(action):
                 backward = Action(Op.BACKWARD, action.stage, action.unit)
-                yield backward, _trained(self.output_specs(action))
+                yield backward, _trained(self.outputs(action))
 
     def no_gradients(self, action: Action) -> list[None]:
         """In the place of gradients of what a backward's forward passed on, if nobody gives any."""
@@ -272,14 +268,14 @@ class StepUnits:
         if message.payload in {"input", "activation"}:
             return self.input_specs(message.consumer)
         if message.payload == "output":
-            return tuple(self.output_specs(message.producer).values())
+            return tuple(self.outputs(message.producer).values())
         if message.payload == "batch":  # its fields travel by themselves
             return ()
         assert message.payload == "gradient"
         if not self.of(message.consumer).grad:
             return ()
         if message.producer.op is Op.LOSS:
-            return tuple(_trained(self.output_specs(message.consumer)).values())
+            return tuple(_trained(self.outputs(message.consumer)).values())
         return tuple(spec for spec in self.input_specs(message.producer) if spec.requires_grad)
 
 

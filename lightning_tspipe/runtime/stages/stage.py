@@ -112,7 +112,7 @@ class Stage:
     def repeat(self, batch: int, action: Action, units: StepUnits, inputs: Tensors) -> None:
         """Run a forward for its backward alone: others have what it gives."""
         inputs = self._detached(action, units, inputs)
-        with self.context(), self.statistics.ignored():
+        with self.context(), self.statistics.deferred.ignored():  # they have been counted before
             passed, outputs = self._run(batch, action, units, inputs)
         self._save(batch, action, inputs, passed + outputs)
 
@@ -178,7 +178,7 @@ class Stage:
         passed, found = self.network.run(
             inputs, first, last, grad=grad, run=self.run, place=(batch, rows)
         )
-        outputs = tuple(found[ref] for ref in units.outputs_of(action))
+        outputs = tuple(found[ref] for ref in units.outputs(action))
         return () if last == unit.end else passed, outputs
 
     def _save(self, batch: int, action: Action, inputs: Tensors, results: Tensors) -> None:
@@ -230,10 +230,6 @@ class StageStatistics:
         if unit.is_only and next(iter(self._left[batch])) == unit.call and not action.batch:
             return nullcontext()
         return self.deferred.accumulate((batch, self.stage, unit.call))
-
-    def ignored(self) -> AbstractContextManager[None]:
-        """Around a forward that has been counted before."""
-        return self.deferred.ignored()
 
     def ran(self, batch: int, action: Action, units: StepUnits) -> None:
         """After a forward: commit the calls that are complete now, and all before them."""

@@ -430,9 +430,8 @@ class RelayedPass(Executor):
 
     # Work
 
-    def _teach(self, step: _Step, action: Action) -> None:
+    def _teach(self, step: _Step, _: Action) -> None:
         """The teacher's blocks: what students get and are to give, and what is relayed."""
-        del action
         values, trained, engine = step.values, self._work.trained, self._engine
         with torch.no_grad(), engine.context():
             for index in self._work.forwards:
@@ -514,20 +513,18 @@ def _placement(
     captured: Captured, pairs: Sequence[BlockPair], passes: Sequence[Pass], num_ranks: int
 ) -> Placement:
     """Each block is a stage of its own, on all ranks that run it."""
-    trained: dict[int, list[int]] = {pair.index: [] for pair in pairs}
-    run: dict[int, list[int]] = {pair.index: [] for pair in pairs}
-    for work in (work for walk in passes for work in walk.stages):
-        for held, blocks in ((trained, work.trained), (run, work.forwards)):
-            for block in blocks:
-                held[block] += [rank for rank in work.ranks if rank not in held[block]]
+
+    def ranks_of(stages: Iterable[Work]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(rank for work in stages for rank in work.ranks))
+
+    works = [work for walk in passes for work in walk.stages]
+    trained = tuple(ranks_of(w for w in works if p.index in w.trained) for p in pairs)
+    run = tuple(ranks_of(w for w in works if p.index in w.forwards) for p in pairs)
     student = _cuts(captured, "student", [pair.name for pair in pairs])
     teacher = _cuts(captured, "teacher", [pair.teacher_name for pair in pairs])
     return Placement(
-        num_ranks,
-        student, tuple(ranks[0] for ranks in trained.values()),
-        teacher, tuple(ranks[0] for ranks in run.values()),
-        student_holders=tuple(map(tuple, trained.values())),
-        teacher_holders=tuple(map(tuple, run.values())),
+        num_ranks, student, tuple(ranks[0] for ranks in trained), teacher,
+        tuple(ranks[0] for ranks in run), student_holders=trained, teacher_holders=run,
     )  # fmt: skip
 
 
