@@ -99,12 +99,7 @@ class Engine(ABC):
         self._index = 0
 
     def prepare(
-        self,
-        captured: Captured,
-        pipeline: Pipeline,
-        mode: TrainingMode,
-        recorder: Recorder,
-        placement: Placement | None = None,
+        self, captured: Captured, pipeline: Pipeline, mode: TrainingMode, *, trains: bool = False
     ) -> Losses:
         """What runs a captured step on this rank: its losses, and stages that it holds.
 
@@ -112,8 +107,8 @@ class Engine(ABC):
             captured: The step.
             pipeline: The stages and their ranks.
             mode: The way of training, or of evaluating.
-            recorder: Notes when what ran.
-            placement: Says how stages run; None: as they are.
+            trains: Whether stages run as the placement says, and it is noted when what ran;
+                otherwise they run as they are.
         """
         stages = []
         for name, network in captured.networks.items():
@@ -122,13 +117,13 @@ class Engine(ABC):
             counting = network.blocks.values() if network.called_as == name else ()
             statistics = DeferredStatistics(counting)
             run: Run | None = None
-            if placement is not None:
+            if trains:
                 chain = AtomChain(network.atoms, network.wanted, self.here.compiler)
-                again = placement.recomputed if op is Op.FORWARD else frozenset()
-                pieces = WHOLE if op is Op.FORWARD else placement.pieces
+                again = self.placement.recomputed if op is Op.FORWARD else frozenset()
+                pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
                 run = Execution(chain, network.blocks, statistics, again, pieces).run
             stages += [
-                Stage(op, index, network, self.context, StageStatistics(statistics, index), run)
+                Stage(op, index, network, StageStatistics(statistics, index), run)
                 for index, owner in enumerate(pipeline.layout(op).ranks)
                 if owner == self.rank
             ]
@@ -136,7 +131,7 @@ class Engine(ABC):
             self.module, self.names, captured.plan, is_loss_rank=self.computes_loss,
             beginning=mode.prologue,
         )  # fmt: skip
-        own = RankStages(stages, self.transport, recorder)
+        own = RankStages(stages, self.transport, self.recorder if trains else Recorder())
         losses = Losses(captured.plan, runner, own, self.device)
         losses.handlers = mode.handlers(losses)
         own.handlers |= losses.handlers

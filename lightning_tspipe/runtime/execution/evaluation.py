@@ -22,7 +22,6 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import StepContext
-from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 
@@ -79,8 +78,8 @@ class Evaluation:
             data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
             edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)
-        # Of its own: nothing is recorded, and the training's stages keep what they hold.
-        self._losses = engine.prepare(captured, self._pipeline, mode, Recorder())
+        # Of its own: the training's stages keep what they hold.
+        self._losses = engine.prepare(captured, self._pipeline, mode)
         self._stages = self._losses.stages
 
     # No gradients, but ordinary tensors: buffers are shared with the training.
@@ -106,7 +105,7 @@ class Evaluation:
             return StepHeader.of(batch, inputs[0], stop=stop)
 
         header = engine.share_header(describe)
-        units = StepUnits(self._captured, self._placement, header.inputs, engine.context)
+        units = StepUnits(self._captured, self._placement, header.inputs)
         context = StepContext(self._index, self._program, {0: units}, inputs)
         self._stages.post_receives(context)
         actions = self._program.schedule.ranks[engine.rank]

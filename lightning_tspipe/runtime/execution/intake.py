@@ -313,7 +313,5 @@ class Intake:
         samples, engine = header.known.samples, self._engine
         key = (header.inputs, 0 if samples is None else samples.known)
         if key not in self._units:
-            self._units[key] = StepUnits(
-                engine.captured, engine.placement, header.inputs, engine.context, key[1]
-            )
+            self._units[key] = StepUnits(engine.captured, engine.placement, *key)
         return self._units[key]

@@ -81,7 +81,7 @@ class PipelineEngine(Engine):
         own = self.shards.by_stage(self.rank)
         if here.replicas.number > 1:
             self._reduction = GradientReduction(own, here.replicas.peers)
-        self.losses = self.prepare(captured, pipeline, self.mode, self.recorder, placement)
+        self.losses = self.prepare(captured, pipeline, self.mode, trains=True)
         self.stages, self._runner = self.losses.stages, self.losses.runner
         self.stages.handlers[Op.EFFECTS] = self._effects
         self.stages.read = self._read

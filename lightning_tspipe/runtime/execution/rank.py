@@ -168,7 +168,10 @@ class Rank:
             plan = tracer.trace(step, batch, self.seed)
             runner = StepRunner(module, names, plan, is_loss_rank=is_loss_rank)
             runner.late_effects(step, batch, self.seed, rehearsal=True)
-        networks = {name: ChainNetwork.of(name, module, plan, self.device) for name in plan.chains}
+        networks = {
+            name: ChainNetwork.of(name, module, plan, self.device, self.context)
+            for name in plan.chains
+        }
         followed: dict[str, str] = {}
         if "teacher" not in networks:
             needs_all = plan.has_ema and self.transport.num_ranks > 1

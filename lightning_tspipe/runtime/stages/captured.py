@@ -5,8 +5,7 @@ A *unit* is one micro-batch of one call; what each message of a step carries fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -117,7 +116,6 @@ class StepUnits:
         captured: The captured step.
         placement: Where networks are cut, and into how many micro-batches their calls.
         inputs: Specs of the calls' inputs.
-        context: The precision plugin's forward context.
         known: What is behind so many atoms of a frozen part is known, and read where they end.
 
     Attributes:
@@ -131,16 +129,10 @@ class StepUnits:
     """
 
     def __init__(
-        self,
-        captured: Captured,
-        placement: Placement,
-        inputs: Sequence[TensorSpec],
-        context: Callable[[], AbstractContextManager[None]],
-        known: int = 0,
+        self, captured: Captured, placement: Placement, inputs: Sequence[TensorSpec], known: int = 0
     ) -> None:
         self._plan, self._networks = captured.plan, captured.networks
         self._cuts = placement.cuts
-        self._context = context
         self._known = known
         self.inputs = tuple(inputs)
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
@@ -170,7 +162,7 @@ class StepUnits:
             start, shapes = sum(sizes[:microbatch]), None
             if size:
                 unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
-                shapes = network.shapes(unit_spec, call.num_links, self._context, grad=grad)
+                shapes = network.shapes(unit_spec, call.num_links, grad=grad)
                 _check_batched(shapes, size, filled, network)
             yield Unit(index, start, size, end, grad, shapes, is_only=filled == 1)
 

@@ -87,7 +87,7 @@ class FrozenPart(ChainNetwork):
     def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
         super().__init__(
             "teacher", "student", student.module, student.device, student.links, student.chain,
-            student.ends, student.refs,
+            student.ends, student.refs, student.context,
         )  # fmt: skip
         self.num_frozen = num_atoms
         self.front: Front | None = None

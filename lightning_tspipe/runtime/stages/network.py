@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -58,6 +58,7 @@ class ChainNetwork:
         chain: Its atoms, which run; parameter names are those of the LightningModule.
         ends: For each link, one after its last atom.
         refs: The values that the step uses, and where atoms give them.
+        context: The precision plugin's forward context.
         blocks: The declared submodules, by name.
         modules: These and all that are in them.
         wanted: The outputs of atoms that the step uses.
@@ -71,6 +72,7 @@ class ChainNetwork:
     chain: AtomChain
     ends: tuple[int, ...]
     refs: Mapping[ValueRef, OutputRef]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         self.blocks = {name: self.module.get_submodule(name) for name in self.block_names}
@@ -81,7 +83,12 @@ class ChainNetwork:
 
     @classmethod
     def of(
-        cls, name: NetworkName, module: nn.Module, plan: StepPlan, device: torch.device
+        cls,
+        name: NetworkName,
+        module: nn.Module,
+        plan: StepPlan,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> ChainNetwork:
         """The network that a captured step calls by a name."""
         links = plan.chains[name]
@@ -96,7 +103,7 @@ class ChainNetwork:
             index = sum(isinstance(leaf, TensorSpec) for leaf in leaves[: ref.slot])
             refs[ref] = outputs[ref.position][index]
         chain = AtomChain(atoms, wanted=frozenset(refs.values()))
-        return cls(name, name, module, device, tuple(links), chain, ends, refs)
+        return cls(name, name, module, device, tuple(links), chain, ends, refs, context)
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
@@ -219,14 +226,7 @@ class ChainNetwork:
             stretches.append((first, last, grad))
         return stretches
 
-    def shapes(
-        self,
-        spec: TensorSpec,
-        num_links: int,
-        context: Callable[[], AbstractContextManager[None]],
-        *,
-        grad: bool,
-    ) -> UnitShapes:
+    def shapes(self, spec: TensorSpec, num_links: int, *, grad: bool) -> UnitShapes:
         """What flows when an input of the given spec goes through; found on fake tensors."""
         key, end = (spec, num_links, grad), self.end_of(num_links)
         if key in self._shapes:
@@ -242,7 +242,7 @@ class ChainNetwork:
         with swap.TensorSwap(self.modules, make)(), swap.random_stream(None):
             with fake:
                 values: Tensors = (spec.empty(self.device),)
-            with fake, context():
+            with fake, self.context():
                 boundaries[0] = (spec,)
                 for atom in range(end):
                     values, found = self.run(values, atom, atom + 1, grad=grad)

@@ -9,7 +9,7 @@ What flows through it, for one unit (a micro-batch of a call)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -65,7 +65,6 @@ class Stage:
         op: ``FORWARD`` for a stage that is trained, ``TEACHER`` for one that is forward-only.
         index: Its place in the network.
         network: The network; atoms of this stage hold real parameters.
-        context: The precision plugin's forward context.
         statistics: When its BatchNorm statistics count.
         run: Runs atoms, if not the network's chain.
         saved: What forwards have kept.
@@ -75,7 +74,6 @@ class Stage:
     op: Op
     index: int
     network: ChainNetwork
-    context: Callable[[], AbstractContextManager[None]]
     statistics: StageStatistics
     run: Run | None = None
     saved: dict[Place, Saved] = field(default_factory=dict)
@@ -102,7 +100,7 @@ class Stage:
         # A student's forward that nobody trains reads what is there.
         versions = self.versions if grad or self.op is Op.TEACHER else Versions()
         reading = versions.forward(batch, action.batch)
-        with self.context(), reading, self.statistics.collecting(batch, action, units):
+        with self.network.context(), reading, self.statistics.collecting(batch, action, units):
             passed, outputs = self._run(batch, action, units, inputs)
         self.statistics.ran(batch, action, units)
         if grad:
@@ -112,7 +110,8 @@ class Stage:
     def repeat(self, batch: int, action: Action, units: StepUnits, inputs: Tensors) -> None:
         """Run a forward for its backward alone: others have what it gives."""
         inputs = self._detached(action, units, inputs)
-        with self.context(), self.statistics.deferred.ignored():  # they have been counted before
+        # They have been counted before.
+        with self.network.context(), self.statistics.deferred.ignored():
             passed, outputs = self._run(batch, action, units, inputs)
         self._save(batch, action, inputs, passed + outputs)
 

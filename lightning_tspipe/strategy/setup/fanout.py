@@ -261,7 +261,7 @@ class HeadPlanner:
         known = []
         for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
             spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
-            shapes = network.shapes(spec, calls[0].num_links, self.here.context, grad=False)
+            shapes = network.shapes(spec, calls[0].num_links, grad=False)
             known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
         return [
             end

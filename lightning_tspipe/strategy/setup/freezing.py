@@ -208,7 +208,7 @@ def ask_front(part: FrozenPart | None, here: Rank, captured: Captured, freezing:
                 return profile.student.sums("forward", size)[number]
             return seconds_of_forward(network, number, spec, here.device)
 
-        shapes = network.shapes(spec, found.num_links, here.context, grad=False)
+        shapes = network.shapes(spec, found.num_links, grad=False)
         return Call(spec, shapes.boundaries[number], seconds)
 
     if not part.front.placed(part, [call(i) for i in captured.plan.calls_of("student")]):

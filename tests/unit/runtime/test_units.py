@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -56,7 +54,7 @@ def make_units(
     inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
     captured = Captured(plan, {"student": network})
     placement = Placement(2, (0, 2, 3), (1, 0), num_microbatches=num_microbatches)
-    units = StepUnits(captured, placement, inputs, nullcontext)
+    units = StepUnits(captured, placement, inputs)
     return units, network
 
 
@@ -118,7 +116,7 @@ def test_frozen_stages_before_what_is_known_have_nothing_to_do(
     part = FrozenPart(network, 2)
     units = StepUnits(
         Captured(whole._plan, {"student": network, "teacher": part}),
-        Placement(2, (2, 3), (0,), (0, 1, 2), (1, 0)), whole.inputs, nullcontext, known,
+        Placement(2, (2, 3), (0,), (0, 1, 2), (1, 0)), whole.inputs, known,
     )  # fmt: skip
     stages = [Action(Op.TEACHER, stage, 0) for stage in range(2)]
     assert [units.span(action) for action in stages] == spans
