@@ -20,8 +20,7 @@ from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.planning.placement import WHOLE, Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution.executor import RankStages
-from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.execution.executor import Losses, RankStages
 from lightning_tspipe.runtime.execution.rank import Rank, TrainingMode
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder

@@ -24,8 +24,7 @@ from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
-from lightning_tspipe.runtime.execution.executor import Handler, Pace
-from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import Captured

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +79,10 @@ class ChainNetwork:
         self.blocks = {name: self.module.get_submodule(name) for name in self.block_names}
         self.modules = [module for block in self.blocks.values() for module in block.modules()]
         self.wanted = frozenset(self.refs.values())
+        self._grads: list[bool] = []
+        for link, end in zip(self.links, self.ends, strict=True):
+            grad = link.grad if isinstance(link, Block) else True
+            self._grads += [grad] * (end - len(self._grads))
         self._values = {(o.atom, o.slot): ref for ref, o in self.refs.items()}
         self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
 
@@ -204,27 +209,12 @@ class ChainNetwork:
         """
         outputs: dict[ValueRef, Tensor] = {}
         values = received
-        for first, last, link_grad in self._stretches(start, stop):
+        for first, last, link_grad in stretches(start, stop, self._grads.__getitem__):
             with torch.set_grad_enabled(grad and link_grad):
                 values, found = (run or self.chain.run)(values, first, last)
             for atom, slot, tensor in found:
                 outputs[self._values[atom, slot]] = tensor
         return values, outputs
-
-    def _stretches(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
-        """The atoms from ``start`` to ``stop`` in pieces of one gradient mode."""
-        stretches: list[tuple[int, int, bool]] = []
-        begin = 0
-        for link, end in zip(self.links, self.ends, strict=True):
-            first, last = max(begin, start), min(end, stop)
-            begin = end
-            if first >= last:
-                continue
-            grad = link.grad if isinstance(link, Block) else True
-            if stretches and stretches[-1][2] == grad:
-                first = stretches.pop()[0]
-            stretches.append((first, last, grad))
-        return stretches
 
     def shapes(self, spec: TensorSpec, num_links: int, *, grad: bool) -> UnitShapes:
         """What flows when an input of the given spec goes through; found on fake tensors."""
@@ -297,6 +287,16 @@ class ChainNetwork:
                         f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
                         "its uses in one stage: TSPipeStrategy(partition=[...])"
                     )
+
+
+def stretches(start: int, stop: int, is_so: Callable[[int], bool]) -> list[tuple[int, int, bool]]:
+    """A range of atoms in pieces of which all atoms are so, or none is.
+
+    >>> stretches(0, 5, {1, 2}.__contains__)
+    [(0, 1, False), (1, 3, True), (3, 5, False)]
+    """
+    groups = [(kind, list(atoms)) for kind, atoms in groupby(range(start, stop), is_so)]
+    return [(atoms[0], atoms[-1] + 1, kind) for kind, atoms in groups]
 
 
 def _piece(module: nn.Module, link: Link) -> tuple[str, Atomized]:

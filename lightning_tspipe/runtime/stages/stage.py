@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import count, groupby
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.placement import WHOLE, Pieces
 from lightning_tspipe.runtime.stages.captured import StepUnits
-from lightning_tspipe.runtime.stages.network import ChainNetwork, Ran, Run
+from lightning_tspipe.runtime.stages.network import ChainNetwork, Ran, Run, stretches
 
 Place = tuple[int, int]
 """Number of a batch, and a unit of it."""
@@ -323,9 +323,7 @@ class Execution:
         if not self._again or not torch.is_grad_enabled():
             return self._chain.run(received, start, stop)
         if (start, stop) not in self._ranges:
-            groups = groupby(range(start, stop), self._again.__contains__)
-            found = [(again, list(atoms)) for again, atoms in groups]
-            self._ranges[start, stop] = [(a[0], a[-1] + 1, again) for again, a in found]
+            self._ranges[start, stop] = stretches(start, stop, self._again.__contains__)
         values = received
         outputs: list[tuple[int, int, Tensor]] = []
         for first, last, again in self._ranges[start, stop]:
