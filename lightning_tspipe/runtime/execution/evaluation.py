@@ -24,6 +24,8 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
+from lightning_tspipe.schedules.registry import build_step
+from lightning_tspipe.simulation.cost import CostTable
 
 _FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
 
@@ -46,7 +48,6 @@ class Evaluation:
         self._index = 0
         self._place = (-1, 0)
         self._captured = captured = engine.here.capture(step, batch, training=False)
-        plan = captured.plan
         trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
         cuts: dict[NetworkName, tuple[int, ...]] = {"student": (), "teacher": ()}
         ranks = engine.whole.ranks
@@ -70,11 +71,12 @@ class Evaluation:
         )  # fmt: skip
         mode = engine.mode.in_evaluation
         self._pipeline = mode.layout(captured, self._placement)
-        forwards = mode.forwards(self._pipeline).ranks
-        ranks_forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in forwards)
-        self._program = lower(Schedule(self._pipeline, ranks_forwards))
+        costs = CostTable.uniform(self._pipeline)
+        whole = build_step("gpipe", self._pipeline, costs, fresh=True, ahead=0).ranks
+        forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
+        self._program = lower(Schedule(self._pipeline, forwards))
         edges = program_edges(self._program)
-        if plan.batch_fields:
+        if captured.plan.batch_fields:
             data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
             edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)

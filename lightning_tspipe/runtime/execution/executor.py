@@ -254,11 +254,6 @@ class RankStages(Executor):
             self.transport.finish_step(in_training=in_training)
         self.recorder.paused("send", started)
 
-    def begin(self, batch: int) -> None:
-        """The step of a batch begins: what ran ahead for it counts."""
-        for stage in self:
-            stage.statistics.commit_ahead(batch)
-
     def drop(self) -> None:
         """Forget all that is in flight; what is under way is waited for."""
         for receipt, _ in self._receipts.values():

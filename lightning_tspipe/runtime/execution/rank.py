@@ -20,7 +20,6 @@ from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
@@ -33,7 +32,6 @@ from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.ownership import followed_tensors, forget_graphs
-from lightning_tspipe.schedules.gpipe import gpipe
 
 
 class TrainingMode:
@@ -43,24 +41,20 @@ class TrainingMode:
     rank reads. Others say what differs from it.
 
     Attributes:
-        has_fixed_teacher: Whether the teacher never changes, so that it can't be late.
         saves_lookahead: Whether checkpoints hold what has run ahead; otherwise it runs again.
         beside: What is divided among the ranks, and does not go through the pipeline.
-        forwards: The order of a step of which only the forwards will run.
         rehearsing: Around the trace of a step.
         prologue: Around the part of a step that makes what the networks get.
-        apart: What ranks train apart, each in steps of its own; None: all steps are the loss
-            rank's.
+        apart: What ranks train apart, each in steps of its own, behind a teacher that never
+            changes; None: all steps are the loss rank's.
     """
 
-    has_fixed_teacher: ClassVar[bool] = False
     saves_lookahead: ClassVar[bool] = True
     _coupling: ClassVar[Coupling] = Coupling.CHAIN
 
     def __init__(self) -> None:
         self.beside: Mapping[NetworkName, Heads] = {}
         self.apart: StudentFanout | None = None
-        self.forwards: Callable[[Pipeline], Schedule] = gpipe
         self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.prologue: Callable[[], AbstractContextManager[None]] = nullcontext
 

@@ -30,7 +30,6 @@ from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Edge, Lane, edges_from
-from lightning_tspipe.schedules.fanout import fanout
 
 
 @final
@@ -78,14 +77,12 @@ class Fanout(TrainingMode):
         trains: Whether they are trained: then features may be known, and heads may have stopped.
     """
 
-    has_fixed_teacher: ClassVar[bool] = True
     saves_lookahead: ClassVar[bool] = False  # a trunk that never changes runs again
 
     def __init__(self, heads: Heads, *, trains: bool = True) -> None:
         super().__init__()
         self.beside = {"student": heads}
         self.apart = heads.student
-        self.forwards = partial(fanout, before=0, following=0, depth=0)
         self.rehearsing = heads.rehearsing
         # One head is enough to see what a step gives the trunk.
         self.prologue = partial(heads.student.trains, heads.student.names[:1], rehearses=True)

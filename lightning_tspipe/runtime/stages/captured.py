@@ -163,7 +163,8 @@ class StepUnits:
             if size:
                 unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
                 shapes = network.shapes(unit_spec, call.num_links, grad=grad)
-                _check_batched(shapes, size, filled, network)
+                if filled > 1:
+                    _check_batched(shapes, size, network)
             yield Unit(index, start, size, end, grad, shapes, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
@@ -275,11 +276,7 @@ def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]
     return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
 
 
-def _check_batched(
-    shapes: UnitShapes, size: int, num_microbatches: int, network: ChainNetwork
-) -> None:
-    if num_microbatches == 1:
-        return
+def _check_batched(shapes: UnitShapes, size: int, network: ChainNetwork) -> None:
     for spec in shapes.outputs.values():
         if not spec.shape or spec.shape[0] % size:
             raise ConfigurationError(

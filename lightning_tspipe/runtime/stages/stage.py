@@ -9,8 +9,8 @@ What flows through it, for one unit (a micro-batch of a call)::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -100,9 +100,8 @@ class Stage:
         # A student's forward that nobody trains reads what is there.
         versions = self.versions if grad or self.op is Op.TEACHER else Versions()
         reading = versions.forward(batch, action.batch)
-        with self.network.context(), reading, self.statistics.collecting(batch, action, units):
+        with self.statistics.counting(batch, action, units), self.network.context(), reading:
             passed, outputs = self._run(batch, action, units, inputs)
-        self.statistics.ran(batch, action, units)
         if grad:
             self._save(batch, action, inputs, passed + outputs)
         return tuple(t.detach() for t in passed), tuple(t.detach() for t in outputs)
@@ -213,10 +212,11 @@ class StageStatistics:
     """Of a batch, the calls in their order, and how many micro-batches are still to run."""
     _ahead: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def collecting(
-        self, batch: int, action: Action, units: StepUnits
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def counting(self, batch: int, action: Action, units: StepUnits) -> Iterator[None]:
         """Around a forward: its layers collect, where they can't simply update.
+
+        Afterwards the calls that are complete now are committed, and all before them.
 
         Args:
             batch: Number of the batch that the forward belongs to.
@@ -226,14 +226,12 @@ class StageStatistics:
         unit = units.of(action)
         if batch not in self._left:
             self._left[batch] = units.microbatches_at(action)
-        if unit.is_only and next(iter(self._left[batch])) == unit.call and not action.batch:
-            return nullcontext()
-        return self.deferred.accumulate((batch, self.stage, unit.call))
-
-    def ran(self, batch: int, action: Action, units: StepUnits) -> None:
-        """After a forward: commit the calls that are complete now, and all before them."""
         left = self._left[batch]
-        left[units.of(action).call] -= 1
+        updates = unit.is_only and next(iter(left)) == unit.call and not action.batch
+        key = (batch, self.stage, unit.call)
+        with nullcontext() if updates else self.deferred.accumulate(key):
+            yield
+        left[unit.call] -= 1
         while left and not left[call := next(iter(left))]:
             del left[call]
             key = (batch, self.stage, call)

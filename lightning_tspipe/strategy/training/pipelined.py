@@ -197,7 +197,7 @@ class Pipelined:
     def delay(self) -> int:
         """How many updates the teacher is late in the steady state."""
         engine = self._run.engine
-        if engine is not None and engine.mode.has_fixed_teacher:
+        if engine is not None and engine.mode.apart is not None:
             return 0
         return int(self._run.options.schedule == "tspipe")
 
