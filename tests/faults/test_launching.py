@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -123,6 +124,43 @@ def test_temporary_files_of_a_launch_are_removed_with_it(tmp_path: Path) -> None
     assert [path.name for path in ours.iterdir()] == [".lock"]
 
 
+def worker_with(code: int | None, kill: Callable[[], None] = lambda: None) -> Any:
+    return SimpleNamespace(
+        _popen=SimpleNamespace(returncode=code), kill=kill, is_alive=lambda: False
+    )
+
+
+class Interrupted(Workers):
+    """Ctrl-C ends the wait for workers, which have heard it too and tidy up."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.is_killed = Event()
+
+    def is_alive(self) -> bool:
+        self.looks += 1
+        return not self.is_killed.is_set() if self.hangs else self.looks < 3
+
+    hangs = False
+
+    def launch(self, *_args: Any, **_kwargs: Any) -> str:
+        worker = worker_with(None, self.is_killed.set)
+        worker.is_alive = self.is_alive
+        self.procs = (worker,)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_ctrl_c_waits_for_workers_a_while(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_GRACE", 0.1 if hangs else 30)
+    launcher = launcher_over(Interrupted)
+    launcher.hangs = hangs
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(print)
+    assert launcher.looks > 2
+    assert launcher.is_killed.is_set() == hangs
+
+
 class Waiting(Workers):
     """Waits for a worker as torch does, whatever its exit code; here, until one is killed."""
 
@@ -132,10 +170,7 @@ class Waiting(Workers):
     def launch(self, *_args: Any, **_kwargs: Any) -> str:
         is_killed = Event()
         codes = (self.exit_code, None)
-        self.procs = tuple(
-            SimpleNamespace(_popen=SimpleNamespace(returncode=code), kill=is_killed.set)
-            for code in codes
-        )
+        self.procs = tuple(worker_with(code, is_killed.set) for code in codes)
         return "killed" if is_killed.wait(self.seconds) else "left"
 
 
@@ -195,7 +230,7 @@ class Starting(Workers):
     def launch(self, *_args: Any, **_kwargs: Any) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         assert self.signals == []
-        self.procs = (SimpleNamespace(_popen=SimpleNamespace(returncode=None)),)
+        self.procs = (worker_with(None),)
         assert self.is_told.wait(30)
         return "stopped"
 

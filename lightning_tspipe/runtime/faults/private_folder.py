@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from multiprocessing import current_process, util
+from multiprocessing import current_process, forkserver, util
 from pathlib import Path
 from typing import TextIO
 
@@ -35,8 +35,10 @@ from lightning_tspipe.runtime.faults.local_processes import Neighbour, until
 
 _ENTRY, _WORK, _WITH_IT = "job-", "work-", "also-"
 _LOCK_SECONDS = 30.0
-_WORKER_SECONDS = 6.0
+_WORKER_SECONDS = 12.0
 """A worker of torch's loaders asks every 5 s whether its rank is still there."""
+_INODE = 6
+"""Place of a socket's number in a line of ``/proc/net/unix``."""
 
 
 _HELD: dict[str, tuple[int, str]] = {}
@@ -136,6 +138,8 @@ def shared_temporary_folder() -> str:
     is_new = not has_shared_temporary_folder()
     path = util.get_temp_dir()
     if is_new:
+        # Before it is removed (-100): workers of a rank that was killed outlive this process.
+        util.Finalize(None, _await_listeners, (Path(path),), exitpriority=-99)
         with suppress(OSError, TimeoutError, ConfigurationError):
             folder = make_job_folder(entry_name("alone", str(os.getpid())))
             remove_too(folder, 0, path)
@@ -163,9 +167,18 @@ def _await_listeners(folder: Path) -> None:
 
     A loader's worker outlives its rank by some seconds, and complains if its socket is gone.
     """
-    known = Path("/proc/net/unix")
+    # This process's fork server ends behind it.
+    server = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined] # noqa: SLF001
+
+    def others_listen(own: set[str]) -> bool:
+        lines = map(str.split, Path("/proc/net/unix").read_text().splitlines())
+        found = (words for words in lines if words[-1].startswith(f"{folder}/"))
+        return any(f"socket:[{w[_INODE]}]" not in own and w[-1] != server for w in found)
+
     with suppress(OSError):  # not on this system
-        until(lambda: f"{folder}/" not in known.read_text(), _WORKER_SECONDS)
+        files = Path("/proc/self/fd").iterdir()
+        own = {os.readlink(path) for path in files if path.is_symlink()}  # noqa: PTH115 - no file
+        until(lambda: not others_listen(own), _WORKER_SECONDS)
 
 
 def _folder_of(entry: Path) -> str:

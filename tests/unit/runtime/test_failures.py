@@ -204,7 +204,10 @@ def test_one_that_did_not_notice_says_where_it_was(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     monkeypatch.setattr(Job, "leave", lambda _: None)
-    unaware._end()
+    ending = threading.Timer(0.2, unaware._end)
+    ending.start()
+    until(lambda: bool(codes))  # of this file: here the main thread is then
+    ending.join()
     assert codes == [1]
     text = capsys.readouterr().err
     assert text.startswith(f"rank 2 (pid {os.getpid()} on ")

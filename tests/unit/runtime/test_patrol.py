@@ -125,7 +125,7 @@ def test_one_that_is_stopped_is_given_up_after_the_timeout(tmp_path: Path) -> No
     assert ranks.look(TIMEOUT - 2 * PERIOD) is None
     found = ranks.look(3 * PERIOD)
     assert found.victim is ranks.process(1)
-    expected = r"rank 1 \(pid 1001 on \S+\) was stopped \(.*\) in the start-up and others"
+    expected = r"rank 1 \(pid 1001 on \S+\) was stopped \(.*\) in the start-up and the others"
     assert re.match(expected, found.what)
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -20,6 +19,7 @@ import pytest
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.faults.local_processes import start_of
 from lightning_tspipe.runtime.faults.private_folder import (
+    _WORKER_SECONDS,
     entry_name,
     find_job_folder,
     make_job_folder,
@@ -258,27 +258,61 @@ def test_the_folder_of_a_rank_that_was_alone_goes_with_the_next_job(
     assert {path.name for path in private_folder().iterdir()} == {".lock"}
 
 
+def _listens(place: Path, end: Connection) -> None:
+    """A loader's worker: it outlives its rank by some seconds, and removes its socket then."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(place))
+    listening.listen()
+    end.send(None)
+    time.sleep(0.5)
+    end.send(place.exists())
+    listening.close()
+
+
 def test_a_socket_is_not_removed_while_somebody_listens(temporary: Path) -> None:
-    """A loader's worker outlives its rank by some seconds."""
     folder = make_job_folder(NAME)
     own = temporary / "pymp-of-rank-1"
     own.mkdir()
     remove_too(folder, 1, str(own))
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(own / "listener"))
-    listening.listen()
-    seen = []
-
-    def close() -> None:
-        seen.append((own / "listener").exists())
-        listening.close()
-
-    timer = threading.Timer(0.5, close)
-    timer.start()
-    remove_job_folder(folder)
-    timer.join()
-    assert seen == [True]
+    here, there = _CONTEXT.Pipe()
+    worker = _CONTEXT.Process(target=_listens, args=(own / "listener", there))
+    worker.start()
+    assert here.poll(SECONDS)
+    here.recv()
+    began = time.monotonic()
+    with socket.socket(socket.AF_UNIX) as ours:  # a process need not wait for itself
+        ours.bind(str(own / "ours"))
+        ours.listen()
+        remove_job_folder(folder)
+    assert time.monotonic() - began < _WORKER_SECONDS
+    assert here.recv()
     assert not own.exists()
+    worker.join()
+
+
+def _launches(temporary: Path, end: Connection) -> None:
+    """Has a folder that workers of its killed ranks use, and ends."""
+    tempfile.tempdir = str(temporary)
+    end.send(shared_temporary_folder())
+    end.poll(SECONDS)
+
+
+def test_nor_where_the_process_ends_that_has_made_the_folder(temporary: Path) -> None:
+    here, there = _CONTEXT.Pipe()
+    launcher = _CONTEXT.Process(target=_launches, args=(temporary, there))
+    launcher.start()
+    assert here.poll(SECONDS)
+    own = Path(here.recv())
+    from_worker, to_us = _CONTEXT.Pipe()
+    worker = _CONTEXT.Process(target=_listens, args=(own / "listener", to_us))
+    worker.start()
+    assert from_worker.poll(SECONDS)
+    from_worker.recv()
+    here.send("")
+    launcher.join()
+    assert from_worker.recv()
+    assert not own.exists()
+    worker.join()
 
 
 def test_a_job_that_has_lost_its_rank_0_keeps_it_to_its_end(temporary: Path) -> None:
