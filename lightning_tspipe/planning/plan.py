@@ -16,7 +16,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from lightning_tspipe.errors import CheckpointError, ConfigurationError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.layout import Layout, MemoryUse
@@ -136,9 +135,9 @@ class Plan:
         if num_steps < 1:
             raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
         name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
-        first = steady = lower(steady_step(name, pipeline, costs, split))
+        first = steady = steady_step(name, pipeline, costs, split)
         if name != ASYNCHRONOUS:
-            first = lower(build_step(name, pipeline, costs, fresh=True, ahead=1, split=split))
+            first = build_step(name, pipeline, costs, fresh=True, ahead=1, split=split)
         return simulate([first, *[steady] * (num_steps - 1)], costs)
 
     def to_json(self) -> str:

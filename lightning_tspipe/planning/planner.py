@@ -14,7 +14,6 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.layout import Layout
@@ -130,7 +129,7 @@ class Evaluator:
                 schedule = split_backward(fixed, layout.split)
             else:
                 schedule = self._schedule(layout)
-            self._graphs[key] = StepGraph.of(lower(schedule))
+            self._graphs[key] = StepGraph.of(schedule)
         return self._graphs[key]
 
     def _schedule(self, layout: Layout) -> Schedule:

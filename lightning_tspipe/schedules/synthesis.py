@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.list_scheduling import Policy, list_schedule, list_step_time
@@ -50,7 +49,7 @@ def synthesize(
     fixed = split_backward(
         tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next), split
     )
-    graph = StepGraph.of(lower(fixed))
+    graph = StepGraph.of(fixed)
     # The first and the last step of an epoch don't repeat.
     repeats = pipeline.teacher is None or teacher_now != teacher_next
     score = graph_step_time if repeats else graph_seconds
@@ -66,7 +65,7 @@ def synthesize(
     )
     for order in chain([_ahead_last(fixed)], listed):
         if order not in found:
-            found[order] = score(StepGraph.of(lower(Schedule(pipeline, order))), costs)
+            found[order] = score(StepGraph.of(Schedule(pipeline, order)), costs)
     # Ties go to the order that comes first: the paper's.
     return Schedule(pipeline, min(found, key=lambda order: found[order]))
 
@@ -79,8 +78,7 @@ def estimate_step_time(graph: StepGraph, costs: CostTable, num_policies: int = 1
         costs: Costs of the same pipeline.
         num_policies: Number of policies to try; more are more accurate.
     """
-    schedule = graph.program.schedule
-    policies = _policies(schedule.pipeline, schedule.split, ahead=True)
+    policies = _policies(graph.schedule.pipeline, graph.schedule.split, ahead=True)
     return min(
         list_step_time([graph] * _STEPS, costs, policy)
         for policy in islice(policies, max(1, num_policies))

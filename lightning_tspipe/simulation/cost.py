@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Message
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Message
 
 
 @dataclass(frozen=True)

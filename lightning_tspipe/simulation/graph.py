@@ -1,4 +1,4 @@
-"""A program as a graph of integers, for the simulator and the list scheduler.
+"""A schedule as a graph of integers, for the simulator and the list scheduler.
 
 Every action and every message of a step has a *slot*, which holds the time when the action ended or
 the message arrived::
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from lightning_tspipe.ir.action import Action
-from lightning_tspipe.ir.lowering import Program
+from lightning_tspipe.ir.schedule import Schedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class StepGraph:
         index: Slot of each action.
     """
 
-    program: Program
+    schedule: Schedule
     actions: tuple[Action, ...]
     ranks: tuple[tuple[int, ...], ...]
     waits: tuple[tuple[int, ...], ...]
@@ -43,23 +43,23 @@ class StepGraph:
     index: dict[Action, int]
 
     @classmethod
-    def of(cls, program: Program) -> StepGraph:
-        """Number the actions and messages of ``program``."""
-        actions = tuple(chain.from_iterable(program.schedule.ranks))
+    def of(cls, schedule: Schedule) -> StepGraph:
+        """Number the actions and messages of ``schedule``."""
+        actions = tuple(chain.from_iterable(schedule.ranks))
         index = {action: slot for slot, action in enumerate(actions)}
         arrivals = {
             (message.producer, message.consumer): slot
-            for slot, message in enumerate(program.messages, start=len(actions))
+            for slot, message in enumerate(schedule.messages, start=len(actions))
         }
         sends: list[list[tuple[int, int, int]]] = [[] for _ in actions]
-        for place, message in enumerate(program.messages):
+        for place, message in enumerate(schedule.messages):
             slot = len(actions) + place
             sends[index[message.producer]].append((slot, message.target, place))
-        needs = [[need.producer for need in program.needs[action]] for action in actions]
+        needs = [[need.producer for need in schedule.needs[action]] for action in actions]
         return cls(
-            program=program,
+            schedule=schedule,
             actions=actions,
-            ranks=tuple(tuple(map(index.__getitem__, r)) for r in program.schedule.ranks),
+            ranks=tuple(tuple(map(index.__getitem__, r)) for r in schedule.ranks),
             waits=tuple(
                 tuple(arrivals.get((one, action), index[one]) for one in ones if one in index)
                 for action, ones in zip(actions, needs, strict=True)

@@ -17,7 +17,6 @@ from itertools import pairwise
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.graph import StepGraph
@@ -35,19 +34,19 @@ NUM_BUCKETS = 8
 _GRADIENTS = frozenset({Op.BACKWARD, Op.WEIGHT_BACKWARD})
 
 
-def simulate(steps: Sequence[Program], costs: CostTable) -> Timeline:
+def simulate(steps: Sequence[Schedule], costs: CostTable) -> Timeline:
     """Simulate consecutive steps.
 
     Args:
         steps: For example warm-up, steady, steady, last.
-        costs: Costs of the pipeline of these programs.
+        costs: Costs of the pipeline of these steps.
 
     Raises:
         ScheduleError: The schedule deadlocks; names the blocked actions.
     """
     if not steps:
         return Timeline((), 0)
-    costs.check(steps[0].schedule.pipeline)
+    costs.check(steps[0].pipeline)
     walk = Walk(list(map(cache(StepGraph.of), steps)), costs)
     spans = [
         Span(rank, str(action), action.op.value, step, walk.starts[step][slot], end)
@@ -56,7 +55,7 @@ def simulate(steps: Sequence[Program], costs: CostTable) -> Timeline:
         for slot in slots
         for action, end in [(graph.actions[slot], walk.slots[step][slot])]
     ]
-    return Timeline(tuple(spans), len(walk.free), steps[0].schedule.pipeline)
+    return Timeline(tuple(spans), len(walk.free), steps[0].pipeline)
 
 
 def steady_step_time(schedule: Schedule, costs: CostTable) -> float:
@@ -65,7 +64,7 @@ def steady_step_time(schedule: Schedule, costs: CostTable) -> float:
     Raises:
         ScheduleError: The schedule deadlocks.
     """
-    return graph_step_time(StepGraph.of(lower(schedule)), costs)
+    return graph_step_time(StepGraph.of(schedule), costs)
 
 
 def graph_step_time(graph: StepGraph, costs: CostTable) -> float:
@@ -85,7 +84,7 @@ class _Prices:
     """Seconds of a step's actions, and of its messages on their links."""
 
     def __init__(self, graph: StepGraph, costs: CostTable) -> None:
-        messages = graph.program.messages
+        messages = graph.schedule.messages
         links = [costs.link(message.source, message.target) for message in messages]
         self.actions = [costs.seconds(action) for action in graph.actions]
         self.latencies = [latency for latency, _ in links]
@@ -198,7 +197,7 @@ class Walk:
         action = graph.actions[graph.ranks[rank][len(self.orders[step][rank])]]
         missing = [
             str(need.producer)
-            for need in graph.program.needs[action]
+            for need in graph.schedule.needs[action]
             if (slot := graph.slot_of(need.producer, need.consumer)) is not None
             and self.slots[step][slot] == UNKNOWN
         ]

@@ -16,7 +16,6 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
@@ -70,7 +69,7 @@ class Evaluation:
         self._pipeline = mode.layout(captured, division)
         forwards = mode.forwards(self._pipeline).ranks
         ranks_forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in forwards)
-        self._program = lower(Schedule(self._pipeline, ranks_forwards))
+        self._program = Schedule(self._pipeline, ranks_forwards)
         edges = program_edges(self._program)
         if plan.batch_fields:
             data_rank = engine.placement.data_rank
@@ -126,7 +125,7 @@ class Evaluation:
         units = StepUnits(self._captured, self._cuts, 1, header.inputs, engine.context)
         context = StepContext(self._index, self._program, {0: units}, inputs)
         self._stages.post_receives(context)
-        actions = self._program.schedule.ranks[engine.rank]
+        actions = self._program.ranks[engine.rank]
         self._executor.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
             plan.batch_fields, batch, engine.transport, engine.placement.data_rank, Channel.FIELDS,

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
@@ -26,7 +25,7 @@ def epoch(pipeline: Pipeline, depth: int, num_batches: int) -> list[Schedule]:
 
 
 def timeline(pipeline: Pipeline, depth: int, costs: CostTable, num_batches: int = 12) -> Timeline:
-    return simulate([lower(step) for step in epoch(pipeline, depth, num_batches)], costs)
+    return simulate(list(epoch(pipeline, depth, num_batches)), costs)
 
 
 def test_is_drawn() -> None:

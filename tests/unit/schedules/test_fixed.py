@@ -11,7 +11,6 @@ import pytest
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules import tspipe as tspipe_file
 from lightning_tspipe.schedules import zero_bubble as zero_bubble_file
@@ -32,7 +31,7 @@ def drawings(module: object) -> str:
 
 def drawn(schedule: Schedule, *, backward: float = 2.0, steps: int = 1) -> str:
     costs = CostTable.uniform(schedule.pipeline, backward=backward)
-    timeline = simulate([lower(schedule)] * steps, costs)
+    timeline = simulate([schedule] * steps, costs)
     seconds = timeline.end - timeline.start
     return timeline.draw(2 * round(seconds))
 
@@ -57,7 +56,7 @@ def test_sequential_keeps_one_device_busy_at_a_time(make_pipeline: Any) -> None:
     for num_ranks, num_calls, num_microbatches in ((2, 2, 1), (3, 2, 2), (4, 1, 3)):
         pipeline = make_pipeline(num_ranks, num_calls, num_microbatches)
         costs = CostTable.uniform(pipeline)
-        spans = simulate([lower(sequential(pipeline))] * 3, costs).spans
+        spans = simulate([sequential(pipeline)] * 3, costs).spans
         working = sorted((s.start, s.end) for s in spans if s.end > s.start)
         assert all(a[1] <= b[0] for a, b in pairwise(working))
         # Nothing overlaps, so adding ranks doesn't help.

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ScheduleError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
@@ -71,7 +70,7 @@ def test_a_filler_waits_for_what_is_urgent(make_pipeline: Any, patience: float, 
     # Rank 1 forwards until 2 and runs a teacher unit until 8; a gradient arrives at 11.
     pipeline = make_pipeline(2, 1, 2)
     costs = CostTable.uniform(pipeline, teacher=6, latency=3)
-    graph = StepGraph.of(lower(tspipe(pipeline, teacher_now=False, teacher_next=True)))
+    graph = StepGraph.of(tspipe(pipeline, teacher_now=False, teacher_next=True))
     (ranks,) = list_schedule([graph], costs, Policy(patience))
     assert " ".join(str(cell)[1:] for cell in ranks[1][5:-1]) == order
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.registry import build_step
@@ -114,12 +113,12 @@ def test_effects_wait_for_the_data_rank(two_ranks: Pipeline, is_recorded: bool) 
 
 def test_one_simulated_step_by_hand(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 2, teacher=False)
-    found = attribute(simulate([lower(gpipe(pipeline))], CostTable.uniform(pipeline, loss=0.5)))
+    found = attribute(simulate([gpipe(pipeline)], CostTable.uniform(pipeline, loss=0.5)))
     assert stretches(found, 0) == [
         (0.0, 1.0, "waiting for 0F0 of rank 1"), (7.5, 9.5, "waiting for 1O of rank 1")
     ]  # fmt: skip
     assert stretches(found, 1) == [(2.0, 5.5, "waiting for 1B1 of rank 0")]
-    late = attribute(simulate([lower(gpipe(pipeline))], CostTable.uniform(pipeline, latency=10)))
+    late = attribute(simulate([gpipe(pipeline)], CostTable.uniform(pipeline, latency=10)))
     assert stretches(late, 0)[:2] == [
         (0.0, 1.0, "waiting for 0F0 of rank 1"), (1.0, 11.0, "transfer")
     ]  # fmt: skip
@@ -155,8 +154,7 @@ def steps_of(pipeline: Pipeline, name: str, num_steps: int) -> list[Any]:
     ahead = name == "tspipe" and pipeline.teacher is not None
     costs = CostTable.uniform(pipeline)
     programs = [
-        lower(build_step(name, pipeline, costs, fresh=now, ahead=int(ahead)))
-        for now in (True, not ahead)
+        build_step(name, pipeline, costs, fresh=now, ahead=int(ahead)) for now in (True, not ahead)
     ]
     return [programs[0], *[programs[1]] * (num_steps - 1)]
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.schedules.registry import build_step
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.figures import figures
@@ -16,7 +15,7 @@ def test_figures_of_a_simulation_are_its_costs(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 2, 1)
     costs = CostTable.uniform(pipeline, forward=0.25, backward=0.5, teacher=0.125)
     schedule = build_step("tspipe", pipeline, costs, fresh=False, ahead=1, split=frozenset({1}))
-    timeline = simulate([lower(schedule)] * 6, costs)
+    timeline = simulate([schedule] * 6, costs)
     found = figures(timeline)
     for stage in (0, 1):
         assert found.pop(f"stage{stage}_forward_ms") == pytest.approx(250)

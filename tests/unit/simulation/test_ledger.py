@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.synthesis import synthesize
@@ -16,7 +15,7 @@ from lightning_tspipe.simulation.simulator import simulate, steady_step_time
 
 
 def optimizer_start(schedule: Schedule, costs: CostTable) -> float:
-    (start,) = (x.start for x in simulate([lower(schedule)], costs).spans if x.action == "0O")
+    (start,) = (x.start for x in simulate([schedule], costs).spans if x.action == "0O")
     return start
 
 
@@ -56,6 +55,6 @@ def test_the_teacher_hides_the_sum(make_pipeline: Any) -> None:
 def test_ranks_wait_for_their_own_sums(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 1, teacher=False)
     costs = replace(CostTable.uniform(pipeline), reduction=(0.0, 4.0))
-    spans = {x.action: x for x in simulate([lower(gpipe(pipeline))], costs).spans}
+    spans = {x.action: x for x in simulate([gpipe(pipeline)], costs).spans}
     assert spans["0O"].start == spans["1B0"].end == 4
     assert spans["1O"].start == spans["0B0"].start + 0.25 + 4

@@ -22,8 +22,8 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Message, Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Message, Schedule
 from lightning_tspipe.ir.shares import overlap, share
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.relay import Pass, Work
@@ -68,19 +68,19 @@ def pipeline_of(walk: Pass) -> Pipeline:
     return relay_pipeline([work.ranks for work in walk.stages], is_relayed=walk.is_relayed)
 
 
-def relayed(program: Program) -> list[Message]:
+def relayed(program: Schedule) -> list[Message]:
     """What the teacher's blocks get from other ranks."""
     return [message for message in program.messages if message.consumer.op is Op.TEACHER]
 
 
-def edges_of(program: Program, readers: Iterable[Work]) -> set[Edge]:
+def edges_of(program: Schedule, readers: Iterable[Work]) -> set[Edge]:
     """The edges that the ranks of a pass use.
 
     Args:
         program: What they do.
         readers: The stages whose losses read fields of the batch.
     """
-    pipeline = program.schedule.pipeline
+    pipeline = program.pipeline
     edges = {Edge(message.source, message.target, Lane.RELAY) for message in relayed(program)}
     for ranks in pipeline.student.groups:
         edges |= edges_around(ranks, Lane.PROGRAM)
@@ -134,9 +134,8 @@ class RelayedPass(Exchange):
         self._here, self._transport, self._recorder = here, here.transport, here.recorder
         self._blocks = blocks
         self._walk = walk
-        schedule = relay(pipeline_of(walk))
-        validate(schedule)
-        program, me = lower(schedule), here.transport.rank
+        program, me = relay(pipeline_of(walk)), here.transport.rank
+        validate(program)
         self._program = program
         handlers: dict[Op, Handler] = {
             Op.DATA: self._data, Op.TEACHER: self._teach, Op.FORWARD: self._train
@@ -144,7 +143,7 @@ class RelayedPass(Exchange):
         self._executor = Executor(handlers, self, here.recorder)
         self._stage = next(i for i, work in enumerate(walk.stages) if me in work.ranks)
         self._work = walk.stages[self._stage]
-        self._data_rank = schedule.pipeline.data_rank
+        self._data_rank = program.pipeline.data_rank
         self._trained = [blocks.pairs[index] for index in self._work.trained]
         self.group = StageGroup(here.transport, self._work.ranks)
         self.num_readers = 1 if walk.is_relayed else len(walk.stages)
@@ -175,7 +174,7 @@ class RelayedPass(Exchange):
         own = share(self.group.unit, self.group.width, samples)
         asked, fields = self._ask(samples), self._exchange_fields(batch, samples, own)
         context = _Step(step, self._program, {}, {}, None, own, samples, x, asked, fields)
-        self._executor.run(context, self._program.schedule.ranks[self._transport.rank])
+        self._executor.run(context, self._program.ranks[self._transport.rank])
         return context.outcomes
 
     # Messages
