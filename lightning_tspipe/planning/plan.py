@@ -17,11 +17,11 @@ from typing import Any, Literal
 
 from lightning_tspipe.errors import CheckpointError, ConfigurationError
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.plain import Saved, from_plain, to_plain
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.layout import Layout, MemoryUse
 from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.plain import from_plain, from_text, to_plain
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
@@ -37,7 +37,7 @@ PLAN, PLACED = "plan", "placed"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Saved):
     """The decisions that all ranks must agree on before the first step.
 
     Attributes:
@@ -79,6 +79,7 @@ class Plan:
     speeds: tuple[float, ...] = ()
     memory: MemoryUse | None = None
     recomputed: tuple[int, ...] = ()
+    _origin = "plan", "`tspipe plan --save` writes one"
 
     @classmethod
     def of(cls, layout: Layout, seconds: float, reason: str) -> Plan:
@@ -139,19 +140,6 @@ class Plan:
         if name != ASYNCHRONOUS:
             first = build_step(name, pipeline, costs, fresh=True, ahead=1, split=split)
         return simulate([first, *[steady] * (num_steps - 1)], costs)
-
-    def to_json(self) -> str:
-        """Everything, as JSON that :meth:`from_json` reads."""
-        return json.dumps(to_plain(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ConfigurationError: The text is not a plan.
-        """
-        return from_text(cls, text, "plan", "--save")
 
     def __str__(self) -> str:
         ranks = range(self.pipeline.num_ranks)

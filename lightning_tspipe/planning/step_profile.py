@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.plain import Saved
 from lightning_tspipe.planning.cluster import Cluster, Link
-from lightning_tspipe.planning.plain import from_text, to_plain
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.planner import TIE, plan
 from lightning_tspipe.planning.profile import NetworkProfile, Step
@@ -19,8 +18,10 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 
 @dataclass(frozen=True)
-class StepProfile(Step):
+class StepProfile(Step, Saved):
     """A step with measured costs, which can be modified, planned and saved."""
+
+    _origin = "profile", "`tspipe plan --save-profile` writes one"
 
     @property
     def state_bytes(self) -> int:
@@ -121,19 +122,6 @@ class StepProfile(Step):
         if min(sizes) < 1:
             raise ConfigurationError(f"a batch of {samples} samples leaves calls empty")
         return replace(self, batch_sizes=sizes)
-
-    def to_json(self) -> str:
-        """Everything, as JSON that :meth:`from_json` reads."""
-        return json.dumps(to_plain(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StepProfile:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ConfigurationError: The text is not a profile.
-        """
-        return from_text(cls, text, "profile", "--save-profile")
 
 
 def keep_or_recompute(

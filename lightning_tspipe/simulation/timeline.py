@@ -13,13 +13,13 @@ that it has read, if there is room::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_tspipe.ir.action import Action
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.plain import Saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Saved):
     """Spans of several ranks over several steps.
 
     Attributes:
@@ -94,6 +94,7 @@ class Timeline:
     num_ranks: int
     pipeline: Pipeline | None = None
     pauses: tuple[Pause, ...] = ()
+    _origin = "timeline", "the callback PipelineTimeline writes timeline.json"
 
     @property
     def start(self) -> float:
@@ -186,36 +187,6 @@ class Timeline:
                 cells[left:right] = _cell(span, right - left)
             lines.append(f"rank {rank} |{''.join(cells)}|")
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Everything, as JSON that :meth:`from_json` reads."""
-        data = {
-            "num_ranks": self.num_ranks,
-            "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
-            "spans": list(map(asdict, self.spans)),
-            "pauses": list(map(asdict, self.pauses)),
-        }
-        return json.dumps(data)
-
-    @classmethod
-    def from_json(cls, text: str) -> Timeline:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: The text is not JSON.
-            KeyError: The JSON is not a timeline.
-            TypeError: The JSON is not a timeline.
-        """
-        data = json.loads(text)
-        spans = tuple(Span(**span) for span in data["spans"])
-        # Files of earlier versions have spans only.
-        pipeline = data.get("pipeline")
-        return cls(
-            spans,
-            data["num_ranks"],
-            None if pipeline is None else Pipeline.from_dict(pipeline),
-            tuple(Pause(**pause) for pause in data.get("pauses", ())),
-        )
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Span, ...]]:

@@ -17,7 +17,7 @@ from lightning.fabric.utilities import rank_zero_info
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
-from lightning_tspipe.planning.plain import from_plain, plain, to_plain
+from lightning_tspipe.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
 from lightning_tspipe.profiling import moments

@@ -10,6 +10,7 @@ from lightning_tspipe.ir.dependencies import depends_on
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.plain import from_plain, plain
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.simulation.cost import CostTable
@@ -110,9 +111,9 @@ def test_what_can_not_be_coupled() -> None:
 
 def test_is_json() -> None:
     for pipeline in (fan((0, 1, 1)), relay()):
-        assert Pipeline.from_dict(pipeline.to_dict()) == pipeline
-    old = {name: value for name, value in relay().to_dict().items() if name != "coupling"}
-    assert Pipeline.from_dict(old).is_chain
+        assert from_plain(Pipeline, plain(pipeline)) == pipeline
+    old = {name: value for name, value in plain(relay()).items() if name != "coupling"}
+    assert from_plain(Pipeline, old).is_chain
 
 
 def test_a_frozen_part_comes_before_the_rest_and_may_run_ahead() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.planning.plain import from_plain, to_plain
+from lightning_tspipe.plain import from_plain, to_plain
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile, seconds_at
 
 

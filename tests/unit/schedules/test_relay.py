@@ -12,6 +12,7 @@ from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.plain import from_plain, plain
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.graph import StepGraph
@@ -77,4 +78,4 @@ def test_shares_belong_to_their_ranks() -> None:
 
 def test_pipelines_are_stored() -> None:
     pipeline = relay_pipeline([(3, 2), (1,), (0,)], is_relayed=False)
-    assert Pipeline.from_dict(pipeline.to_dict()) == pipeline
+    assert from_plain(Pipeline, plain(pipeline)) == pipeline
