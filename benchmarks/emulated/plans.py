@@ -9,8 +9,7 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.phases import teacher_only
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import graph_seconds
+from lightning_tspipe.simulation.simulator import StepGraph, graph_seconds
 
 BATCH_SIZE = 256
 LINK = (4e-4, 2e9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -49,13 +48,6 @@ class NetworkLayout:
     num_microbatches: int
     output_stages: frozenset[int]
     groups: tuple[tuple[int, ...], ...] = ()
-
-    @classmethod
-    def shared(cls, groups: Sequence[Sequence[int]]) -> NetworkLayout:
-        """Stages that several ranks share, of a network that is called once."""
-        ranks = tuple(group[0] for group in groups)
-        stages = frozenset(range(len(groups)))
-        return cls(ranks, 1, 1, stages, tuple(tuple(group) for group in groups))
 
     @property
     def num_stages(self) -> int:

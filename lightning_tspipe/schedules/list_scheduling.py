@@ -29,8 +29,7 @@ from typing_extensions import override
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import UNKNOWN, Walk
+from lightning_tspipe.simulation.simulator import UNKNOWN, StepGraph, Walk
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,10 +101,8 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
     )  # fmt: skip
 
 
-def steady_step(
-    name: str, pipeline: Pipeline, costs: CostTable, split: frozenset[int], *, ahead: bool = True
-) -> Schedule:
-    """Build a step that repeats; ``ahead``: whether the teacher may run early, as in training."""
-    early = name == ASYNCHRONOUS or (ahead and runs_ahead(name))
+def steady_step(name: str, pipeline: Pipeline, costs: CostTable, split: frozenset[int]) -> Schedule:
+    """Build a step that repeats."""
+    early = name == ASYNCHRONOUS or runs_ahead(name)
     number = pipeline.num_ranks if early else 0
     return build_step(name, pipeline, costs, fresh=not early, ahead=number, split=split)

@@ -16,8 +16,7 @@ from lightning_tspipe.schedules.list_scheduling import Policy, list_schedule, li
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import graph_seconds, graph_step_time
+from lightning_tspipe.simulation.simulator import StepGraph, graph_seconds, graph_step_time
 
 _STEPS = 5
 _MIDDLE = 3

@@ -16,10 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
-from lightning_tspipe.ir.action import Action
+from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.plain import Saved
+
+_KINDS = {
+    Op.FORWARD: "forward",
+    Op.TEACHER: "teacher",
+    Op.BACKWARD: "backward",
+    Op.INPUT_BACKWARD: "backward",
+    Op.WEIGHT_BACKWARD: "backward",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,29 @@ class Timeline(Saved):
         if total <= 0:
             return 0.0
         return max(0.0, 1.0 - sum(map(self.busy, range(self.num_ranks))) / total)
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of the steady steps, for a logger.
+
+        Returns:
+            ``bubble_ratio`` and ``step_ms``; ``rank0_idle_ms`` (per step) of each rank; of each
+            stage ``stage0_forward_ms``, ``stage0_teacher_ms`` and ``stage0_backward_ms``, the mean
+            of one unit. A backward in two halves counts as their sum.
+        """
+        found = {"bubble_ratio": self.bubble_ratio, "step_ms": self.step_time * 1e3}
+        for rank, (start, end) in enumerate(self.windows):
+            idle = (end - start - self.busy(rank)) / self.num_steady_steps
+            found[f"rank{rank}_idle_ms"] = max(0.0, idle) * 1e3
+        steady = self.steps[1:-1] or self.steps
+        durations: dict[tuple[int, str], list[float]] = {}
+        for span in self.spans:
+            if Op(span.op) in _KINDS and span.step in steady:
+                key = (Action.parse(span.action).stage, span.op)
+                durations.setdefault(key, []).append(span.end - span.start)
+        for (stage, op), seconds in sorted(durations.items()):
+            name = f"stage{stage}_{_KINDS[Op(op)]}_ms"
+            found[name] = found.get(name, 0.0) + fmean(seconds) * 1e3
+        return found
 
     def between(self, first: int, last: int) -> Timeline:
         """The part with the steps ``first`` to ``last``, inclusive."""

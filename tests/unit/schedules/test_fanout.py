@@ -12,7 +12,7 @@ from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
-from tests.unit.pipelines import fanout_pipeline
+from tests.unit.pipelines import fanout_pipeline, uniform_costs
 
 
 def epoch(pipeline: Pipeline, depth: int, num_batches: int) -> list[Schedule]:
@@ -66,7 +66,7 @@ def test_every_stage_sees_every_batch_once(
 def test_nobody_waits_in_the_steady_state() -> None:
     """The paper's units: a trunk of 3, heads of 2, on three devices: 3 units instead of 5."""
     pipeline = fanout_pipeline((0, 1, 2), 3)
-    costs = CostTable.uniform(pipeline, forward=0.5, backward=1.5, teacher=1.0)
+    costs = uniform_costs(pipeline, forward=0.5, backward=1.5, teacher=1.0)
     walked = timeline(pipeline, 3, costs)
     assert walked.step_time == pytest.approx(3.0)
     assert walked.bubble_ratio == pytest.approx(0.0, abs=0.01)

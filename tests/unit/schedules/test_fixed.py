@@ -21,6 +21,7 @@ from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
+from tests.unit.pipelines import uniform_costs
 
 
 def drawings(module: object) -> str:
@@ -30,7 +31,7 @@ def drawings(module: object) -> str:
 
 
 def drawn(schedule: Schedule, *, backward: float = 2.0, steps: int = 1) -> str:
-    costs = CostTable.uniform(schedule.pipeline, backward=backward)
+    costs = uniform_costs(schedule.pipeline, backward=backward)
     timeline = simulate([schedule] * steps, costs)
     seconds = timeline.end - timeline.start
     return timeline.draw(2 * round(seconds))
@@ -68,7 +69,7 @@ def test_paper_numbers(make_pipeline: Any) -> None:
     # SEMANTICS of the paper's order with equal costs: two views are bubble-free.
     for num_ranks in (2, 3, 4, 8):
         pipeline = make_pipeline(num_ranks, 2, num_ranks - 1)
-        costs = CostTable.uniform(pipeline, backward=1)
+        costs = uniform_costs(pipeline, backward=1)
         schedule = tspipe(pipeline, teacher_now=False, teacher_next=True)
         assert steady_step_time(schedule, costs) == 3 * pipeline.student.num_units
         # Stage s runs V (u - s) teacher units before its backwards.
@@ -82,7 +83,7 @@ def test_paper_numbers(make_pipeline: Any) -> None:
 def test_one_view_is_bubble_free_with_enough_units(make_pipeline: Any) -> None:
     for num_ranks in (2, 3, 4, 8):
         pipeline = make_pipeline(num_ranks, 1, 2 * (num_ranks - 1))
-        costs = CostTable.uniform(pipeline, backward=1)
+        costs = uniform_costs(pipeline, backward=1)
         schedule = tspipe(pipeline, teacher_now=False, teacher_next=True)
         assert steady_step_time(schedule, costs) == 3 * pipeline.student.num_units
 

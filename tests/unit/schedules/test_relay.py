@@ -15,8 +15,12 @@ from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.plain import from_plain, plain
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable, StageCost
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import graph_seconds, simulate, steady_step_time
+from lightning_tspipe.simulation.simulator import (
+    StepGraph,
+    graph_seconds,
+    simulate,
+    steady_step_time,
+)
 
 
 def test_is_drawn() -> None:

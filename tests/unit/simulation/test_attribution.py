@@ -17,6 +17,7 @@ from lightning_tspipe.simulation.attribution import Attribution, Cause, attribut
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
+from tests.unit.pipelines import uniform_costs
 
 Row = tuple[str, float, float]
 
@@ -113,12 +114,12 @@ def test_effects_wait_for_the_data_rank(two_ranks: Pipeline, is_recorded: bool) 
 
 def test_one_simulated_step_by_hand(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 2, teacher=False)
-    found = attribute(simulate([gpipe(pipeline)], CostTable.uniform(pipeline, loss=0.5)))
+    found = attribute(simulate([gpipe(pipeline)], uniform_costs(pipeline, loss=0.5)))
     assert stretches(found, 0) == [
         (0.0, 1.0, "waiting for 0F0 of rank 1"), (7.5, 9.5, "waiting for 1O of rank 1")
     ]  # fmt: skip
     assert stretches(found, 1) == [(2.0, 5.5, "waiting for 1B1 of rank 0")]
-    late = attribute(simulate([gpipe(pipeline)], CostTable.uniform(pipeline, latency=10)))
+    late = attribute(simulate([gpipe(pipeline)], uniform_costs(pipeline, latency=10)))
     assert stretches(late, 0)[:2] == [
         (0.0, 1.0, "waiting for 0F0 of rank 1"), (1.0, 11.0, "transfer")
     ]  # fmt: skip
@@ -180,7 +181,7 @@ def test_a_simulation_waits_and_transfers_and_nothing_else(make_pipeline: Any, d
     )
     latency = data.draw(SECONDS)
     costs = replace(
-        CostTable.uniform(pipeline, loss=0.5, optimizer=data.draw(SECONDS), latency=latency),
+        uniform_costs(pipeline, loss=0.5, optimizer=data.draw(SECONDS), latency=latency),
         student=data.draw(stages(num_ranks)),
         teacher=data.draw(stages(num_ranks * teacher)),
         data=data.draw(SECONDS),
@@ -215,7 +216,7 @@ def overlap(idle: Sequence[Any], work: Sequence[Span]) -> list[bool]:
 def test_the_causes_of_a_run_add_up_to_its_idle_time(make_pipeline: Any, data: Any) -> None:
     # A simulated timeline with everything later than it could be, and pauses anywhere.
     pipeline = make_pipeline(2, 1, 2)
-    costs = CostTable.uniform(pipeline, loss=1.0, optimizer=1.0)
+    costs = uniform_costs(pipeline, loss=1.0, optimizer=1.0)
     steps = steps_of(pipeline, "tspipe", data.draw(st.integers(1, 5)))
     simulated = simulate(steps, costs)
     late = [

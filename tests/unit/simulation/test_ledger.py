@@ -12,6 +12,7 @@ from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.synthesis import synthesize
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
+from tests.unit.pipelines import uniform_costs
 
 
 def optimizer_start(schedule: Schedule, costs: CostTable) -> float:
@@ -34,7 +35,7 @@ def test_the_optimizer_waits_for_the_sum(
 ) -> None:
     # One forward, two backwards of 2 seconds: only what follows the last one is left to be hidden.
     pipeline = make_pipeline(1, 1, 1, teacher=False)
-    costs = replace(CostTable.uniform(pipeline, forward=3), reduction=(reduction,))
+    costs = replace(uniform_costs(pipeline, forward=3), reduction=(reduction,))
     assert optimizer_start(gpipe(pipeline), costs) == pytest.approx(start)
     # The next step waits for it.
     assert steady_step_time(gpipe(pipeline), costs) == pytest.approx(start)
@@ -42,7 +43,7 @@ def test_the_optimizer_waits_for_the_sum(
 
 def test_the_teacher_hides_the_sum(make_pipeline: Any) -> None:
     pipeline = make_pipeline(1, 1, 2)
-    costs = replace(CostTable.uniform(pipeline, teacher=4), reduction=(10.0,))
+    costs = replace(uniform_costs(pipeline, teacher=4), reduction=(10.0,))
     schedule = synthesize(pipeline, costs, teacher_now=False, teacher_next=True)
     # The student ends at 6, its last backward begins at 4; the teacher's 8 seconds follow.
     assert steady_step_time(schedule, costs) == pytest.approx(4 + 0.25 + 10)

@@ -12,6 +12,7 @@ from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
 from lightning_tspipe.simulation.timeline import Timeline
+from tests.unit.pipelines import uniform_costs
 
 
 def times(timeline: Timeline, step: int = 0) -> dict[str, tuple[float, float]]:
@@ -20,7 +21,7 @@ def times(timeline: Timeline, step: int = 0) -> dict[str, tuple[float, float]]:
 
 def test_one_step_by_hand(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 2, teacher=False)
-    found = times(simulate([gpipe(pipeline)], CostTable.uniform(pipeline, loss=0.5)))
+    found = times(simulate([gpipe(pipeline)], uniform_costs(pipeline, loss=0.5)))
     assert found == {
         "1E": (0, 0), "1D": (0, 0), "0F0": (0, 1), "0F1": (1, 2),
         "0E": (0, 0), "1F0": (1, 2), "1F1": (2, 3), "0L": (3, 3.5),
@@ -31,7 +32,7 @@ def test_one_step_by_hand(make_pipeline: Any) -> None:
 
 def test_latency_does_not_block_the_sender(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 2, teacher=False)
-    costs = CostTable.uniform(pipeline, latency=10)
+    costs = uniform_costs(pipeline, latency=10)
     found = times(simulate([gpipe(pipeline)], costs))
     assert [found[text] for text in ("0F1", "1F0", "1F1")] == [(1, 2), (11, 12), (12, 13)]
 
@@ -54,7 +55,7 @@ def test_the_loss_waits_for_the_teacher_of_the_step_before(make_pipeline: Any) -
         tspipe(pipeline, teacher_now=now, teacher_next=ahead)
         for now, ahead in ((True, True), (False, False))
     ]
-    slow = CostTable.uniform(pipeline, teacher=100)
+    slow = uniform_costs(pipeline, teacher=100)
     timeline = simulate(steps, slow)
     assert times(timeline, 1)["0L"][0] >= times(timeline)["1T0+1"][1] >= 200
 
@@ -62,14 +63,14 @@ def test_the_loss_waits_for_the_teacher_of_the_step_before(make_pipeline: Any) -
 def test_steps_follow_each_other_without_a_barrier(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 2, 2)
     schedule = tspipe(pipeline, teacher_now=False, teacher_next=True)
-    timeline = simulate([schedule] * 5, CostTable.uniform(pipeline, backward=1))
+    timeline = simulate([schedule] * 5, uniform_costs(pipeline, backward=1))
     # Rank 1 starts its next step while rank 0 still works on this one.
     assert times(timeline, 3)["0F0"][0] < times(timeline, 2)["0O"][0]
 
 
 def test_step_time_is_that_of_the_timeline(make_pipeline: Any) -> None:
     pipeline = make_pipeline(3, 2, 2)
-    costs = CostTable.uniform(pipeline, optimizer=0.25, latency=0.1)
+    costs = uniform_costs(pipeline, optimizer=0.25, latency=0.1)
     schedule = tspipe(pipeline, teacher_now=False, teacher_next=True)
     timeline = simulate([schedule] * 9, costs)
     assert steady_step_time(schedule, costs) == pytest.approx(timeline.step_time)
@@ -78,7 +79,7 @@ def test_step_time_is_that_of_the_timeline(make_pipeline: Any) -> None:
 
 def test_sequential_steps_take_the_sum_of_everything(make_pipeline: Any) -> None:
     pipeline = make_pipeline(1, 2, 3)
-    costs = CostTable.uniform(pipeline, loss=5, optimizer=7)
+    costs = uniform_costs(pipeline, loss=5, optimizer=7)
     assert steady_step_time(gpipe(pipeline), costs) == 6 * 4 + 5 + 7
 
 
