@@ -20,10 +20,9 @@ from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.plain import Saved, from_plain, to_plain
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.layout import Layout, MemoryUse
-from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay import RelayPlan
-from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate

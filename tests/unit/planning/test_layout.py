@@ -190,8 +190,8 @@ def test_an_independent_teacher_may_leave_ranks_out() -> None:
 def test_uneven_batches_are_averaged() -> None:
     workload = Workload(network(1, 1), None, (2, 0), (7, 3), num_ranks=2)
     # Units of 4, 3, 2 and 1 samples.
-    assert workload.units(2).forward == (0.0, 2.5, 5.0)
-    assert workload.units(2).samples[0] == 2.5
+    assert workload.units(2)["forward"] == (0.0, 2.5, 5.0)
+    assert workload.unit_samples(2)[0] == 2.5
 
 
 def test_fits() -> None:
@@ -218,7 +218,8 @@ def test_batches_and_versions_in_flight_need_memory(policy: str, copies: tuple[i
         optimizer_bytes_per_parameter_byte=0,
     )  # fmt: skip
     one = Layout(workload, Cuts((0, 1, 2, 3)), num_microbatches=1)
-    flying = Layout(replace(workload, weights=policy), one.cuts, num_microbatches=1)
+    late = replace(workload, schedule="1f1b", weights=policy)
+    flying = Layout(late, one.cuts, num_microbatches=1)
     weights = (3 * MB, 2 * MB, 1 * MB)
     versions = tuple(n * size for n, size in zip(copies, weights, strict=True))
     assert flying.memory.versions == versions
