@@ -51,46 +51,42 @@ class MemoryUse:
                 yield part.name, amounts[rank]
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """The cuts of both networks.
-
-    Attributes:
-        student: First atom of each stage, and the number of atoms. Stage s is on rank
-            ``(P - 1 - s) % P``: the first one on the last rank, where the data is, and with more
-            stages than ranks *folded* (for P = 2 and S = 3: stages 0 and 2 on rank 1, stage 1 on
-            rank 0).
-        teacher: The same for an independent teacher, whose parts on ranks P - 1, ..., 0 may be
-            empty; () for a paired teacher, and without a teacher.
-    """
-
-    student: tuple[int, ...]
-    teacher: tuple[int, ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        """Number of student stages."""
-        return len(self.student) - 1
-
-
 _Part = tuple[int, int, int]
 """First atom, end and rank of a stage."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Cuts with a number of micro-batches and the stages whose backward is split; has costs."""
+    """Cuts with a number of micro-batches and the stages whose backward is split; has costs.
+
+    Attributes:
+        workload: The step that is cut.
+        student_cuts: First atom of each stage, and the number of atoms. Stage s is on rank
+            ``(P - 1 - s) % P``: the first one on the last rank, where the data is, and with more
+            stages than ranks *folded* (for P = 2 and S = 3: stages 0 and 2 on rank 1, stage 1 on
+            rank 0).
+        num_microbatches: Micro-batches per call.
+        split: Student stages whose backward runs in two halves.
+        teacher_bounds: As ``student_cuts``, of an independent teacher, whose parts on ranks P - 1,
+            ..., 0 may be empty; () for a paired teacher, and without a teacher.
+    """
 
     workload: Workload
-    cuts: Cuts
+    student_cuts: tuple[int, ...]
     num_microbatches: int
     split: frozenset[int] = frozenset()
+    teacher_bounds: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Number of student stages."""
+        return len(self.student_cuts) - 1
 
     @cached_property
     def student_parts(self) -> tuple[_Part, ...]:
         """First atom, end and rank of each student stage."""
-        ranks = default_ranks(self.cuts.num_stages, self.workload.num_ranks)
-        return _parts(self.cuts.student, ranks)
+        ranks = default_ranks(self.num_stages, self.workload.num_ranks)
+        return _parts(self.student_cuts, ranks)
 
     @cached_property
     def teacher_parts(self) -> tuple[_Part, ...]:
@@ -100,7 +96,7 @@ class Layout:
             return ()
         parts = self.student_parts
         if not self.workload.paired:
-            parts = _parts(self.cuts.teacher, default_ranks(num_ranks, num_ranks))
+            parts = _parts(self.teacher_bounds, default_ranks(num_ranks, num_ranks))
         ends = ((start, min(stop, teacher.num_atoms), rank) for start, stop, rank in parts)
         return tuple(part for part in ends if part[0] < part[1])
 

@@ -94,7 +94,7 @@ class Plan(Saved):
         return cls(
             schedule=workload.schedule,
             pipeline=layout.pipeline,
-            student_cuts=layout.cuts.student,
+            student_cuts=layout.student_cuts,
             teacher_cuts=layout.teacher_cuts,
             num_microbatches=layout.num_microbatches,
             split=layout.split,

@@ -54,17 +54,11 @@ _QUICK = 8
 _NEAR = 1.05
 """Estimates this close may be reordered when the real schedule is built."""
 
-_SEARCHED = 2
-"""Up to this number of ranks, contiguous cuts are searched so well that folding is not."""
-
 _MAX_FOLDED = 16
 """Most ranks with two stages each: synthesising so many stages takes long."""
 
 _FOLDED_EFFORT = 4
 """Simulations of a layout with two stages per rank, whose order matters more."""
-
-_FOLDING = ("tspipe", "gpipe")
-"""Schedules that are faster with evenly busy ranks."""
 
 TIE = 1.01
 """Times this close count as equal; then fewer micro-batches, stages and halves are preferred."""
@@ -135,8 +129,7 @@ class _Scored(NamedTuple):
     @property
     def simplicity(self) -> tuple[int, int, int, float]:
         layout = self.layout
-        num_stages = layout.cuts.num_stages
-        return layout.num_microbatches, num_stages, len(layout.split), self.seconds
+        return layout.num_microbatches, layout.num_stages, len(layout.split), self.seconds
 
 
 _seconds = attrgetter("seconds")
@@ -214,7 +207,7 @@ class _Planner:
         kinds: dict[tuple[int, int, frozenset[int]], _Scored] = {}
         for one in sorted([*promising, *found[number:]], key=_seconds):
             layout = one.layout
-            kind = layout.num_microbatches, layout.cuts.num_stages, layout.split
+            kind = layout.num_microbatches, layout.num_stages, layout.split
             kinds.setdefault(kind, one)
         return list(kinds.values())
 
@@ -239,18 +232,11 @@ class _Planner:
             if workload.num_pieces < wanted:
                 raise too_few_atoms(workload.num_pieces, wanted)
             starts = [(number, None) for number in self._stage_counts(counts[0])]
-            starts += [(len(cuts) - 1, cuts) for cuts in self._folded(counts[0])]
+            folded = folded_cuts(workload, counts[0], _MAX_FOLDED // self._share)
+            starts += [(len(cuts) - 1, cuts) for cuts in folded]
         return [
             CutSpace(workload, number, count, start) for number, start in starts for count in counts
         ]
-
-    def _folded(self, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Cuts with two stages on some ranks, if these may be faster."""
-        workload = self._workload
-        is_free = workload.schedule in _FOLDING and workload.num_stages is None
-        if not is_free or not _SEARCHED < workload.num_ranks <= _MAX_FOLDED // self._share:
-            return []
-        return folded_cuts(workload, num_microbatches)
 
     def _stage_counts(self, num_microbatches: int) -> list[int]:
         """Numbers of stages: one per rank, and more (folded) if the most even cut doesn't fit."""
@@ -314,7 +300,7 @@ def _reasons(layout: Layout, seconds: float, num_simulated: int, num_equal: int)
     ]
     if num_equal > 1:
         found.append(f"the simplest of {num_equal} that are equally fast, within {TIE - 1:.0%}")
-    if layout.cuts.num_stages > workload.num_ranks and workload.partition == "auto":
+    if layout.num_stages > workload.num_ranks and workload.partition == "auto":
         found.append("stages are folded over the ranks, which makes them fit or more even")
     if layout.costs.reduction:
         longest = max(layout.costs.reduction) * 1e3

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.folding import Folding
-from lightning_tspipe.planning.layout import Cuts, Layout
+from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.table import megabytes
@@ -34,6 +34,12 @@ _MAX_CLIMBED = 16
 
 _UNEVEN = 1.02
 """Imbalance of the ranks above which two stages per rank are considered."""
+
+_SEARCHED = 2
+"""Up to this number of ranks, contiguous cuts are searched so well that folding is not."""
+
+_FOLDING = ("tspipe", "gpipe")
+"""Schedules that are faster with evenly busy ranks."""
 
 _STRIDES = (1, -1, 2, -2, 4, -4)
 
@@ -62,7 +68,8 @@ class CutSpace:
         Args:
             hints: Good layouts for another number of micro-batches, which replace a search.
         """
-        layouts = {layout.cuts: layout for layout in self._candidates(hints)}
+        candidates = self._candidates(hints)
+        layouts = {(one.student_cuts, one.teacher_bounds): one for one in candidates}
         fitting = (layout for layout in layouts.values() if not layout.excess)
         return sorted(fitting, key=attrgetter("busiest"))[:MAX_STARTS]
 
@@ -77,7 +84,7 @@ class CutSpace:
         return min(self._climbed(), key=attrgetter("excess_and_bound"))
 
     def _with_teacher(self, student: tuple[int, ...]) -> Layout:
-        return with_teacher(Layout(self.workload, Cuts(student), self.num_microbatches))
+        return with_teacher(Layout(self.workload, student, self.num_microbatches))
 
     def _candidates(self, hints: Sequence[Layout]) -> Iterator[Layout]:
         workload = self.workload
@@ -118,7 +125,7 @@ class CutSpace:
             ).cut()
         except PartitionError:
             return None
-        return Layout(workload, Cuts(cuts), self.num_microbatches)
+        return Layout(workload, cuts, self.num_microbatches)
 
     def _fits(self, start: int, stop: int, stage: int) -> bool:
         """Whether the rank of ``stage`` can hold these atoms, and no others."""
@@ -160,19 +167,19 @@ class CutSpace:
 
 def neighbours(layout: Layout) -> list[Layout]:
     """Layouts with one boundary moved a little, the best first."""
-    workload, cuts = layout.workload, layout.cuts
+    workload, bounds = layout.workload, layout.teacher_bounds
     found = []
     if workload.partition == "auto":
-        for student in _moved(cuts.student, workload.positions, gap=1):
-            found.append(replace(layout, cuts=replace(cuts, student=student)))
-            if cuts.teacher and workload.num_ranks == 2:
+        for student in _moved(layout.student_cuts, workload.positions, gap=1):
+            found.append(replace(layout, student_cuts=student))
+            if bounds and workload.num_ranks == 2:
                 # With more ranks too slow; there the teacher's own moves follow.
                 found.append(with_teacher(found[-1]))
     teacher = workload.independent_teacher
     if teacher is not None:  # the ends of its chain make empty parts
         positions = [n for n in range(teacher.num_atoms + 1) if n - 1 not in teacher.joined]
-        moves = _moved(cuts.teacher, positions, gap=0)
-        found += [replace(layout, cuts=replace(cuts, teacher=moved)) for moved in moves]
+        moves = _moved(bounds, positions, gap=0)
+        found += [replace(layout, teacher_bounds=moved) for moved in moves]
     return sorted(found, key=attrgetter("excess_and_bound"))
 
 
@@ -190,8 +197,7 @@ def with_teacher(layout: Layout) -> Layout:
     workload, teacher = layout.workload, layout.workload.independent_teacher
     if teacher is None:
         return layout
-    alone = replace(workload, teacher=None, frozen=False)
-    own = Layout(alone, Cuts(layout.cuts.student), layout.num_microbatches)
+    own = Layout(workload.alone, layout.student_cuts, layout.num_microbatches)
     sums = workload.units(layout.num_microbatches)["teacher"]
     num_units = workload.num_calls[1] * layout.num_microbatches
     free = [
@@ -214,17 +220,26 @@ def with_teacher(layout: Layout) -> Layout:
     except PartitionError:
         # The student alone is too large for a rank, or leaves too little: see ``excess``.
         bounds = (*(0,) * workload.num_ranks, teacher.num_atoms)
-    return replace(layout, cuts=Cuts(layout.cuts.student, bounds))
+    return replace(layout, teacher_bounds=bounds)
 
 
-def folded_cuts(workload: Workload, num_microbatches: int) -> list[tuple[int, ...]]:
+def folded_cuts(
+    workload: Workload, num_microbatches: int, most_ranks: int
+) -> list[tuple[int, ...]]:
     """The most even cuts with two stages on some ranks, for each number of stages.
 
-    Empty if one stage per rank is about even, or if the teacher is cut independently, since it is
-    then placed where there is time for it.
+    Empty if they cannot be faster: if one stage per rank is about even, or if the teacher is cut
+    independently, since it is then placed where there is time for it.
+
+    Args:
+        workload: The step to cut.
+        num_microbatches: Micro-batches per call.
+        most_ranks: Most ranks for which it is tried.
     """
     num_ranks = workload.num_ranks
-    if workload.frozen or workload.independent_teacher is not None:
+    is_free = workload.schedule in _FOLDING and workload.num_stages is None and not workload.frozen
+    is_free = is_free and workload.independent_teacher is None
+    if not is_free or not _SEARCHED < num_ranks <= most_ranks:
         return []
     busy = CutSpace(workload, num_ranks, num_microbatches).balanced().busy
     if max(busy) < _UNEVEN * sum(busy) / num_ranks:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations
 from typing import Literal
@@ -101,6 +101,11 @@ class Workload(Step):
         if not networks:
             return (1, 1)
         return max(n.sizes[0] for n in networks), min(n.sizes[-1] for n in networks)
+
+    @cached_property
+    def alone(self) -> Workload:
+        """The step of the student without a teacher."""
+        return replace(self, teacher=None, frozen=False)
 
     @property
     def independent_teacher(self) -> NetworkProfile | None:

@@ -18,10 +18,6 @@ from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import StepGraph, graph_seconds, graph_step_time
 
-_STEPS = 5
-_MIDDLE = 3
-"""The step whose order is taken: by then the walk is in its steady state."""
-
 _MANY_ACTIONS = 4000
 _FEW_POLICIES = 2
 """Number of policies for a step with many actions, where each takes a second or more."""
@@ -56,12 +52,7 @@ def synthesize(
     policies = _policies(pipeline, split, ahead=teacher_next)
     if len(graph.actions) > _MANY_ACTIONS:
         policies = islice(policies, _FEW_POLICIES)
-    listed = (
-        list_schedule([graph] * (_STEPS if repeats else 1), costs, policy)[
-            _MIDDLE if repeats else 0
-        ]
-        for policy in policies
-    )
+    listed = (list_schedule(graph, costs, policy, repeats=repeats) for policy in policies)
     for order in chain([_ahead_last(fixed)], listed):
         if order not in found:
             found[order] = score(StepGraph.of(Schedule(pipeline, order)), costs)
@@ -79,8 +70,7 @@ def estimate_step_time(graph: StepGraph, costs: CostTable, num_policies: int = 1
     """
     policies = _policies(graph.schedule.pipeline, graph.schedule.split, ahead=True)
     return min(
-        list_step_time([graph] * _STEPS, costs, policy)
-        for policy in islice(policies, max(1, num_policies))
+        list_step_time(graph, costs, policy) for policy in islice(policies, max(1, num_policies))
     )
 
 
