@@ -23,7 +23,6 @@ from lightning_tspipe.caching.entries import tensors_in
 from lightning_tspipe.callbacks.common import Callback, may_log, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.plots import plot_timelines
-from lightning_tspipe.simulation.figures import figures
 from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.training.pipelined import Pipelined
 
@@ -421,7 +420,7 @@ class PipelineTimeline(Callback):
         self._timeline = timeline
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
-        metrics = {f"timeline/{name}": value for name, value in figures(timeline).items()}
+        metrics = {f"timeline/{name}": value for name, value in timeline.figures().items()}
         # Not by ``pl_module.log``, which drops what falls between two of ``log_every_n_steps``.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)

@@ -21,10 +21,9 @@ from lightning_tspipe.cli.quantities import (
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
-from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
-from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.runtime.transport.base import NOMINAL
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead

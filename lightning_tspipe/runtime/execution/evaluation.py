@@ -16,7 +16,6 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
@@ -74,7 +73,7 @@ class Evaluation:
         costs = CostTable.uniform(self._pipeline)
         whole = build_step("gpipe", self._pipeline, costs, fresh=True, ahead=0).ranks
         forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
-        self._program = lower(Schedule(self._pipeline, forwards))
+        self._program = Schedule(self._pipeline, forwards)
         edges = program_edges(self._program)
         if captured.plan.batch_fields:
             data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
@@ -110,7 +109,7 @@ class Evaluation:
         units = StepUnits(self._captured, self._placement, header.inputs)
         context = StepContext(self._index, self._program, {0: units}, inputs)
         self._stages.post_receives(context)
-        actions = self._program.schedule.ranks[engine.rank]
+        actions = self._program.ranks[engine.rank]
         self._stages.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
             plan.batch_fields, batch, engine.transport, Channel.FIELDS, self._pipeline

@@ -6,7 +6,7 @@
 
 ``RankStages`` has the handlers of stages, and the tensors in flight between them; ``Losses`` has
 those of losses. What a stage makes for another one, or a loss for a stage, lies under the same key
-whether both are on this rank or a message brings it. Messages are those of the lowered program.
+whether both are on this rank or a message brings it. Messages are those of the schedule.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import Dependency
-from lightning_tspipe.ir.lowering import Message, Program
+from lightning_tspipe.ir.schedule import Message, Schedule
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import StepUnits
@@ -54,7 +54,7 @@ class StepContext:
     """
 
     index: int
-    program: Program
+    program: Schedule
     units: dict[int, StepUnits]
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     result: Any = None
@@ -233,7 +233,7 @@ class RankStages(Executor):
                 made = [self._chunk(step, message.consumer)] if is_input else self.buffers[key]
                 tensors = [tensor for tensor in made if tensor is not None]
                 self.transport.send(tensors, message.target, channel_of(message), specs)
-        is_read_here = self.transport.rank in step.program.schedule.pipeline.loss_ranks
+        is_read_here = self.transport.rank in step.program.pipeline.loss_ranks
         for key in keys:
             if key[2] != "output" or not is_read_here:
                 self.buffers.pop(key, None)

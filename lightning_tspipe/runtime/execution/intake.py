@@ -19,8 +19,8 @@ from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
@@ -60,12 +60,12 @@ class Programs:
         build = partial(build_step, schedule, pipeline, costs, split=placement.split, depth=depth)
 
         @cache
-        def program_of(*, fresh: bool, ahead: int) -> Program:
-            program = lower(build(fresh=fresh, ahead=ahead))
-            validate(program.schedule)
+        def program_of(*, fresh: bool, ahead: int) -> Schedule:
+            program = build(fresh=fresh, ahead=ahead)
+            validate(program)
             return program
 
-        self.of: Callable[..., Program] = program_of
+        self.of: Callable[..., Schedule] = program_of
         self.lookahead = lookahead(schedule, pipeline, depth)
         # A rank that waits for the data rank's word as deep as it looks itself would wait for the
         # end of its step.

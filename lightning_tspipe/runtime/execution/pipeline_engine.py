@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
@@ -150,7 +149,7 @@ class PipelineEngine(Engine):
         self._step = step, header, context
         self.batch_size = header.batch_size
         run = partial(self.stages.run, context)
-        scheduled = context.program.schedule.ranks[self.rank]
+        scheduled = context.program.ranks[self.rank]
         run(action for action in scheduled if action.op is Op.DATA)
         self.stages.post_receives(context)
         run(action for action in scheduled if action.op is Op.EFFECTS)
@@ -229,12 +228,12 @@ class PipelineEngine(Engine):
     def run_ahead(self, step: Step, batch: Any) -> None:
         number = self._index
         header = self.intake.open_one(step, batch)
-        program, headers = lower(teacher_only(self.pipeline)), {number: header}
+        program, headers = teacher_only(self.pipeline), {number: header}
         self.mode.expect(headers)
         inputs = self.intake.inputs(headers, number - 1)
         context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
         self.stages.post_receives(context)
-        self.stages.run(context, program.schedule.ranks[self.rank])
+        self.stages.run(context, program.ranks[self.rank])
         self._finish(context)
 
     @override

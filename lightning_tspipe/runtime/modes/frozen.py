@@ -106,7 +106,7 @@ class Fanout(TrainingMode):
     @override
     def handlers(self, losses: Losses) -> dict[Op, Handler]:
         def is_first(context: StepContext, action: Action) -> bool:
-            pipeline = context.program.schedule.pipeline
+            pipeline = context.program.pipeline
             return action.stage == pipeline.stages_of(pipeline.student.ranks[action.stage])[0]
 
         def forward(context: StepContext, action: Action) -> bool:

@@ -12,8 +12,8 @@ from functools import cache
 from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Message
 from lightning_tspipe.ir.pipeline import NetworkLayout
+from lightning_tspipe.ir.schedule import Message
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork, UnitShapes

@@ -24,7 +24,7 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
 from lightning_tspipe.networks.profiler import seconds_of
-from lightning_tspipe.planning.plain import from_plain, plain, to_plain
+from lightning_tspipe.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
 from lightning_tspipe.profiling import moments

@@ -14,7 +14,7 @@ import torch
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.planning.heads import Task, TrunkCost
+from lightning_tspipe.planning.heads import Task, trunk_chain
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan, RunPlan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
@@ -252,7 +252,7 @@ def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Pla
         calls = [captured.plan.calls[i].input for i in captured.plan.calls_of(name)]
         seconds = [len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms]
         samples = sum(spec.shape[0] for spec in calls)
-        trunk = TrunkCost.of(profile, seconds, samples, link)
+        trunk = trunk_chain(profile, seconds, samples, link)
         found = Task(trunk, (), num_ranks, most, beside=busy).best()
         cuts[name], busy = found.cuts, found.busy
     log.info("evaluation: stages start at atoms %s", {k: v[:-1] for k, v in cuts.items()})

@@ -24,10 +24,11 @@ from lightning_tspipe.planning.heads import (
     HeadCost,
     Spread,
     Task,
-    TrunkCost,
     choose_pieces,
     seconds_in_pieces,
+    trunk_chain,
 )
+from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.profiling import moments, profile_forwards
@@ -166,7 +167,7 @@ class HeadPlanner:
                 )  # fmt: skip
             if cache is not None:
                 stand_ins = list(self._stand_ins().values())
-                cache.consider(sum(trunk.seconds) / len(found.ranks), stand_ins)
+                cache.consider(sum(trunk.costs) / len(found.ranks), stand_ins)
         else:  # all of it is here
             atoms = len(self.captured.networks["teacher"].atoms)
             found = Spread((0, atoms), (0,), (0,) * len(names), (0.0,), (0,))
@@ -207,14 +208,14 @@ class HeadPlanner:
         )
         return 0
 
-    def _given_cuts(self, trunk: TrunkCost) -> tuple[int, ...] | None:
+    def _given_cuts(self, trunk: Chain) -> tuple[int, ...] | None:
         """Where the user cuts the trunk.
 
         Raises:
             PartitionError: Not all of it, or into more stages than there are ranks.
         """
         counts: Any = self.options.partition
-        num_ranks, number = self.here.transport.num_ranks, len(trunk.seconds)
+        num_ranks, number = self.here.transport.num_ranks, len(trunk.costs)
         if isinstance(counts, Mapping):
             counts = counts.get("teacher", "auto")
         if isinstance(counts, str) or num_ranks == 1:
@@ -228,7 +229,7 @@ class HeadPlanner:
 
     # What is measured, or counted
 
-    def _trunk_cost(self, ends: list[int]) -> tuple[TrunkCost, Pieces]:
+    def _trunk_cost(self, ends: list[int]) -> tuple[Chain, Pieces]:
         """The cost of the trunk, and the part of it that runs in pieces of a batch."""
         here, options, plan = self.here, self.options, self.captured.plan
         calls = [plan.calls[index].input for index in plan.calls_of("teacher")]
@@ -244,7 +245,7 @@ class HeadPlanner:
         factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
         seconds = [factor * each for each in seconds_in_pieces(pieces, profile, size)]
         link = link_of(options, here.transport)
-        return TrunkCost.of(profile, seconds, samples, link, given), pieces
+        return trunk_chain(profile, seconds, samples, link, given), pieces
 
     def _ends_of_pieces(self) -> list[int]:
         """Numbers of the trunk's atoms that may run in pieces: they pass on a row per sample.
@@ -269,11 +270,11 @@ class HeadPlanner:
             if all(rows[end] for rows in known) and not network.outputs_between(0, end)
         ]
 
-    def _head_costs(self, trunk: TrunkCost) -> list[HeadCost]:
+    def _head_costs(self, trunk: Chain) -> list[HeadCost]:
         """Time each head's own step on stand-ins for the features; nothing of it is left."""
         module, student, device = self.here.module, self.heads.student, self.here.device
         if self.training is None:  # forwards only
-            return [HeadCost(name, sum(trunk.seconds) / 10) for name in student.names]
+            return [HeadCost(name, sum(trunk.costs) / 10) for name in student.names]
         student.to(device)
         features, rate = self._stand_ins(), nominal_rate(self.options, device)
         runner = StepRunner(module, self.here.networks, self.captured.plan, is_loss_rank=True)

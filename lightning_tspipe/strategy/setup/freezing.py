@@ -11,9 +11,9 @@ from operator import attrgetter
 from typing import Any, get_type_hints
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.plain import from_plain, to_plain
 from lightning_tspipe.planning.cluster import divisors
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.plain import from_plain, to_plain
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile

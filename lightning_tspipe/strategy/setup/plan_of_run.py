@@ -19,7 +19,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.plain import plain
+from lightning_tspipe.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured

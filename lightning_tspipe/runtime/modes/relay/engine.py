@@ -32,8 +32,8 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import NetworkName, TensorSpec
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Message, Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Message, Schedule
 from lightning_tspipe.ir.shares import overlap, share
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.placement import Placement
@@ -292,9 +292,9 @@ class RelayedPass(Executor):
     def __init__(self, engine: RelayEngine, walk: Pass) -> None:
         super().__init__(engine.transport, engine.recorder)
         self._engine, self._walk = engine, walk
-        schedule, me = relay(pipeline_of(walk)), engine.rank
-        validate(schedule)
-        program, self._actions = lower(schedule), schedule.ranks[me]
+        program, me = relay(pipeline_of(walk)), engine.rank
+        validate(program)
+        self._actions = program.ranks[me]
         self.handlers |= {Op.TEACHER: self._teach, Op.FORWARD: self._train}
         self._stage = next(i for i, work in enumerate(walk.stages) if me in work.ranks)
         self._work = walk.stages[self._stage]
@@ -481,19 +481,19 @@ def pipeline_of(walk: Pass) -> Pipeline:
     return relay_pipeline([work.ranks for work in walk.stages], is_relayed=walk.is_relayed)
 
 
-def relayed(program: Program) -> list[Message]:
+def relayed(program: Schedule) -> list[Message]:
     """What the teacher's blocks get from other ranks."""
     return [message for message in program.messages if message.consumer.op is Op.TEACHER]
 
 
-def edges_of(program: Program, readers: Iterable[Work]) -> set[Edge]:
+def edges_of(program: Schedule, readers: Iterable[Work]) -> set[Edge]:
     """The edges that the ranks of a pass use.
 
     Args:
         program: What they do.
         readers: The stages whose losses read fields of the batch.
     """
-    pipeline = program.schedule.pipeline
+    pipeline = program.pipeline
     edges = {Edge(message.source, message.target, Lane.RELAY) for message in relayed(program)}
     for ranks in pipeline.student.groups:
         edges |= edges_around(ranks, Lane.PROGRAM)
