@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.location import explained
 from lightning_tspipe.capture.plan import Interception, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.provenance import MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Outputs = Callable[[int, ValueRef], Tensor]

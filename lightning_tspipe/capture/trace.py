@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import (
     Block,
@@ -30,6 +29,7 @@ from lightning_tspipe.capture.plan import (
 from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, NetworkParameter, Value
 from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Step = Callable[[Any], Any]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_tspipe.networks.modules import forwards_replaced
+from lightning_tspipe.networks.swap import forwards_replaced
 
 
 class DeferredStatistics:

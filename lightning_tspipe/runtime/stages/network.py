@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import (
     Block,
     Glue,
@@ -22,6 +21,7 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, function_atom
@@ -246,33 +246,6 @@ class ChainNetwork:
                         boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
         self._shapes[key] = UnitShapes(tuple(boundaries), outputs)
         return self._shapes[key]
-
-    @contextmanager
-    def on_meta(self) -> Iterator[None]:
-        """While inside, parameters and buffers have shapes only."""
-        with swap.TensorSwap(self.modules, swap.meta_like)():
-            yield
-
-    @contextmanager
-    def with_values(self, atom: Atom) -> Iterator[None]:
-        """While inside, the parameters and buffers of one atom are on the device, with values."""
-        reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
-
-        def make(tensor: Tensor) -> Tensor:
-            if id(tensor) not in reads or tensor.device == self.device:
-                return tensor
-            if tensor.is_meta:
-                return swap.arbitrary_like(tensor, self.device)
-            return tensor.detach().to(self.device)
-
-        with swap.TensorSwap(self.modules, make)():
-            yield
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a part of it is not on the device: without values, or in host memory still."""
-        tensors = (t for m in self.modules for t in (*m.parameters(), *m.buffers()))
-        return any(tensor.device != self.device for tensor in tensors)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.

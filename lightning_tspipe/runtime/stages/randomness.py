@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import StepPlan, TensorSpec
+from lightning_tspipe.networks import swap
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 
 

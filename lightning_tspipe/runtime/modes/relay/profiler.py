@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture import swap
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.relay import BlockProfile
 from lightning_tspipe.runtime.modes.relay.blocks import BlockLoss, BlockPair, BlockShapes
