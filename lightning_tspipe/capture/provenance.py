@@ -158,8 +158,16 @@ class DrawCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.count += torch.Tag.nondeterministic_seeded in func.tags
+        self.count += torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
         return func(*args, **(kwargs or {}))
+
+
+def _is_off(func: Any, args: Any) -> bool:
+    """Whether it is an attention, which draws for its dropout only, without dropout."""
+    schema = func._schema.arguments  # noqa: SLF001 - there is no public way to the names
+    given = {argument.name: argument.default_value for argument in schema}
+    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return "dropout_p" in given and not given["dropout_p"]
 
 
 class ProvenanceMode(TorchFunctionMode):
@@ -171,6 +179,7 @@ class ProvenanceMode(TorchFunctionMode):
         gradient_writes: The same for parameters whose gradient was set (to None).
         gradient_reads: The user's lines that looked at the gradient of a parameter.
         is_paused: Whether nothing is recorded for a while.
+        num_blocks: Pipelined blocks that were called so far.
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
         draws_on_device: Whether random numbers were drawn on a device that the step named: it may
@@ -181,7 +190,7 @@ class ProvenanceMode(TorchFunctionMode):
         super().__init__()
         self._values: dict[int, Value] = {}
         self.is_paused = False
-        self._num_blocks = 0
+        self.num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
         self.writes: list[tuple[Value, int, str]] = []
         self.gradient_writes: list[tuple[Value, int, str]] = []
@@ -189,13 +198,9 @@ class ProvenanceMode(TorchFunctionMode):
         self.draws_samples = self.draws_on_device = False
         self.draws = DrawCounter()
 
-    def mark_block(self) -> None:
-        """A pipelined block was called."""
-        self._num_blocks += 1
-
     def mixing(self) -> list[Value]:
         """The values that were computed from several tensors, or moved, before the last block."""
-        found = (v for v in self._values.values() if v.mixes and v.num_blocks < self._num_blocks)
+        found = (v for v in self._values.values() if v.mixes and v.num_blocks < self.num_blocks)
         return list(found)
 
     def track(self, tensor: Tensor, source: object) -> Value:
@@ -256,7 +261,7 @@ class ProvenanceMode(TorchFunctionMode):
                 continue
             parent.read = True
             if not writes:
-                self.reads.append((parent, self._num_blocks, current_line()))
+                self.reads.append((parent, self.num_blocks, current_line()))
         for output in outputs:
             # An EMA written into a parameter stays there: it is not a use of its result.
             value = replace(
@@ -264,7 +269,7 @@ class ProvenanceMode(TorchFunctionMode):
                 tensor=output,
                 consumers=[],
                 feeds_block=to_parameter,
-                num_blocks=self._num_blocks,
+                num_blocks=self.num_blocks,
             )
             self._values[id(output)] = value
             for parent in made.parents:
@@ -278,7 +283,7 @@ class ProvenanceMode(TorchFunctionMode):
         targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         for target in targets:
             if isinstance(target, Tensor) and (value := self.lookup(target)) is not None:
-                writes.append((value, self._num_blocks, line))
+                writes.append((value, self.num_blocks, line))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
 

@@ -52,7 +52,7 @@ class StepRecord:
     mode: ProvenanceMode = field(default_factory=ProvenanceMode)
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
-    outputs: list[tuple[BlockOutput, Value]] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
 
     def plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
         """What a pipeline needs to know of the step.
@@ -95,7 +95,6 @@ class StepRecord:
                 for index, value in enumerate(fields)
                 if value is not None and (value.is_needed or self.mode.draws_on_device)
             ),
-            num_batch_leaves=len(fields),
             has_effects=has_effects,
             has_late_effects=has_late_effects,
             mixes=any(
@@ -107,12 +106,14 @@ class StepRecord:
         )
 
     def _has_grad(self, call: int) -> bool:
-        return any(v.tensor.requires_grad for s, v in self.outputs if s.call == call and v.is_used)
+        outputs = (value for value in self.outputs if value.source.call == call)
+        return any(value.tensor.requires_grad for value in outputs if value.is_used)
 
     def _used(self) -> dict[NetworkName, tuple[ValueRef, ...]]:
         used: dict[NetworkName, set[ValueRef]] = {call.network: set() for call in self.calls}
-        for source, value in self.outputs:
+        for value in self.outputs:
             if value.is_used:
+                source = value.source
                 refs = used[self.calls[source.call].network]
                 refs.add(ValueRef(source.position, source.slot))
         return {network: tuple(sorted(refs)) for network, refs in used.items()}

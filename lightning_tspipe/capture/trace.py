@@ -275,10 +275,10 @@ class Tracer:
                 answer = spec.random(self._generator, self._device)
                 self._record.mode.is_paused = False
                 answer.requires_grad_(spec.requires_grad)
-                source = BlockOutput(call, position, slot)
-                self._record.outputs.append((source, self._record.mode.track(answer, source)))
+                value = self._record.mode.track(answer, BlockOutput(call, position, slot))
+                self._record.outputs.append(value)
             answers.append(answer)
-        self._record.mode.mark_block()
+        self._record.mode.num_blocks += 1
         return pytree.tree_unflatten(answers, structure)
 
     def _track_parameters(self) -> list[Value]:
