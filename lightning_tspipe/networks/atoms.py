@@ -163,24 +163,15 @@ def _prefixed(atom: Atom, prefix: str) -> Atom:
 
 
 def _canonical(module: nn.Module, atomized: Atomized) -> Atomized:
-    """Give a parameter that has several names the one of ``named_parameters()``."""
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
+    """Name what atoms read as ``named_parameters()`` and ``named_buffers()`` do."""
+    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
 
-    def canonical(old: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(names[name] for name in old))
+    def named(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors))
 
     atoms = (
-        replace(
-            atom,
-            parameter_names=canonical(atom.parameter_names),
-            buffer_names=canonical(atom.buffer_names),
-        )
-        for atom in atomized.atoms
+        replace(a, parameter_names=named(a.parameters()), buffer_names=named(a.buffers()))
+        for a in atomized.atoms
     )
     return replace(atomized, atoms=tuple(atoms))
 
@@ -246,7 +237,7 @@ class AtomChain:
 
     def run(
         self, received: Tensors, start: int, stop: int
-    ) -> tuple[Tensors, list[tuple[int, int, Tensor]]]:
+    ) -> tuple[Tensors, dict[OutputRef, Tensor]]:
         """Run the atoms from ``start`` up to, not including, ``stop``.
 
         Args:
@@ -256,7 +247,7 @@ class AtomChain:
 
         Returns:
             What the next atom gets (nothing behind the last atom of a network that returns a
-            structure), and the wanted outputs as (atom, slot, tensor).
+            structure), and the wanted outputs.
 
         Raises:
             PartitionError: A module passed on something that is no tensor.
@@ -264,7 +255,7 @@ class AtomChain:
         if (start, stop) not in self._steps:
             self._steps[start, stop] = self._plan(start, stop)
         values = received
-        found: list[tuple[int, int, Tensor]] = []
+        found: dict[OutputRef, Tensor] = {}
         # What fails within a function may leave gradients switched off.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             for segment, refs in self._steps[start, stop]:
@@ -273,9 +264,8 @@ class AtomChain:
                     function = self._compiler(function)
                 values, emitted = function(values)
                 tensors = (*emitted, *values) if segment.returns_value else emitted
-                for ref, tensor in zip(refs, tensors, strict=True):
-                    if self.wanted is None or ref in self.wanted:
-                        found.append((ref.atom, ref.slot, tensor))
+                pairs = zip(refs, tensors, strict=True)
+                found |= {r: t for r, t in pairs if self.wanted is None or r in self.wanted}
         for value in values:
             if not isinstance(value, Tensor):
                 raise PartitionError(

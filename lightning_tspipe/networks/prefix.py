@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, atomize
+from lightning_tspipe.networks.atoms import AtomChain, OutputRef, atomize
 
 Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 """What passes on between two atoms, and the parts of the return value that are known there."""
@@ -81,12 +81,16 @@ class DividedNetwork:
             if start == stop:
                 return middle
             passed, found = self._chain.run(values, start, stop)
-            return passed, known | {f"{atom}.{slot}": tensor for atom, slot, tensor in found}
+            return passed, known | {_key(ref): tensor for ref, tensor in found.items()}
 
         return run
 
     def end(self, middle: Middle) -> Any:
         """The return value, behind the last atom."""
         _, known = middle
-        leaves = [known[f"{ref.atom}.{ref.slot}"] for ref in self._cut.outputs]
+        leaves = [known[_key(ref)] for ref in self._cut.outputs]
         return pytree.tree_unflatten(leaves, self._cut.output_spec)
+
+
+def _key(ref: OutputRef) -> str:
+    return f"{ref.atom}.{ref.slot}"

@@ -285,7 +285,7 @@ class _Walk:
     def _run(self, index: int, received: Tensors) -> tuple[Tensors, list[Tensor]]:
         """What an atom passes on, and what a backward through it starts from."""
         passed, found = self._chain.run(received, index, index + 1)
-        tensors = {id(tensor): tensor for tensor in (*passed, *(tensor for *_, tensor in found))}
+        tensors = {id(tensor): tensor for tensor in (*passed, *found.values())}
         return passed, [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
@@ -335,7 +335,7 @@ def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
             activation_bytes_per_sample=math.ceil(kept / len(x)),
             parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
             trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
-            result_bytes_per_sample=math.ceil(_bytes([t for *_, t in results]) / len(x)),
+            result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / len(x)),
             joined=index in joined,
         )
         weighed.append((record, counter.get_total_flops()))

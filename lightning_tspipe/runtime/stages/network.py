@@ -72,7 +72,7 @@ class ChainNetwork:
         blocks = map(self.module.get_submodule, self.block_names)
         self.modules = [module for block in blocks for module in block.modules()]
         self.wanted = frozenset(self.refs.values())
-        self._values = {(o.atom, o.slot): ref for ref, o in self.refs.items()}
+        self._values = {output: ref for ref, output in self.refs.items()}
         self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
 
     @classmethod
@@ -195,8 +195,7 @@ class ChainNetwork:
         for first, last, link_grad in self._stretches(start, stop):
             with torch.set_grad_enabled(grad and link_grad):
                 values, found = (run or self.chain.run)(values, first, last)
-            for atom, slot, tensor in found:
-                outputs[self._values[atom, slot]] = tensor
+            outputs |= {self._values[output]: tensor for output, tensor in found.items()}
         return values, outputs
 
     def _stretches(self, start: int, stop: int) -> list[tuple[int, int, bool]]:

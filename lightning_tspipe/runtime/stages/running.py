@@ -20,12 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.networks.atoms import AtomChain
+from lightning_tspipe.networks.atoms import AtomChain, OutputRef
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.planning.placement import WHOLE, Pieces
 
-Ran = tuple[Tensors, list[tuple[int, int, Tensor]]]
+Ran = tuple[Tensors, dict[OutputRef, Tensor]]
 Run = Callable[[Tensors, int, int], Ran]
 """Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
 
@@ -70,7 +70,7 @@ class Execution:
         parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
         done = [self._run(part, start, last)[0] for part in parts]
         values = tuple(torch.cat(column) for column in zip(*done, strict=True))
-        return self._run(values, last, stop) if last < stop else (values, [])
+        return self._run(values, last, stop) if last < stop else (values, {})
 
     def _run(self, received: Tensors, start: int, stop: int) -> Ran:
         if not self._again or not torch.is_grad_enabled():
@@ -80,11 +80,11 @@ class Execution:
             found = [(again, list(atoms)) for again, atoms in groups]
             self._ranges[start, stop] = [(a[0], a[-1] + 1, again) for again, a in found]
         values = received
-        outputs: list[tuple[int, int, Tensor]] = []
+        outputs: dict[OutputRef, Tensor] = {}
         for first, last, again in self._ranges[start, stop]:
             run = self._run_again if again else self._chain.run
             values, new = run(values, first, last)
-            outputs += new
+            outputs |= new
         return values, outputs
 
     def _run_again(self, received: Tensors, first: int, last: int) -> Ran:

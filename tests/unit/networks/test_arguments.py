@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, Atomized, atomize
+from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize
 
 IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
 
@@ -20,11 +20,11 @@ def run(atomized: Atomized, packed: Tensor) -> list[Tensor]:
     """Atom by atom; the leaves of the return value."""
     chain = AtomChain(atomized.atoms)
     values: tuple[Tensor, ...] = (packed,)
-    found: dict[tuple[int, int], Tensor] = {}
+    found: dict[OutputRef, Tensor] = {}
     for index in range(len(atomized.atoms)):
         values, new = chain.run(values, index, index + 1)
-        found.update({(atom, slot): tensor for atom, slot, tensor in new})
-    return [found[output.atom, output.slot] for output in atomized.outputs]
+        found |= new
+    return [found[output] for output in atomized.outputs]
 
 
 @pytest.mark.parametrize("dtype", [
