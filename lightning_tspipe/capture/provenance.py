@@ -155,9 +155,7 @@ class DrawCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
         return func(*args, **(kwargs or {}))
 
@@ -198,10 +196,11 @@ class ProvenanceMode(TorchFunctionMode):
         self.draws_samples = self.draws_on_device = False
         self.draws = DrawCounter()
 
-    def mixing(self) -> list[Value]:
-        """The values that were computed from several tensors, or moved, before the last block."""
+    @property
+    def mixes(self) -> bool:
+        """Whether values of the batch were mixed with others, or moved, before the last block."""
         found = (v for v in self._values.values() if v.mixes and v.num_blocks < self.num_blocks)
-        return list(found)
+        return any(not source.is_parameter for value in found for source in value.sources())
 
     def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
@@ -218,9 +217,7 @@ class ProvenanceMode(TorchFunctionMode):
             if isinstance(leaf, Tensor) and (value := self.lookup(leaf)) is not None:
                 value.read = True
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)

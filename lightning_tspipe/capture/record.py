@@ -97,11 +97,7 @@ class StepRecord:
             ),
             has_effects=has_effects,
             has_late_effects=has_late_effects,
-            mixes=any(
-                not source.is_parameter
-                for value in self.mode.mixing()
-                for source in value.sources()
-            ),
+            mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
         )
 

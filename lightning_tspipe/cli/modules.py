@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from typing_extensions import override
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Link
@@ -33,6 +34,8 @@ QUIET: dict[str, Any] = {
 """Arguments of a Trainer that only runs a few training steps."""
 
 Data = Iterable[Any] | LightningDataModule
+Batches = UserList[Any]
+"""A loader of given batches; Lightning would take a list for several loaders."""
 
 
 def load(target: str) -> tuple[LightningModule, Data]:
@@ -152,15 +155,12 @@ def after_one_step(
     """
     found: list[T] = []
 
-    class Measure(Callback):
-        @override
-        def on_train_batch_end(
-            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-        ) -> None:
-            found.append(measure(trainer, batch))
-            trainer.should_stop = True
+    def look(trainer: Trainer, _module: object, _outputs: object, batch: object, _: int) -> None:
+        found.append(measure(trainer, batch))
+        trainer.should_stop = True
 
-    trainer = Trainer(devices=1, max_steps=1, callbacks=[Measure()], **QUIET, **arguments)
+    callback = LambdaCallback(on_train_batch_end=look)
+    trainer = Trainer(devices=1, max_steps=1, callbacks=[callback], **QUIET, **arguments)
     trainer.fit(module, **data_arguments(data))
     if not found:
         raise ConfigurationError("the training data has no batch: there is nothing to measure")
@@ -193,19 +193,6 @@ def _link_of(trainer: Trainer) -> tuple[float, float]:
     latency, bandwidth = strategy.transport.link
     strategy.teardown()
     return latency, bandwidth
-
-
-class Batches:
-    """A loader of given batches; Lightning would take a list for several loaders."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = list(batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
 
 
 def data_arguments(data: Data) -> dict[str, Any]:

@@ -71,16 +71,16 @@ def atomize(module: nn.Module, name: str = "", arguments: Arguments = ONE_TENSOR
         pieces = [("", _traced(module, name, arguments))]
         if len(arguments.tensors) > 1:
             pieces.insert(0, ("", Atomized((unpacking_atom(arguments),), outputs=())))
-        return _canonical(module, _concatenated(pieces))
+        return _whole(module, pieces)
     parts = _parts(module, name)
     if parts is not None:
         pieces = [(key, _atomize_part(child, f"{name}.{key}".strip("."))) for key, child in parts]
         if all(piece.output_spec.is_leaf() for _, piece in pieces[:-1]):
             silent = [(key, _silenced(piece)) for key, piece in pieces[:-1]]
-            return _canonical(module, _concatenated([*silent, pieces[-1]]))
+            return _whole(module, [*silent, pieces[-1]])
     elif is_leaf(module, ignore_hooks=True):
         return Atomized((module_atom(module),))
-    return _canonical(module, _traced(module, name, arguments))
+    return _whole(module, [("", _traced(module, name, arguments))])
 
 
 def _parts(module: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
@@ -121,9 +121,19 @@ def _silenced(piece: Atomized) -> Atomized:
     return replace(piece, atoms=tuple(atoms))
 
 
-def _concatenated(pieces: Sequence[tuple[str, Atomized]]) -> Atomized:
-    atoms, outputs, _ = concatenate(pieces)
-    return Atomized(atoms, outputs[-1], pieces[-1][1].output_spec)
+def _whole(module: nn.Module, pieces: Sequence[tuple[str, Atomized]]) -> Atomized:
+    """Make one network of its pieces; names are those of its ``named_parameters()``."""
+    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+
+    def named(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors))
+
+    joined, outputs, _ = concatenate(pieces)
+    atoms = (
+        replace(a, parameter_names=named(a.parameters()), buffer_names=named(a.buffers()))
+        for a in joined
+    )
+    return Atomized(tuple(atoms), outputs[-1], pieces[-1][1].output_spec)
 
 
 def concatenate(
@@ -160,20 +170,6 @@ def _prefixed(atom: Atom, prefix: str) -> Atom:
         parameter_names=tuple(f"{prefix}.{name}" for name in atom.parameter_names),
         buffer_names=tuple(f"{prefix}.{name}" for name in atom.buffer_names),
     )
-
-
-def _canonical(module: nn.Module, atomized: Atomized) -> Atomized:
-    """Name what atoms read as ``named_parameters()`` and ``named_buffers()`` do."""
-    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-
-    def named(tensors: Iterable[Tensor]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors))
-
-    atoms = (
-        replace(a, parameter_names=named(a.parameters()), buffer_names=named(a.buffers()))
-        for a in atomized.atoms
-    )
-    return replace(atomized, atoms=tuple(atoms))
 
 
 def join_atoms(atoms: Sequence[Atom]) -> tuple[tuple[Atom, ...], tuple[OutputRef, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -111,12 +112,8 @@ class ChainNetwork:
 
     def num_bytes(self, atom: int, names: Collection[str]) -> int:
         """Bytes of an atom's parameters and buffers, of those that are named."""
-        found = self.atoms[atom]
-        tensors = [
-            *(self.module.get_parameter(n) for n in found.parameter_names if n in names),
-            *(self.module.get_buffer(n) for n in found.buffer_names if n in names),
-        ]
-        return sum(tensor.nbytes for tensor in tensors)
+        read = (*self.atoms[atom].parameter_names, *self.atoms[atom].buffer_names)
+        return sum(attrgetter(name)(self.module).nbytes for name in read if name in names)
 
     def cuts_like(
         self, other: ChainNetwork, cuts: Sequence[int], followed: Mapping[str, str]

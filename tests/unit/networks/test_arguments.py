@@ -51,6 +51,13 @@ def test_tensors_of_one_shape_may_have_another_one_later() -> None:
     assert torch.equal(ids, longer)
     assert torch.equal(mask, longer > 3)
     assert not arguments.takes(Arguments.of((longer,), {"mask": longer}))
+    assert not arguments.takes(Arguments.of((longer, longer > 3), {}))
+
+
+def test_constants_are_part_of_a_call() -> None:
+    arguments = Arguments.of((IDS,), {"both": True})
+    assert arguments.takes(Arguments.of((IDS[:2],), {"both": True}))
+    assert not arguments.takes(Arguments.of((IDS,), {"both": False}))
 
 
 def test_a_call_prints_its_constants() -> None:
