@@ -234,10 +234,9 @@ class ProvenanceMode(TorchFunctionMode):
             function = None
             if len(tensors) == 1 and isinstance(result, Tensor):
                 function = _rebind(func, args, kwargs)
-            mixes = len(tensors) > 1 or func in MOVES
-            self._record(
-                Value(tensors[0], None, parents, function, name, mixes=mixes), args, result
-            )
+            made = Value(tensors[0], None, parents, function, name, num_blocks=self.num_blocks)
+            made.mixes = len(tensors) > 1 or func in MOVES
+            self._record(made, args, result)
         if self.draws.count > num_draws:
             # A meta tensor would draw nothing, and all that is drawn later would differ.
             for parent in parents:
@@ -261,13 +260,7 @@ class ProvenanceMode(TorchFunctionMode):
                 self.reads.append((parent, self.num_blocks, current_line()))
         for output in outputs:
             # An EMA written into a parameter stays there: it is not a use of its result.
-            value = replace(
-                made,
-                tensor=output,
-                consumers=[],
-                feeds_block=to_parameter,
-                num_blocks=self.num_blocks,
-            )
+            value = replace(made, tensor=output, consumers=[], feeds_block=to_parameter)
             self._values[id(output)] = value
             for parent in made.parents:
                 parent.consumers.append(value)

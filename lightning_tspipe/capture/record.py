@@ -16,12 +16,7 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
-from lightning_tspipe.capture.provenance import (
-    BatchLeaf,
-    BlockOutput,
-    ProvenanceMode,
-    Value,
-)
+from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, ProvenanceMode, Value
 from lightning_tspipe.errors import CaptureError
 
 
@@ -72,24 +67,21 @@ class StepRecord:
         self._check_reads(parameters)
         self._check_batch_writes([value for value in fields if value is not None])
         has_effects, has_late_effects = self._check_writes()
-        chains = self._chains()
-        used = self._used()
         calls = tuple(
             CallPlan(c.network, TensorSpec.of(c.input), len(c.links), self._has_grad(i))
             for i, c in enumerate(self.calls)
         )
-        for call in calls:
-            if call.network == "teacher" and call.grad:
-                raise CaptureError(
-                    "the teacher's output requires gradients. A teacher is forward-only: set "
-                    "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
-                    "a network that is trained belongs to the student"
-                )
+        if any(call.network == "teacher" and call.grad for call in calls):
+            raise CaptureError(
+                "the teacher's output requires gradients. A teacher is forward-only: set "
+                "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
+                "a network that is trained belongs to the student"
+            )
         return StepPlan(
             calls=calls,
             interceptions=tuple(self.interceptions),
-            chains=chains,
-            used=used,
+            chains=self._chains(),
+            used=self._used(),
             batch_fields=tuple(
                 index
                 for index, value in enumerate(fields)

@@ -207,8 +207,7 @@ class Tracer:
                 "module of the network"
             )
         source, glue = chain
-        at_end = source.source.position == len(call.links) - 1 and source.source.slot == 0
-        if not at_end:
+        if source.source.position != len(call.links) - 1 or source.source.slot != 0:
             raise CaptureError(
                 f"{name!r} branches off the middle of the network, at {current_line()}: "
                 f"{self._describe(source)} already feeds {call.links[-1]}. Make one module of the "

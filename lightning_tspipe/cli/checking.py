@@ -134,8 +134,7 @@ def run(options: Options) -> None:
         _say(f"the same over {options.devices} devices, schedule {options.schedule} ...")
     actual = _train(module, batches, [], strategy=strategy, devices=options.devices)
     if is_first:
-        report = compare(expected, actual)
-        _say(report)
+        _say(compare(expected, actual))
         if late and strategy.pipelined.teacher_ran_ahead is not None:  # the step calls it
             _say("(the teacher is one update late in both: DelayedTeacherUpdate on one device)")
 
@@ -149,8 +148,7 @@ def compare(expected: Record, actual: Record) -> str:
     lines = ["step  one device         pipelined          difference  of gradients"]
     found: list[tuple[str, float]] = []
     for step, (one, other) in enumerate(zip(expected.losses, actual.losses, strict=True)):
-        losses = torch.tensor([one, other], dtype=torch.float64)
-        difference = _relative(losses[0], losses[1])
+        difference = _relative(*torch.tensor([one, other], dtype=torch.float64))
         found.append((f"the losses of step {step}", difference))
         largest = 0.0
         if step < len(expected.gradients):  # fewer, if gradients are accumulated

@@ -76,8 +76,7 @@ def call(target: str, default: str, kind: type, wanted: Sequence[str]) -> Sequen
             f"{path}:NAME"
         )
     found = function()
-    is_all = isinstance(found, tuple) and len(found) == len(wanted)
-    if not is_all or not isinstance(found[0], kind):
+    if not (isinstance(found, tuple) and len(found) == len(wanted) and isinstance(found[0], kind)):
         raise ConfigurationError(f"{target} returned {type(found).__name__}: it must return {what}")
     return cast("Sequence[Any]", found)
 
@@ -106,14 +105,13 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
-def measure(  # noqa: PLR0913 - what to measure, where, and how
+def measure(
     module: LightningModule,
     data: Data,
     *,
     accelerator: str = "auto",
-    student: list[str] | None = None,
-    teacher: list[str] | None = None,
     flops_per_second: float | None = None,
+    **options: Any,  # noqa: ANN401 - of the strategy
 ) -> StepProfile:
     """Train one step on one device, and measure what its networks cost there.
 
@@ -121,16 +119,15 @@ def measure(  # noqa: PLR0913 - what to measure, where, and how
         module: The module to train.
         data: Its training data.
         accelerator: Accelerator to measure on.
-        student: Names of the trained submodules.
-        teacher: Names of the forward-only submodules.
         flops_per_second: Speed of a device that is not here, to calculate costs instead of
             measuring.
+        options: Of ``TSPipeStrategy``: the names of the networks.
 
     Raises:
         CaptureError: The step cannot be captured.
         ConfigurationError: The networks are not found.
     """
-    strategy = TSPipeStrategy(student=student, teacher=teacher)
+    strategy = TSPipeStrategy(**options)
 
     def profiled(*_: object) -> StepProfile:
         engine = strategy.engine

@@ -284,9 +284,6 @@ def _cluster(options: Options, link: Link) -> Cluster:
 
 
 def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options) -> Outcome:
-    chosen: dict[str, Any] = {}
-    if options.microbatches is not None:
-        chosen["num_microbatches"] = options.microbatches
     best: Callable[[StepProfile], Plan] = partial(
         plan_cluster,
         cluster=cluster,
@@ -295,7 +292,7 @@ def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options
         weights=options.weights,
         memory_limit=options.memory,
         state_limit=options.state,
-        **chosen,
+        num_microbatches="auto" if options.microbatches is None else options.microbatches,
     )
     try:
         if options.activation_checkpointing == "auto":

@@ -124,8 +124,7 @@ class Construction(TorchDispatchMode):
         places = [self._place(tensor) for tensor in tensors]
         kept = {place.memory for place in places}
         chosen, last_use = self._leading_to(kept)
-        random = [index for index in chosen if self._notes[index].is_random]
-        last_draw = max(random, default=-1)
+        last_draw = max((index for index in chosen if self._notes[index].is_random), default=-1)
         memories: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for index, note in enumerate(self._notes):
@@ -159,9 +158,8 @@ class Construction(TorchDispatchMode):
         return number
 
     def _place(self, tensor: Tensor) -> _Place:
-        size, stride = tuple(tensor.shape), tensor.stride()
-        memory = self._memory(tensor)
-        return _Place(memory, tensor.dtype, size, stride, int(tensor.storage_offset()))
+        memory, size = self._memory(tensor), tuple(tensor.shape)
+        return _Place(memory, tensor.dtype, size, tensor.stride(), int(tensor.storage_offset()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -180,9 +178,8 @@ class Construction(TorchDispatchMode):
         """An operation was called; nothing is noted if it only made a view, or no meta tensor."""
         reads = self._memories_of((args, kwargs))
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        is_new = (t.is_meta and self._memory(t) not in reads for t in outputs)
         made = tuple(
-            self._place(t) if new else None for t, new in zip(outputs, is_new, strict=True)
+            self._place(t) if t.is_meta and self._memory(t) not in reads else None for t in outputs
         )
         writes = self._memories_of(_written(function, args, kwargs))
         writes |= {place.memory for place in made if place is not None}

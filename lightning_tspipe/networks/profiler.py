@@ -33,7 +33,8 @@ from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.networks.swap import TensorSwap, arbitrary_like, meta_like, random_stream
 from lightning_tspipe.planning.profile import AtomProfile
 
-Times = dict[str, float]
+Laps = dict[str, tuple[Any, Any]]
+"""By name, the moments between which something ran."""
 
 _WARM_UP = 2
 _LONGEST = 2.0
@@ -160,10 +161,10 @@ def seconds_of(
 
 
 class Clock:
-    """Seconds between laps.
+    """Moments of what a device does.
 
-    On a GPU each lap is an event among what the device does, and the host waits once, when all is
-    launched: so small things are timed as they run in a training, one behind the other.
+    On a GPU each is an event among what it does, and the host waits once, when all is launched: so
+    small things are timed as they run in a training, one behind the other.
 
     Args:
         device: That is watched.
@@ -171,28 +172,24 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._laps: list[tuple[Any, Any, Times, str]] = []
-        self._last: Any = None
-        self.lap()
 
-    def lap(self, times: Times | None = None, name: str = "") -> None:
-        """Have the seconds since the last lap kept under a name, by :meth:`settle`."""
-        now: Any = time.perf_counter()
-        if self._device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record(torch.cuda.current_stream(self._device))
-        if times is not None:
-            self._laps.append((self._last, now, times, name))
-        self._last = now
+    def now(self) -> Any:
+        """This moment."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-    def settle(self) -> None:
-        """Wait until all is done, and have it kept."""
+    def seconds(self, laps: Sequence[Laps]) -> list[dict[str, float]]:
+        """Wait until all is done; the seconds of each lap."""
         is_cuda = self._device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize(self._device)
-        for begin, end, times, name in self._laps:
-            times[name] = begin.elapsed_time(end) / 1e3 if is_cuda else end - begin
-        self._laps.clear()
+        return [
+            {name: a.elapsed_time(b) / 1e3 if is_cuda else b - a for name, (a, b) in each.items()}
+            for each in laps
+        ]
 
 
 class _Walk:
@@ -217,7 +214,7 @@ class _Walk:
         if repeat and size not in self.sizes:
             return
         received: Tensors = (self._inputs[:size].clone(),)
-        clock, measured = Clock(self._inputs.device), []
+        clock, measured = Clock(self._inputs.device), list[Laps]()
         try:
             for index, atom in enumerate(self._chain.atoms):
                 with self._with_values(atom) if self.is_elsewhere else nullcontext():
@@ -228,11 +225,10 @@ class _Walk:
                     break
         except ValueError:  # a BatchNorm that needs more samples
             return
-        clock.settle()
-        for times, found in zip(self.times, measured, strict=False):
-            if "backward" in found and "weight_backward" not in found:
-                found |= {"input_backward": found["backward"], "weight_backward": 0.0}
-            for name, seconds in found.items():
+        for times, taken in zip(self.times, clock.seconds(measured), strict=False):
+            if "backward" in taken and "weight_backward" not in taken:
+                taken |= {"input_backward": taken["backward"], "weight_backward": 0.0}
+            for name, seconds in taken.items():
                 kept = times.setdefault(name, {})
                 kept[size] = seconds if repeat <= 1 else min(seconds, kept.get(size, seconds))
         self.sizes.add(size)
@@ -251,36 +247,36 @@ class _Walk:
 
         return TensorSwap(_modules(self._chain.atoms), make)()
 
-    def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Times]:
-        """Run an atom there and back; when the clock has settled, what took how long is known."""
-        found: Times = {}
-        clock.lap()
+    def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Laps]:
+        """Run an atom there and back; what it passes on, and when it ran."""
+        found: Laps = {}
+        begin = clock.now()
         passed, roots = self._run(index, received)
-        clock.lap(found, "forward")
+        found["forward"] = begin, clock.now()
         if not torch.is_grad_enabled():
             return passed, found
         gradients = _gradients(roots)
-        clock.lap()
+        begin = clock.now()
         if roots:
             torch.autograd.backward(roots, gradients)
-        clock.lap(found, "backward")
-        atom = self._chain.atoms[index]
-        if roots and any(t.requires_grad for t in received) and atom.parameter_names:
+        found["backward"] = begin, clock.now()
+        has_parameters = bool(self._chain.atoms[index].parameter_names)
+        if has_parameters and roots and any(t.requires_grad for t in received):
             self._time_halves(index, received, clock, found)
         return passed, found
 
-    def _time_halves(self, index: int, received: Tensors, clock: Clock, found: Times) -> None:
+    def _time_halves(self, index: int, received: Tensors, clock: Clock, found: Laps) -> None:
         """The input half and the weight half of an atom's backward, if it can be run in halves."""
         received = _cut_off(received)
         _, roots = self._run(index, received)
         gradients = _gradients(roots)
         split = SplitBackward(roots, received)
-        clock.lap()
+        begin = clock.now()
         with suppress(RuntimeError):  # a custom function that cannot be run in part: not split
             split.input_half(gradients)
-            clock.lap(found, "input_backward")
+            found["input_backward"] = begin, clock.now()
             split.weight_half()
-            clock.lap(found, "weight_backward")
+            found["weight_backward"] = found["input_backward"][1], clock.now()
 
     def _run(self, index: int, received: Tensors) -> tuple[Tensors, list[Tensor]]:
         """What an atom passes on, and what a backward through it starts from."""

@@ -123,17 +123,9 @@ def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Itera
         tensors: Whether the values of parameters and buffers are saved and restored too.
     """
     modules = list(modules)
-    held = (
-        tensor
-        for module in modules
-        for table in (module._parameters, module._buffers, vars(module))  # noqa: SLF001
-        for tensor in table.values()
-    )
-    values = [
-        (tensor, tensor.detach().clone())
-        for tensor in held
-        if tensors and isinstance(tensor, Tensor) and not tensor.is_meta
-    ]
+    places = [table for m in modules for table in (m._parameters, m._buffers, vars(m))]  # noqa: SLF001
+    held = [tensor for table in places for tensor in table.values()] if tensors else []
+    values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and not t.is_meta]
     with attributes_kept(modules):
         try:
             yield
