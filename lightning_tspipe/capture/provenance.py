@@ -58,8 +58,6 @@ def writes_in_place(name: str) -> bool:
 class BatchLeaf:
     """Where a value comes from: a leaf of the batch."""
 
-    index: int
-
 
 @dataclass(frozen=True)
 class NetworkParameter:
@@ -173,8 +171,8 @@ class ProvenanceMode(TorchFunctionMode):
 
     Attributes:
         reads: (value whose numbers were looked at, number of blocks called before, user's line).
-        writes: (value written in place, number of blocks called before, user's line).
-        gradient_writes: The same for parameters whose gradient was set (to None).
+        writes: (value written in place, number of blocks called before, user's line, whether only
+            its gradient was set: cleared).
         gradient_reads: The user's lines that looked at the gradient of a parameter.
         is_paused: Whether nothing is recorded for a while.
         num_blocks: Pipelined blocks that were called so far.
@@ -190,8 +188,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.is_paused = False
         self.num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
-        self.writes: list[tuple[Value, int, str]] = []
-        self.gradient_writes: list[tuple[Value, int, str]] = []
+        self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
         self.draws_samples = self.draws_on_device = False
         self.draws = DrawCounter()
@@ -268,12 +265,11 @@ class ProvenanceMode(TorchFunctionMode):
     def _record_write(self, name: str, args: tuple[Any, ...]) -> bool:
         """Note the targets of a write; whether they are parameters."""
         line = current_line()
-        writes = self.gradient_writes if name == _SETS_GRADIENT else self.writes
         to_parameter = False
         targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         for target in targets:
             if isinstance(target, Tensor) and (value := self.lookup(target)) is not None:
-                writes.append((value, self.num_blocks, line))
+                self.writes.append((value, self.num_blocks, line, name == _SETS_GRADIENT))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
 

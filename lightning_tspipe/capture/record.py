@@ -148,9 +148,9 @@ class StepRecord:
     def _check_batch_writes(self, fields: list[Value]) -> None:
         """The beginning of a step runs more than once on its batch."""
         memory = {value.tensor.untyped_storage().data_ptr() for value in fields}
-        for value, when, line in self.mode.writes:
+        for value, when, line, clears in self.mode.writes:
             of_batch = any(isinstance(source.source, BatchLeaf) for source in value.sources())
-            if when >= len(self.interceptions) or not of_batch:
+            if clears or when >= len(self.interceptions) or not of_batch:
                 continue
             if value.tensor.untyped_storage().data_ptr() in memory:
                 raise CaptureError(
@@ -161,25 +161,23 @@ class StepRecord:
     def _check_writes(self) -> tuple[bool, bool]:
         """Whether pipelined parameters change before the last call, and whether after it."""
         last = len(self.interceptions)
-        writes, clears = (
-            [
-                (source.source.network, when >= last, line)
-                for value, when, line in found
-                for source in value.sources()
-                if source.is_parameter
-            ]
-            for found in (self.mode.writes, self.mode.gradient_writes)
-        )
-        early = any(not is_late for _, is_late, _ in writes + clears)
-        for network, is_late, line in writes:
-            if is_late and (early or network == "student" or not self.is_automatic):
+        writes = [
+            (source.source.network, when >= last, line, clears)
+            for value, when, line, clears in self.mode.writes
+            for source in value.sources()
+            if source.is_parameter
+        ]
+        early = any(not is_late for _, is_late, *_ in writes)
+        for network, is_late, line, clears in writes:
+            is_refused = early or network == "student" or not self.is_automatic
+            if is_late and not clears and is_refused:
                 raise CaptureError(
                     f"the step changes a pipelined parameter after its last call to a pipelined "
                     f"network, at {line}, and {self._why_not_late(network, early=early)}. Move the "
                     "line before the last call, into on_train_batch_end, or use "
                     "lightning_tspipe.MomentumEMA"
                 )
-        return early, any(is_late for _, is_late, _ in writes + clears)
+        return early, any(is_late for _, is_late, *_ in writes)
 
     def _why_not_late(self, network: NetworkName, *, early: bool) -> str:
         if network == "student":

@@ -119,8 +119,8 @@ class Tracer:
             swap.random_stream(seed),
         ):
             fields = [
-                mode.track(leaf, BatchLeaf(i)) if isinstance(leaf, Tensor) else None
-                for i, leaf in enumerate(pytree.tree_leaves(batch))
+                mode.track(leaf, BatchLeaf()) if isinstance(leaf, Tensor) else None
+                for leaf in pytree.tree_leaves(batch)
             ]
             parameters = self._track_parameters()
             with failed, mode, mode.draws:

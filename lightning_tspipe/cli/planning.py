@@ -239,15 +239,17 @@ def _link(options: Options) -> Link:
     if is_here and options.devices > 1:
         print("measuring the link between two devices ...", file=sys.stderr)  # noqa: T201
         measured = modules.measure_link(options.accelerator)
-    found = measured or NOMINAL
-    link = Link(
-        found.latency if options.latency is None else options.latency,
-        found.bandwidth if options.link is None else options.link,
-    )
+    link = _as_said(measured or NOMINAL, options.latency, options.link)
     if not said:
         how = "assumed" if measured is None else "measured between two of this machine"
         print(f"link between two devices: {link} ({how}; --link, --latency)", file=sys.stderr)  # noqa: T201
     return link
+
+
+def _as_said(link: Link, latency: float | None, bandwidth: float | None) -> Link:
+    """A link with what the user says of it."""
+    found = link if latency is None else link._replace(latency=latency)
+    return found if bandwidth is None else found._replace(bandwidth=bandwidth)
 
 
 def _cluster(options: Options, link: Link) -> Cluster:
@@ -269,17 +271,14 @@ def _cluster(options: Options, link: Link) -> Cluster:
     def scaled(latency: float, bandwidth: float) -> Link:
         return Link(latency * options.speed, bandwidth / options.speed)
 
-    latency, bandwidth = options.inter_node_latency, options.inter_node_link
+    between_nodes = _as_said(link, options.inter_node_latency, options.inter_node_link)
     return Cluster(
         options.devices,
         scaled(*link),
         speeds=options.speeds or (),
         memories=options.memories or (),
         num_nodes=options.nodes,
-        inter_node_link=scaled(
-            link.latency if latency is None else latency,
-            link.bandwidth if bandwidth is None else bandwidth,
-        ),
+        inter_node_link=scaled(*between_nodes),
     )
 
 

@@ -147,13 +147,12 @@ def concatenate(
     Returns:
         The atoms, for each network where its outputs are, and one after the last atom of each.
     """
-    atoms, places = join_atoms([_prefixed(a, key) for key, piece in pieces for a in piece.atoms])
+    atoms, where = join_atoms([_prefixed(a, key) for key, piece in pieces for a in piece.atoms])
+    places = iter(where)
     outputs: list[tuple[OutputRef, ...]] = []
     ends: list[int] = []
-    first = 0
     for _, piece in pieces:
-        own = places[first : first + len(piece.atoms)]
-        first += len(piece.atoms)
+        own = [next(places) for _ in piece.atoms]
         ends.append(own[-1].atom + 1)
         outputs.append(
             tuple(OutputRef(own[r.atom].atom, own[r.atom].slot + r.slot) for r in piece.outputs)
