@@ -10,13 +10,8 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import (
-    Callback,
-    LightningDataModule,
-    LightningModule,
-    Trainer,
-    seed_everything,
-)
+from lightning.fabric import seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree

@@ -9,15 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tspipe.cli import modules, relaying
-from lightning_tspipe.cli.quantities import (
-    format_seconds,
-    parse_bandwidth,
-    parse_flops,
-    parse_memories,
-    parse_seconds,
-    parse_speeds,
-)
+from lightning_tspipe.cli import modules, quantities, relaying
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
@@ -96,14 +88,14 @@ class Options:
     weights: str = field(default="pipeoptim", metadata={"choices": POLICIES})
     memory: int | None = _parsed("32GiB", parse_bytes)
     state: int | None = _parsed("8GiB", parse_bytes)
-    memories: tuple[float, ...] | None = _parsed("32GiB,16GiB", parse_memories)
-    link: float | None = _parsed("50GB/s", parse_bandwidth)
-    latency: float | None = _parsed("20us", parse_seconds)
-    inter_node_link: float | None = _parsed("25GB/s", parse_bandwidth)
-    inter_node_latency: float | None = _parsed("30us", parse_seconds)
+    memories: tuple[float, ...] | None = _parsed("32GiB,16GiB", quantities.parse_memories)
+    link: float | None = _parsed("50GB/s", quantities.parse_bandwidth)
+    latency: float | None = _parsed("20us", quantities.parse_seconds)
+    inter_node_link: float | None = _parsed("25GB/s", quantities.parse_bandwidth)
+    inter_node_latency: float | None = _parsed("30us", quantities.parse_seconds)
     speed: float = 1.0
-    speeds: tuple[float, ...] | None = _parsed("1,1,0.5,0.5", parse_speeds)
-    flops: float | None = _parsed("60TFLOP/s", parse_flops)
+    speeds: tuple[float, ...] | None = _parsed("1,1,0.5,0.5", quantities.parse_speeds)
+    flops: float | None = _parsed("60TFLOP/s", quantities.parse_flops)
     microbatches: int | None = None
     activation_checkpointing: str | None = field(
         default=None, metadata={"nargs": "?", "const": "always", "choices": ("always", "auto")}
@@ -190,7 +182,7 @@ def table(outcomes: Mapping[str, Outcome], best: Plan | None, speed: float = 1.0
             str(plan.num_replicas),
             str(plan.pipeline.student.num_stages),
             str(plan.num_microbatches),
-            format_seconds(plan.step_seconds / speed),
+            quantities.format_seconds(plan.step_seconds / speed),
             f"{plan.samples_per_second * speed:.0f}",
             f"{plan.bubble_ratio:.0%}",
             f"{late} update{'s' * (late > 1)}" if late else "none",
