@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
@@ -206,12 +206,11 @@ def _train(
 
 
 def _first_batches(data: Data, number: int) -> Batches:
+    loader: Any = data
     if isinstance(data, LightningDataModule):
         data.prepare_data()
         data.setup("fit")
-        loader: Iterable[Any] = data.train_dataloader()
-    else:
-        loader = data
+        loader = data.train_dataloader()
     batches = list(islice(loader, number))
     if len(batches) < number:
         raise ConfigurationError(f"the training data has {len(batches)} batches, not {number}")

@@ -179,8 +179,7 @@ def measure_link(accelerator: str = "auto") -> Link | None:
     except MisconfigurationException:
         return None
     assert strategy.launcher is not None
-    latency, bandwidth = strategy.launcher.launch(_link_of, trainer)
-    return Link(latency, bandwidth)
+    return Link(*strategy.launcher.launch(_link_of, trainer))
 
 
 def _link_of(trainer: Trainer) -> tuple[float, float]:

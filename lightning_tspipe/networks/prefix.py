@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, OutputRef, atomize
+from lightning_tspipe.networks.atoms import AtomChain, atomize
 
 Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 """What passes on between two atoms, and the parts of the return value that are known there."""
@@ -88,16 +88,12 @@ class DividedNetwork:
             if start == stop:
                 return middle
             passed, found = self._chain.run(values, start, stop)
-            return passed, known | {_key(ref): tensor for ref, tensor in found.items()}
+            return passed, known | {str(ref): tensor for ref, tensor in found.items()}
 
         return run
 
     def end(self, middle: Middle) -> Any:
         """The return value, behind the last atom."""
         _, known = middle
-        leaves = [known[_key(ref)] for ref in self._cut.outputs]
+        leaves = [known[str(ref)] for ref in self._cut.outputs]
         return pytree.tree_unflatten(leaves, self._cut.output_spec)
-
-
-def _key(ref: OutputRef) -> str:
-    return f"{ref.atom}.{ref.slot}"
