@@ -1,4 +1,4 @@
-"""Modules from outside: what can be said without tracing them, and their attributes undone."""
+"""Modules from outside: what can be said without tracing them; their attributes, put back."""
 
 from __future__ import annotations
 
