@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.runtime.batches.metadata import Kept
 from lightning_tspipe.runtime.transport.base import Transport

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import (
     Block,
     Glue,
@@ -23,11 +23,12 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, function_atom
 
-Ran = tuple[Tensors, list[tuple[int, int, Tensor]]]
+Ran = tuple[Tensors, dict[OutputRef, Tensor]]
 Run = Callable[[Tensors, int, int], Ran]
 """Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
 
@@ -83,7 +84,7 @@ class ChainNetwork:
         for link, end in zip(self.links, self.ends, strict=True):
             grad = link.grad if isinstance(link, Block) else True
             self._grads += [grad] * (end - len(self._grads))
-        self._values = {(o.atom, o.slot): ref for ref, o in self.refs.items()}
+        self._values = {output: ref for ref, output in self.refs.items()}
         self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
 
     @classmethod
@@ -127,12 +128,8 @@ class ChainNetwork:
 
     def num_bytes(self, atom: int, names: Collection[str]) -> int:
         """Bytes of an atom's parameters and buffers, of those that are named."""
-        found = self.atoms[atom]
-        tensors = [
-            *(self.module.get_parameter(n) for n in found.parameter_names if n in names),
-            *(self.module.get_buffer(n) for n in found.buffer_names if n in names),
-        ]
-        return sum(tensor.nbytes for tensor in tensors)
+        read = (*self.atoms[atom].parameter_names, *self.atoms[atom].buffer_names)
+        return sum(attrgetter(name)(self.module).nbytes for name in read if name in names)
 
     def cuts_like(
         self, other: ChainNetwork, cuts: Sequence[int], followed: Mapping[str, str]
@@ -212,8 +209,7 @@ class ChainNetwork:
         for first, last, link_grad in stretches(start, stop, self._grads.__getitem__):
             with torch.set_grad_enabled(grad and link_grad):
                 values, found = (run or self.chain.run)(values, first, last)
-            for atom, slot, tensor in found:
-                outputs[self._values[atom, slot]] = tensor
+            outputs |= {self._values[output]: tensor for output, tensor in found.items()}
         return values, outputs
 
     def shapes(self, spec: TensorSpec, num_links: int, *, grad: bool) -> UnitShapes:
@@ -241,33 +237,6 @@ class ChainNetwork:
                         boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
         self._shapes[key] = UnitShapes(tuple(boundaries), outputs)
         return self._shapes[key]
-
-    @contextmanager
-    def on_meta(self) -> Iterator[None]:
-        """While inside, parameters and buffers have shapes only."""
-        with swap.TensorSwap(self.modules, swap.meta_like)():
-            yield
-
-    @contextmanager
-    def with_values(self, atom: Atom) -> Iterator[None]:
-        """While inside, the parameters and buffers of one atom are on the device, with values."""
-        reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
-
-        def make(tensor: Tensor) -> Tensor:
-            if id(tensor) not in reads or tensor.device == self.device:
-                return tensor
-            if tensor.is_meta:
-                return swap.arbitrary_like(tensor, self.device)
-            return tensor.detach().to(self.device)
-
-        with swap.TensorSwap(self.modules, make)():
-            yield
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a part of it is not on the device: without values, or in host memory still."""
-        tensors = (t for m in self.modules for t in (*m.parameters(), *m.buffers()))
-        return any(tensor.device != self.device for tensor in tensors)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.networks.atoms import AtomChain
+from lightning_tspipe.networks.atoms import AtomChain, OutputRef
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
@@ -315,7 +315,7 @@ class Execution:
         parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
         done = [self._run(part, start, last)[0] for part in parts]
         values = tuple(torch.cat(column) for column in zip(*done, strict=True))
-        return self._run(values, last, stop) if last < stop else (values, [])
+        return self._run(values, last, stop) if last < stop else (values, {})
 
     def _run(self, received: Tensors, start: int, stop: int) -> Ran:
         if not self._again or not torch.is_grad_enabled():
@@ -323,11 +323,11 @@ class Execution:
         if (start, stop) not in self._ranges:
             self._ranges[start, stop] = stretches(start, stop, self._again.__contains__)
         values = received
-        outputs: list[tuple[int, int, Tensor]] = []
+        outputs: dict[OutputRef, Tensor] = {}
         for first, last, again in self._ranges[start, stop]:
             run = self._run_again if again else self._chain.run
             values, new = run(values, first, last)
-            outputs += new
+            outputs |= new
         return values, outputs
 
     def _run_again(self, received: Tensors, first: int, last: int) -> Ran:

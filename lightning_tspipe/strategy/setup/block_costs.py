@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan

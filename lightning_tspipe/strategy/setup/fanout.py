@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.heads import FanoutTraining, StudentFanout
 from lightning_tspipe.heads.training import refuse_trained_trunk
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.heads import (
     HeadCost,

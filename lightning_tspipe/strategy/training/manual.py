@@ -28,10 +28,10 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.distributed import GroupMember
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.networks import swap
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.batches import on_cpu

@@ -177,22 +177,6 @@ def test_a_tied_parameter_stays_in_one_stage() -> None:
         network.check_cuts((0, 2, 4))
 
 
-def test_an_atom_is_measured_on_a_device_where_the_network_is_not() -> None:
-    """As before the first batch on a GPU: the meta device stands for it here."""
-    module, batch = Module(), torch.randn(4, 3)
-    plan = Tracer(module, Networks(("student",)), CPU).trace(module.training_step, batch, 0)
-    device = torch.device("meta")
-    network = ChainNetwork.of("student", module, plan, device)
-    assert network.is_elsewhere
-    assert not ChainNetwork.of("student", module, plan, CPU).is_elsewhere
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    norm = network.atoms[1]
-    with network.with_values(norm):
-        assert all(tensor.device == device for tensor in (*norm.parameters(), *norm.buffers()))
-        assert not module.student[0].weight.is_meta
-    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
-
-
 def test_gradients_come_back_where_they_belong() -> None:
     """Clipped by their norm, those on two ranks would count twice."""
     ranks = make_all()

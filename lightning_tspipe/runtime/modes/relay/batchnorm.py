@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_tspipe.capture import swap
+from lightning_tspipe.networks import swap
 
 Exchange = Callable[[Tensor], list[Tensor]]
 """Gives everybody's tensor, in the same order on all."""

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, atomize
 from lightning_tspipe.networks.modules import blocks_of
 
