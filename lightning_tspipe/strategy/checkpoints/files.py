@@ -1,20 +1,24 @@
-"""Write checkpoint files whole or not at all, and explain one that is not whole."""
+"""Write checkpoint files whole or not at all, read parts of them, explain one that is not whole."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
+from lightning_tspipe.runtime.weights.materializing import Place, Source
 from lightning_tspipe.strategy.checkpoints.checksums import (
     DamageError,
     compare_records,
@@ -180,6 +184,46 @@ def others_beside(file: Path) -> str:
     found.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     names = ", ".join(repr(other.name) for other in found[:_MANY])
     return f"; beside it lie {names}" if names else ""
+
+
+class FileSource(Source):
+    """An ordinary Lightning checkpoint, of which tensors may be mapped to its file.
+
+    Those that are taken are copied: the file may be replaced while the training goes on.
+
+    Args:
+        checkpoint: The checkpoint. Hooks may change it before it is asked.
+    """
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    @property
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        state = self._checkpoint["state_dict"]
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+    @property
+    def _optimizers(self) -> dict[str, Any]:
+        states = self._checkpoint.get("optimizer_states", [])
+        return {f"optimizer_{index}": state for index, state in enumerate(states)}
+
+    @property
+    @override
+    def places(self) -> Iterable[Place]:
+        for root, state in self._optimizers.items():
+            for key, values in state["state"].items():
+                yield from ((root, "state", key, what) for what in values)
+            for number, group in enumerate(state["param_groups"]):
+                yield from ((root, "param_groups", number, what) for what in group)
+
+    @override
+    def read(self, place: Place) -> Any:
+        root, *path = place
+        within = self._checkpoint["state_dict"] if root == "model" else self._optimizers[root]
+        value = reduce(getitem, path, within)
+        return value.clone() if isinstance(value, Tensor) else value
 
 
 # Lightning's plugin

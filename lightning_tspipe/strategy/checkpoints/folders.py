@@ -29,6 +29,7 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
+from lightning_tspipe.runtime.weights.materializing import Place, Source
 from lightning_tspipe.strategy.checkpoints.checksums import (
     BLOCK,
     TABLE_FILE,
@@ -37,7 +38,6 @@ from lightning_tspipe.strategy.checkpoints.checksums import (
     from_json,
 )
 from lightning_tspipe.strategy.checkpoints.files import damaged, others_beside, untrusted
-from lightning_tspipe.strategy.checkpoints.sources import PartialSource, Place
 
 CONTENTS_FILE = ".metadata"
 META_FILE = "meta.pt"
@@ -114,7 +114,7 @@ class ForeignError(Exception):
     """Something that does not belong into a folder of shards; says what."""
 
 
-class FolderSource(PartialSource):
+class FolderSource(Source):
     """A folder of shards.
 
     Args:
