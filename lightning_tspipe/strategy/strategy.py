@@ -30,7 +30,7 @@ from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
 from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.namespaces import StrategyArguments
-from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks, relay_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, StartMethod, load_plan
 from lightning_tspipe.strategy.setup.refusals import (
@@ -48,7 +48,7 @@ from lightning_tspipe.strategy.training.steps import Parts, Training
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class TSPipeStrategy(ConnectedRun):
+class TSPipeStrategy(Run):
     """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
