@@ -14,7 +14,7 @@ from lightning_tspipe.runtime.faults.local_processes import watch_instead
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
 from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, end_by
 from lightning_tspipe.runtime.faults.stopping import END, REQUEUE, Stop
-from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
+from lightning_tspipe.strategy.checkpoints.checkpointed import CheckpointedRun
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 
@@ -29,13 +29,11 @@ class Shutdown:
 
     Attributes:
         _run: The run.
-        _saving: What is being written where a run ends.
         _evaluator: Evaluations, which a signal ends too.
         _starts_scripts: Whether the other processes are scripts, and not functions.
     """
 
-    _run: Run
-    _saving: CheckpointWriter
+    _run: CheckpointedRun
     _evaluator: Evaluator
     _starts_scripts: bool
     _failures: Failures | None = None
@@ -71,7 +69,7 @@ class Shutdown:
     def connected(self) -> None:
         """The ranks have met, in this run or an earlier one."""
         run = self._run
-        run.ends_together = self._requeues = self._saving.has_told = self._hears_no_more = False
+        run.ends_together = run.has_told_unsaved = self._requeues = self._hears_no_more = False
         if run.total_ranks == 1:
             run.stop = Stop(self._on_agreed)
             return
@@ -131,8 +129,7 @@ class Shutdown:
 
     def await_ends(self) -> None:
         """Where all ranks end together, or one is alone: until each has written what it writes."""
-        self._saving.end_writing(waits=True)
-        self._saving.finish_files()
+        self._run.end_writing(waits=True)
         if self._failures is not None:
             self._failures.await_ends()
 
@@ -161,13 +158,12 @@ class Shutdown:
                 callback.save_on_exception = False
                 self._muted.append(callback)
         if self._muted:
-            self._saving.tell_unsaved()
+            self._run.tell_unsaved()
 
     def end_of_run(self) -> None:
         """The run is over, also by an exception: wait for files, then for ranks that are there."""
         run = self._run
-        self._saving.end_writing(waits=not run.is_failing)
-        self._saving.finish_files()
+        run.end_writing(waits=not run.is_failing)
         if run.lightning_module is not None:
             # A process that ends takes what it sent with it, unless it has arrived.
             run.barrier("teardown")

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_tspipe.errors import CheckpointError
+from lightning_tspipe.strategy.checkpoints.checkpointed import own_optimizer_state
 from lightning_tspipe.strategy.checkpoints.checksums import (
     BLOCK,
     TABLE_FILE,
@@ -32,7 +33,6 @@ from lightning_tspipe.strategy.checkpoints.folders import (
     FolderSource,
     is_sharded,
 )
-from lightning_tspipe.strategy.checkpoints.saving import own_optimizer_state
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
 
 SHARD = "__0_0.distcp"
