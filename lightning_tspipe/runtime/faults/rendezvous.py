@@ -282,14 +282,6 @@ def current_job() -> Job | None:
     return _JOB[0] if _JOB else None
 
 
-def stay_on_this_machine() -> None:
-    """Let process groups of this process listen on the loopback interface, unless told otherwise.
-
-    Nothing outside of the machine needs to reach a job that runs on one.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-
-
 def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_machine: bool) -> Job:
     """Find the other processes of this job, once per process; later calls return the same.
 
@@ -306,6 +298,9 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
     """
     if not _JOB:
         if on_one_machine:
+            # Nothing outside of the machine needs to reach the job: its process groups listen on
+            # the loopback interface, unless told otherwise.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             _expect_launcher(port)
             job = _meet_here(port, rank, num_ranks, patience)
         else:

@@ -20,7 +20,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.runtime.faults.local_processes import watch_launcher
-from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet, stay_on_this_machine
+from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.recording import Recorder
@@ -286,13 +286,10 @@ class Run(LightningStrategy):
     def _meet(self, watch_others: Callable[[Job], Callable[[], bool]]) -> None:
         """Find the other ranks, look after each other from then on, and make the group of all."""
         environment: Any = self.cluster_environment
-        on_one_machine = self.num_nodes == 1
-        if on_one_machine:
-            stay_on_this_machine()
         patience, is_first = max(self.timeout, _START), current_job() is None
         job = meet(
             environment.main_port, self.global_rank, self.total_ranks, patience,
-            on_one_machine=on_one_machine,
+            on_one_machine=self.num_nodes == 1,
         )  # fmt: skip
         if is_first:
             # Not in the store, whose waiting ends after the timeout: that may be short, imports

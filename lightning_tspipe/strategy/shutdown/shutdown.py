@@ -98,8 +98,7 @@ class Shutdown:
     def _make_failures(self, job: Job | None = None) -> Failures:
         run = self._run
         return Failures(
-            run.global_rank, job, 0 if job is None else job.num_begun,
-            run.timeout.total_seconds(), self._procs,
+            job or Job(run.global_rank), run.timeout.total_seconds(), self._procs,
             # A launcher that starts functions tells of the process that ended first, and no other.
             ends_last=not self._starts_scripts,
         )  # fmt: skip
