@@ -140,7 +140,7 @@ class TSPipeStrategy(CheckpointedRun):
         self._parts = parts = Parts(self, self._reconnect)
         self.pipelined, self.repacking = parts.pipelined, parts.repacking
         self._training = Training(parts)  # until it is known what is trained
-        self.shutdown = Shutdown(self, parts.evaluator, start_method == "popen")
+        self.shutdown = Shutdown(self, parts.evaluator)
 
     @property
     def is_distributed(self) -> bool:
@@ -155,7 +155,7 @@ class TSPipeStrategy(CheckpointedRun):
     def setup_environment(self) -> None:
         self.shutdown.begin()
         super().setup_environment()
-        self.join(self.shutdown.watch)
+        self.join()
         self.shutdown.connected()
 
     # The beginning and the end of a run

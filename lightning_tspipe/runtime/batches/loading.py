@@ -203,7 +203,8 @@ class LookaheadLoader:
         # Between two epochs, hooks have drawn since.
         drawn = RandomStates.now() if self._is_restored else None
         self._is_restored = False
-        self._restore()
+        if self._resume is not None:
+            self._restore(self._resume)
         if drawn is not None:
             drawn.restore()
         resume, self._resume = self._resume, None
@@ -344,17 +345,14 @@ class LookaheadLoader:
         a length Lightning has fetched a batch, and begins once more.
         """
         if self._resume is not None:
-            self._restore()
+            self._restore(self._resume)
         elif self._resumed is not None and not _is_within(self._resumed):
             RandomStates(self._resumed["now"]).restore()
         else:
             return
         self._is_restored = (self._resume or self._resumed) is not None
 
-    def _restore(self) -> None:
-        resume = self._resume
-        if resume is None:
-            return
+    def _restore(self, resume: dict[str, Any]) -> None:
         if not resume["held"]:  # the epoch had ended: the next one is read as any other
             if getattr(self.loader, "next_iter_state", None) is not None:
                 # torchdata's then makes two iterators, each of which draws random numbers.

@@ -242,11 +242,15 @@ class Launched:
     Args:
         token: What the ranks have in common.
         port: Theirs, too.
+
+    Attributes:
+        temporary: A folder for temporary files of the process that launches.
     """
 
     def __init__(self, token: str, port: int) -> None:
         # Now: while the ranks run, temporary files of this process lie in a folder of its own.
         self._entry = private_folder() / _name(port, token)
+        self.temporary = make_job_folder(entry_name("launch", token))
 
     @property
     def _folder(self) -> Path | None:
@@ -268,9 +272,10 @@ class Launched:
         return found or "the start-up"
 
     def remove(self) -> None:
-        """Remove what ranks have left, all of which have ended."""
+        """Remove what ranks have left, all of which have ended, and the temporary files."""
         if self._folder is not None:
             remove_job_folder(self._folder)
+        remove_job_folder(self.temporary)
 
 
 _JOB: list[Job] = []

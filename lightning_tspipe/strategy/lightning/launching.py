@@ -41,12 +41,7 @@ from lightning_tspipe.runtime.faults.local_processes import (
     until,
     watch_launcher,
 )
-from lightning_tspipe.runtime.faults.private_folder import (
-    entry_name,
-    make_job_folder,
-    remove_job_folder,
-    shared_temporary_folder,
-)
+from lightning_tspipe.runtime.faults.private_folder import shared_temporary_folder
 from lightning_tspipe.runtime.faults.rendezvous import HEIR, JOB_TOKEN, Launched, process_name
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 
@@ -237,11 +232,10 @@ class _Workers:
             states = self._strategy.namespace.workers._GlobalStateSnapshot.capture()  # noqa: SLF001
             shared_temporary_folder()  # now: it serves all launches of this process
         worker = InWorker(function, self._start_method, states)
-        job = Launched(worker.token, self._strategy.cluster_environment.main_port)
         # Temporary files of torch and Lightning lie where they are removed: those of tracebacks,
         # and of the weights that travel back, would stay if a worker fails.
-        folder = make_job_folder(entry_name("launch", worker.token))
-        self._folder = str(folder)
+        job = Launched(worker.token, self._strategy.cluster_environment.main_port)
+        self._folder = str(job.temporary)
         is_over, signals = threading.Event(), _PassedOn(self)
         threading.Thread(target=self._look_after, args=(is_over, signals), daemon=True).start()
         try:
@@ -264,7 +258,6 @@ class _Workers:
             is_over.set()
             self._await_workers()
             job.remove()
-            remove_job_folder(folder)
 
     def _await_workers(self) -> None:
         """Until all have ended: after Ctrl-C, which they have heard as well, they tidy up."""

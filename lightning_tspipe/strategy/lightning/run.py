@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,8 +17,8 @@ from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.faults.failures import first_line
-from lightning_tspipe.runtime.faults.local_processes import watch_launcher
+from lightning_tspipe.runtime.faults.failures import Failures, first_line
+from lightning_tspipe.runtime.faults.local_processes import watch_instead, watch_launcher
 from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.modes.chain import Chain
@@ -73,6 +72,7 @@ class Run(LightningStrategy):
         replicas: The pipelines that train the same networks, as this rank sees them.
         transport: How this rank reaches the others of its pipeline.
         has_met: Whether the ranks have met, and can be reached.
+        failures: What is known of other ranks' failures; None where there are no others.
         engine: What runs this rank's stages; None before the first batch.
         spread: That of a training which is over, if its stages stay spread over the ranks.
         plan: The plan that the run goes by.
@@ -105,6 +105,7 @@ class Run(LightningStrategy):
         self.replicas = Replicas()
         self.transport: Transport = Alone()
         self.has_met = False
+        self.failures: Failures | None = None
         self.engine: Engine | None = None
         self.spread: Engine | None = None
         self.plan = PlanOfRun()
@@ -268,22 +269,17 @@ class Run(LightningStrategy):
         elif not environment.creates_processes_externally and self.num_processes > 1:
             self._launcher = script_launcher(self)
 
-    def join(self, watch_others: Callable[[Job], Callable[[], bool]]) -> None:
-        """Meet the other ranks and connect to them, once in a process.
-
-        Args:
-            watch_others: Called when the ranks can be told apart, to look after each other from
-                then on; returns what tells whether one of them is known to have failed.
-        """
+    def join(self) -> None:
+        """Meet the other ranks and connect to them, once in a process."""
         self.set_world_ranks()
         if self.has_met:
             return
         if self.total_ranks > 1:
-            self._meet(watch_others)
+            self._meet()
             self._connect()
         self.has_met = True
 
-    def _meet(self, watch_others: Callable[[Job], Callable[[], bool]]) -> None:
+    def _meet(self) -> None:
         """Find the other ranks, look after each other from then on, and make the group of all."""
         environment: Any = self.cluster_environment
         patience, is_first = max(self.timeout, _START), current_job() is None
@@ -294,10 +290,30 @@ class Run(LightningStrategy):
         if is_first:
             # Not in the store, whose waiting ends after the timeout: that may be short, imports
             # long.
-            job.wait_for_all(patience.total_seconds(), watch_others(job))
+            failures = self.look_after_others(job)
+            watch_instead()
+            job.wait_for_all(patience.total_seconds(), failures.has_failed)
         self.namespace.init_dist_connection(
             environment, _BACKEND, timeout=self.timeout, store=job.new_store()
         )
+
+    @property
+    def started(self) -> Any:
+        """The processes that this one has started for other ranks."""
+        return getattr(self.launcher, "procs", ())
+
+    def failures_of(self, job: Job) -> Failures:
+        """What the ranks of a job know of each other's failures, in a run that begins."""
+        # A launcher that starts functions tells of the process that ended first, and no other.
+        ends_last = self.options.start_method != "popen"
+        return Failures(job, self.timeout.total_seconds(), self.started, ends_last=ends_last)
+
+    def look_after_others(self, job: Job) -> Failures:
+        """From now on the other ranks can be told apart: look after each other."""
+        failures = self.failures = self.failures_of(job)
+        failures.watch()
+        job.tell = failures.tell_of_signal
+        return failures
 
     def reconnect(self, num_ranks: int) -> None:
         """Divide the ranks into other pipelines; every rank calls it, and nothing is under way.
