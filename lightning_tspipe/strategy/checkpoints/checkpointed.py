@@ -31,22 +31,7 @@ from lightning_tspipe.runtime.faults.failures import first_line, waiting
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
 from lightning_tspipe.runtime.weights.materializing import GRADIENTS, Source, is_on_meta
 from lightning_tspipe.runtime.weights.ownership import Shards
-from lightning_tspipe.strategy.checkpoints.checksums import is_archive
-from lightning_tspipe.strategy.checkpoints.files import (
-    FileSource,
-    WholeFiles,
-    explain_damage,
-    innermost,
-    is_usual,
-    verify_file,
-)
-from lightning_tspipe.strategy.checkpoints.folders import (
-    IS_SUMMED,
-    FolderSource,
-    aside,
-    is_sharded,
-    newest,
-)
+from lightning_tspipe.strategy.checkpoints import files, folders
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training import progress
@@ -87,9 +72,9 @@ class CheckpointedRun(Run):
         """How files are written: whole or not at all, unless the user brings a way."""
         found: Any = self._checkpoint_io
         if found is None:
-            found = self._checkpoint_io = WholeFiles()
+            found = self._checkpoint_io = files.WholeFiles()
         elif not getattr(found, "_base_checkpoint_io_configured", True):
-            found.checkpoint_io = WholeFiles()
+            found.checkpoint_io = files.WholeFiles()
         return found
 
     @checkpoint_io.setter
@@ -108,8 +93,8 @@ class CheckpointedRun(Run):
         writes_shards = self.options.save_distributed_checkpoint
         if writes_shards == "auto":
             writes_shards = self.num_ranks > 1 and is_on_meta(self.module)
-        plugin = innermost(self.checkpoint_io)
-        if writes_shards and not is_usual(plugin):
+        plugin = files.innermost(self.checkpoint_io)
+        if writes_shards and not files.is_usual(plugin):
             raise ConfigurationError(
                 f"{type(plugin).__name__} would not be asked: a checkpoint of shards is written by "
                 "torch.distributed.checkpoint. Leave the plugin out, or save one file through rank "
@@ -227,12 +212,12 @@ class CheckpointedRun(Run):
         if self._saves_shards:
             self._write_shards(checkpoint, path, storage_options)
         elif self.is_global_zero:
-            if is_sharded(path):
-                shutil.rmtree(aside(path), ignore_errors=True)
-                path.rename(aside(path))
-            files = self.checkpoint_io
-            files.save_checkpoint(checkpoint, given, storage_options=storage_options)
-            shutil.rmtree(aside(path), ignore_errors=True)
+            if folders.is_sharded(path):
+                shutil.rmtree(folders.aside(path), ignore_errors=True)
+                path.rename(folders.aside(path))
+            io = self.checkpoint_io
+            io.save_checkpoint(checkpoint, given, storage_options=storage_options)
+            shutil.rmtree(folders.aside(path), ignore_errors=True)
 
     def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
         if storage_options is not None or ":/" in str(path):  # Path makes one of two slashes
@@ -358,11 +343,11 @@ class CheckpointedRun(Run):
         Raises:
             CheckpointError: It is damaged.
         """
-        with explain_damage(checkpoint_path):
+        with files.explain_damage(checkpoint_path):
             checkpoint = self._load(checkpoint_path, weights_only)
             # Of shards that were made one file, in which nothing that is empty is left.
             apart = checkpoint.pop(GRADIENTS, {})
-            checkpoint.pop(IS_SUMMED, None)
+            checkpoint.pop(folders.IS_SUMMED, None)
             for state in checkpoint.get("optimizer_states", ()):
                 state.setdefault("state", {})
             if self.trainer.state.fn == "fit":
@@ -386,25 +371,26 @@ class CheckpointedRun(Run):
     def _load(self, given: Any, weights_only: bool | None) -> dict[str, Any]:
         weights = self._parts.weights
         weights.forget_other_modules()
-        path = newest(Path(given))
-        if is_sharded(path):
+        path = folders.newest(Path(given))
+        if folders.is_sharded(path):
             return self._load_folder(path, weights_only)
         if self.options.verify_checkpoint:
-            self._tell_unverified(path, has_checksums=verify_file(path))
+            self._tell_unverified(path, has_checksums=files.verify_file(path))
         weights.source = None
         is_read_in_parts = self.spread is not None or is_on_meta(self.module)
         checkpoint: dict[str, Any]
-        if is_read_in_parts and is_usual(innermost(self.checkpoint_io)) and is_archive(path):
+        maps = is_read_in_parts and files.is_usual(files.innermost(self.checkpoint_io))
+        if maps and files.is_archive(path):
             # Only what is looked at comes into memory.
             checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
         else:
             checkpoint = super().load_checkpoint(given, weights_only)
         if is_read_in_parts:
-            weights.source = FileSource(checkpoint)
+            weights.source = files.FileSource(checkpoint)
         return checkpoint
 
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        source = FolderSource(
+        source = folders.FolderSource(
             path, verify=self.options.verify_checkpoint, trusts=weights_only is False
         )
         checkpoint = source.rest()

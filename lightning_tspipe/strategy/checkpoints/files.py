@@ -1,9 +1,14 @@
-"""Write checkpoint files whole or not at all, read parts of them, explain one that is not whole."""
+"""Write checkpoint files whole or not at all, read parts of them, explain one that is not whole.
+
+A file of ``torch.save`` is a zip archive, with a CRC-32 for each record: the structure, and each
+storage. torch writes them and never looks at them.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import reduce
@@ -19,11 +24,6 @@ from typing_extensions import override
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.runtime.weights.materializing import Place, Source
-from lightning_tspipe.strategy.checkpoints.checksums import (
-    DamageError,
-    compare_records,
-    is_archive,
-)
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 
 if TYPE_CHECKING:
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 _PART = ".part"
 _MANY = 3
 _MAGIC = b"PK\x03\x04"
+_IS_FOLDER = 0x10  # of the attributes of a record
+_PIECE = 2**20
+
+
+class DamageError(Exception):
+    """Bytes that differ from those that were written; says where."""
 
 
 @contextmanager
@@ -131,6 +137,59 @@ def _damage_behind(error: Exception, file: Path) -> str | None:
     except DamageError as found:
         return str(found)
     return first_line(error) if "PytorchStreamReader" in str(error) else None
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a path is that of an archive, be it damaged; one that was cut off is none."""
+    if not path.is_file():
+        return False
+    try:
+        return zipfile.is_zipfile(path)
+    except (zipfile.BadZipFile, ValueError, OverflowError):
+        return True
+
+
+def compare_records(path: Path) -> bool:
+    """Read an archive once, and compare; the memory it takes is small, however large the file is.
+
+    Returns:
+        Whether it has checksums; without (``torch.serialization.set_crc32_options(False)``),
+        nothing was compared.
+
+    Raises:
+        DamageError: Something differs from what was written.
+    """
+    with _damage("its table of contents can't be read"), zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        if all(record.CRC == 0 for record in records):
+            return False
+        for record in records:
+            with _damage(f"the record {record.orig_filename!r} differs from what was written"):
+                _compare(archive, record)
+    return True
+
+
+def _compare(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    """Read a record to its end, where its checksum is compared."""
+    # torch takes what has the attribute of a folder for empty, and leaves memory as it was.
+    is_folder = record.external_attr & _IS_FOLDER
+    is_packed = record.compress_type != zipfile.ZIP_STORED
+    if is_folder or is_packed or record.compress_size != record.file_size:
+        raise zipfile.BadZipFile("it is stored otherwise than torch does it")
+    with archive.open(record) as content:
+        while content.read(_PIECE):
+            pass
+
+
+@contextmanager
+def _damage(what: str) -> Iterator[None]:
+    """Whatever the reader of archives says of one that is damaged has no common type."""
+    try:
+        yield
+    except (DamageError, PermissionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - see above
+        raise DamageError(f"{what} ({error})") from None
 
 
 def verify_file(path: Path) -> bool:
