@@ -133,7 +133,9 @@ class Waiting(Workers):
         is_killed = Event()
         codes = (self.exit_code, None)
         self.procs = tuple(
-            SimpleNamespace(_popen=SimpleNamespace(returncode=code), kill=is_killed.set)
+            SimpleNamespace(
+                _popen=SimpleNamespace(returncode=code), kill=is_killed.set, is_alive=lambda: False
+            )
             for code in codes
         )
         return "killed" if is_killed.wait(self.seconds) else "left"
@@ -195,7 +197,8 @@ class Starting(Workers):
     def launch(self, *_args: Any, **_kwargs: Any) -> str:
         os.kill(os.getpid(), signal.SIGTERM)
         assert self.signals == []
-        self.procs = (SimpleNamespace(_popen=SimpleNamespace(returncode=None)),)
+        popen = SimpleNamespace(returncode=None)
+        self.procs = (SimpleNamespace(_popen=popen, is_alive=lambda: False),)
         assert self.is_told.wait(30)
         return "stopped"
 
