@@ -355,10 +355,7 @@ class TSPipeStrategy(CheckpointedRun):
             **{schedule: {"schedule": schedule} for schedule in SCHEDULES},
             **{weights: {"schedule": "1f1b", "weights": weights} for weights in POLICIES},
         }
-        for name, given in options.items():
-            strategy_registry.register(
-                name if name == "tspipe" else f"tspipe_{name}",
-                cls,
-                description=f"Pipeline parallelism with {given}",
-                **given,
-            )
+        for option, given in options.items():
+            name = option if option == "tspipe" else f"tspipe_{option}"
+            description = f"Pipeline parallelism with {given}"
+            strategy_registry.register(name, cls, description=description, **given)

@@ -379,26 +379,24 @@ class Remote:
 REMOTE = Remote()
 
 
+@dataclass(eq=False)
 class RemoteLoader:
     """The loader of a rank that reads no data: as many batches as the data rank's.
 
     Its dataset can be looked at. It resumes with the data rank; Lightning would warn of a loader
     that can't be resumed.
 
-    Args:
-        loader: The user's loader.
-        length: Batches; None: not known before.
-        hear: Where the length is not known, waits for the data rank's word: the number of the
+    Attributes:
+        _loader: The user's loader.
+        _length: Batches; None: not known before.
+        _hear: Where the length is not known, waits for the data rank's word: the number of the
             iteration, and whether another batch comes.
     """
 
-    def __init__(
-        self, loader: Any, length: int | None, hear: Callable[[], tuple[int, bool]]
-    ) -> None:
-        self._loader = loader
-        self._length = length
-        self._hear = hear
-        self._num_iterations = 0
+    _loader: Any
+    _length: int | None
+    _hear: Callable[[], tuple[int, bool]]
+    _num_iterations: int = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in {"dataset", "batch_size"}:

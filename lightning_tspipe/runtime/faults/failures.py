@@ -164,12 +164,13 @@ class Lasting:
         return self._seconds
 
 
+@dataclass(eq=False)
 class Failures:
     """What the ranks of a job know of each other's failures.
 
     All ranks make one at the start of each run; before that, each is on its own.
 
-    Args:
+    Attributes:
         job: The ranks; of one that has met no other, itself.
         timeout: After how many seconds a rank that is stopped is given up.
         children: Processes that this one has started, for the ranks behind it.
@@ -178,32 +179,27 @@ class Failures:
         clock: Seconds.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        timeout: float = 600.0,
-        children: Sequence[Any] = (),
-        *,
-        ends_last: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._job = job
-        job.children = {
-            job.rank + n + 1: Neighbour(child.pid)
-            for n, child in enumerate(children)
+    job: Job
+    timeout: float = 600.0
+    children: Sequence[Any] = ()
+    ends_last: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self.job.children = {
+            self.job.rank + n + 1: Neighbour(child.pid)
+            for n, child in enumerate(self.children)
             if _is_script(child)
         }
-        self._run = f"run-{job.num_begun}"
-        self._timeout = self._patience = timeout
-        self._ends_last = ends_last
+        self._run = f"run-{self.job.num_begun}"
+        self._patience = self.timeout
         self._is_over = threading.Event()
         self._is_settled = self._has_claimed = False
         self._last_words: tuple[BaseException, bool] | None = None
         self._thread: threading.Thread | None = None
         # What was seen of the others
-        self._clock = clock
-        self._stopped: defaultdict[int, Lasting] = defaultdict(partial(Lasting, clock))
-        self._silent = Lasting(clock)
+        self._stopped: defaultdict[int, Lasting] = defaultdict(partial(Lasting, self.clock))
+        self._silent = Lasting(self.clock)
         self._next_beat = 0.0
         self._num_beats = 0
         self._heard = ""
@@ -228,7 +224,7 @@ class Failures:
     def end_watch(self) -> None:
         """This rank needs the others no more, or ends by itself."""
         self._is_over.set()
-        self._job.notes.leave(f"{self._run}/over/{self._job.rank}")
+        self.job.notes.leave(f"{self._run}/over/{self.job.rank}")
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(PERIOD)
 
@@ -239,9 +235,9 @@ class Failures:
                 if not self._is_over.wait(_PATIENCE):
                     self._end()
                 return
-            if self._job.folder is not None and time.monotonic() - since > _KEEP_EVERY:
+            if self.job.folder is not None and time.monotonic() - since > _KEEP_EVERY:
                 since = time.monotonic()
-                keep_job_folder(self._job.folder)
+                keep_job_folder(self.job.folder)
 
     def _find_cause(self) -> str | None:
         """Why the job ends, if it does; if nobody knew it, all know it then."""
@@ -262,47 +258,47 @@ class Failures:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
         stack = traceback.extract_stack(frame) if frame is not None else None
         if stack is None or _waits_for_others(stack):
-            say(f"rank {self._job.rank} stops too: it waited in {HERE.text}{self._because()}")
+            say(f"rank {self.job.rank} stops too: it waited in {HERE.text}{self._because()}")
         else:
             say(
-                f"{self._job.this} is ended: another rank has failed, and this one did not notice "
+                f"{self.job.this} is ended: another rank has failed, and this one did not notice "
                 f"within {_PATIENCE:.0f} s{self._because()}. It was here, in {HERE.text}:\n"
                 + "".join(stack.format())
             )
-        self._job.notes.leave(f"{self._run}/over/{self._job.rank}")
+        self.job.notes.leave(f"{self._run}/over/{self.job.rank}")
         if self._has_claimed:
             self._end_the_stopped()
-        self._job.leave()
+        self.job.leave()
         os._exit(1)
 
     def await_ends(self) -> None:
         """Wait until every rank of this machine has come here, or has ended."""
-        notes, ended = self._job.notes, f"{self._run}/ended/"
-        notes.leave(f"{ended}{self._job.rank}")
-        near = self._job.neighbours()
+        notes, ended = self.job.notes, f"{self._run}/ended/"
+        notes.leave(f"{ended}{self.job.rank}")
+        near = self.job.neighbours()
         until(
             lambda: all(
                 neighbour.has_ended or notes.read(f"{ended}{rank}") is not None
                 for rank, neighbour in near.items()
             ),
-            self._timeout,
+            self.timeout,
         )
 
     def tell_of_signal(self, signum: int) -> None:
         """This process is about to be ended: if nothing has failed before, that is the cause."""
         # A launcher may see that a rank is gone before the system says so.
-        dying = [each for each in self._job.neighbours().values() if each.is_ending]
+        dying = [each for each in self.job.neighbours().values() if each.is_ending]
         until(lambda: all(each.has_ended for each in dying), _A_MOMENT)
-        what = f"{self._job.this} was ended by {signal.Signals(signum).name} in {HERE.text}"
-        is_first = self._find_cause() is None and not self._job.launcher_knows_more
-        if is_first and self._claim(what, self._job.rank):
+        what = f"{self.job.this} was ended by {signal.Signals(signum).name} in {HERE.text}"
+        is_first = self._find_cause() is None and not self.job.launcher_knows_more
+        if is_first and self._claim(what, self.job.rank):
             say(_told(what))
 
     # The cause
 
     def _claim(self, what: str, rank: int | None) -> bool:
         """Whether nobody has told of a failure before."""
-        claimed = self._job.notes.claim(f"{self._run}/cause", f"{rank} {what}")
+        claimed = self.job.notes.claim(f"{self._run}/cause", f"{rank} {what}")
         if claimed:
             self._has_claimed = True
             util.Finalize(None, self._end_the_stopped, exitpriority=10)
@@ -310,7 +306,7 @@ class Failures:
 
     def _cause(self) -> str | None:
         try:
-            return self._job.notes.read(f"{self._run}/cause")
+            return self.job.notes.read(f"{self._run}/cause")
         except TransportError as error:
             return f"None {error}"
 
@@ -331,14 +327,14 @@ class Failures:
                 return self._first_found()
             except TransportError as error:
                 remedy = "Look for its output, and for what the launcher says of it"
-                what = f"{self._job.name(0)} serves the store no more: {error}"
+                what = f"{self.job.name(0)} serves the store no more: {error}"
                 return Found(what, remedy, 0)
         return None
 
     def _first_found(self) -> Found | None:
-        near = self._job.neighbours()
+        near = self.job.neighbours()
         # By SIGTERM a launcher ends the others when one has failed: that one comes first.
-        mine = self._job.children if self._job.launcher_knows_more else near
+        mine = self.job.children if self.job.launcher_knows_more else near
         for is_ordered, ranks in ((False, near), (True, mine)):
             for rank, neighbour in near.items():
                 if rank in ranks and _was_ordered(neighbour) == is_ordered:
@@ -349,7 +345,7 @@ class Failures:
 
     def is_over(self, rank: int) -> bool:
         """Whether a rank has said that it needs nobody in this run any more."""
-        return self._job.notes.read(f"{self._run}/over/{rank}") is not None
+        return self.job.notes.read(f"{self._run}/over/{rank}") is not None
 
     def _if_ended(self, rank: int, neighbour: Neighbour) -> Found | None:
         if not neighbour.has_ended or self.is_over(rank):
@@ -376,8 +372,8 @@ class Failures:
 
     def _whose(self, rank: int, neighbour: Neighbour) -> tuple[str, str]:
         """A rank's process, also of one that has not come, and what it did."""
-        who = self._job.find(rank) or process_name(rank, neighbour.pid)
-        return str(who), self._job.phase_of(rank) or "the start-up"
+        who = self.job.find(rank) or process_name(rank, neighbour.pid)
+        return str(who), self.job.phase_of(rank) or "the start-up"
 
     def _if_parent_ended(self, near: Mapping[int, Neighbour]) -> Found | None:
         pid = self._parent.pid
@@ -389,7 +385,7 @@ class Failures:
     # Other machines
 
     def _if_silent(self) -> Found | None:
-        job = self._job
+        job = self.job
         members = [member for member in map(job.find, range(job.num_ranks)) if member is not None]
         if all(map(job.is_near, members)):
             return None
@@ -408,38 +404,39 @@ class Failures:
         return Found(what, "Is that machine up, and the network?", watched.rank)
 
     def _beat(self) -> None:
-        if self._clock() >= self._next_beat:
-            self._next_beat = self._clock() + _BEAT_EVERY
+        if self.clock() >= self._next_beat:
+            self._next_beat = self.clock() + _BEAT_EVERY
             self._num_beats += 1
-            self._job.notes.leave(f"beat/{self._job.rank}", f"{self._num_beats} {HERE.text}")
+            self.job.notes.leave(f"beat/{self.job.rank}", f"{self._num_beats} {HERE.text}")
 
     # The end of this rank
 
-    def settle(self, exception: BaseException, children: Sequence[Any] = ()) -> None:
+    def settle(self, exception: BaseException) -> None:
         """See to it that only one rank of the job prints a traceback, and that all of them end.
+
+        Processes that this one has started end with it.
 
         Args:
             exception: Why this rank ends.
-            children: Processes that this one started; they end with it.
         """
         if self._is_settled:
             return
         self._is_settled = True
-        end_with_this_process(children)
+        end_with_this_process(self.children)
         if is_consequence(exception):
             self._follow(exception)
         else:
             self._lead(exception)
         self.end_watch()
-        if self._ends_last and not self._has_claimed:
+        if self.ends_last and not self._has_claimed:
             first = (self._cause() or "None").partition(" ")[0]
-            neighbour = self._job.neighbour(int(first)) if first.isdigit() else None
+            neighbour = self.job.neighbour(int(first)) if first.isdigit() else None
             until(lambda: neighbour is None or neighbour.has_ended, _PATIENCE)
 
     def _lead(self, exception: BaseException) -> None:
         """A failure for a reason of its own: the cause, unless another rank has failed before."""
-        what = f"{self._job.this} raised {type(exception).__name__} in {HERE.text}"
-        if self._claim(what, self._job.rank):
+        what = f"{self.job.this} raised {type(exception).__name__} in {HERE.text}"
+        if self._claim(what, self.job.rank):
             if isinstance(exception, SystemExit | KeyboardInterrupt):
                 say(_told(what))  # the interpreter says nothing of those
             else:
@@ -450,13 +447,13 @@ class Failures:
     def _follow(self, exception: BaseException) -> None:
         """A failure of another rank: which, and why?"""
         text = first_line(exception)
-        if not self._job.num_ranks:  # nobody could know more
+        if not self.job.num_ranks:  # nobody could know more
             self._tell_at_the_end(exception, _told(text))
             return
         self.expect_no_more()
         until(self._find_cause, _A_MOMENT)
-        what = f"{self._job.this} gave up waiting in {HERE.text}: {text}{self._meanwhile()}"
-        if self._cause() is None and self._claim(what, self._job.rank):
+        what = f"{self.job.this} gave up waiting in {HERE.text}: {text}{self._meanwhile()}"
+        if self._cause() is None and self._claim(what, self.job.rank):
             remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
             self._tell_at_the_end(exception, _told(what, remedy))
         else:
@@ -465,15 +462,15 @@ class Failures:
     def _meanwhile(self) -> str:
         """What the other ranks of this machine are doing: one of them did not come."""
         found = [
-            f"{self._job.name(rank)} is in {phase}"
-            for rank in range(self._job.num_ranks)
-            if rank != self._job.rank and (phase := self._job.phase_of(rank))
+            f"{self.job.name(rank)} is in {phase}"
+            for rank in range(self.job.num_ranks)
+            if rank != self.job.rank and (phase := self.job.phase_of(rank))
         ]
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         return f"; {', '.join(found[:_SHOWN])}{more}" if found else ""
 
     def _stop_too(self, exception: BaseException, text: str) -> None:
-        line = f"rank {self._job.rank} stops too: {text}{self._because()}"
+        line = f"rank {self.job.rank} stops too: {text}{self._because()}"
         self._tell_at_the_end(exception, line)
 
     def _tell_at_the_end(
@@ -489,7 +486,7 @@ class Failures:
         A launcher may not get to see the exception: it looks at the process that ends first.
         """
         told, with_traceback = self._last_words or (None, False)
-        if not self._job.num_ranks or told is not exception:
+        if not self.job.num_ranks or told is not exception:
             return False
         sys.excepthook(type(exception), exception, exception.__traceback__)
         return not with_traceback
@@ -499,7 +496,7 @@ class Failures:
 
         It does not wait for the others: those that wait for it at a connection notice its end.
         """
-        for neighbour in self._job.neighbours().values():
+        for neighbour in self.job.neighbours().values():
             if neighbour.is_stopped:
                 neighbour.kill()
 

@@ -215,8 +215,7 @@ class CheckpointedRun(Run):
             if folders.is_sharded(path):
                 shutil.rmtree(folders.aside(path), ignore_errors=True)
                 path.rename(folders.aside(path))
-            io = self.checkpoint_io
-            io.save_checkpoint(checkpoint, given, storage_options=storage_options)
+            super().save_checkpoint(checkpoint, given, storage_options)
             shutil.rmtree(folders.aside(path), ignore_errors=True)
 
     def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
@@ -369,16 +368,21 @@ class CheckpointedRun(Run):
             warnings.warn(_REPEATED, stacklevel=2)
 
     def _load(self, given: Any, weights_only: bool | None) -> dict[str, Any]:
-        weights = self._parts.weights
+        weights, verifies = self._parts.weights, self.options.verify_checkpoint
         weights.forget_other_modules()
         path = folders.newest(Path(given))
         if folders.is_sharded(path):
-            return self._load_folder(path, weights_only)
-        if self.options.verify_checkpoint:
-            self._tell_unverified(path, has_checksums=files.verify_file(path))
+            source = folders.FolderSource(path, verify=verifies, trusts=weights_only is False)
+            checkpoint = source.rest()
+            self._tell_if_unverified(path, has_checksums=source.has_checksums)
+            checkpoint["state_dict"] = {}
+            if source.num_optimizers:  # of an earlier version, which didn't say so otherwise
+                checkpoint["optimizer_states"] = []
+            weights.source = source
+            return checkpoint
+        self._tell_if_unverified(path, has_checksums=not verifies or files.verify_file(path))
         weights.source = None
         is_read_in_parts = self.spread is not None or is_on_meta(self.module)
-        checkpoint: dict[str, Any]
         maps = is_read_in_parts and files.is_usual(files.innermost(self.checkpoint_io))
         if maps and files.is_archive(path):
             # Only what is looked at comes into memory.
@@ -389,19 +393,7 @@ class CheckpointedRun(Run):
             weights.source = files.FileSource(checkpoint)
         return checkpoint
 
-    def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        source = folders.FolderSource(
-            path, verify=self.options.verify_checkpoint, trusts=weights_only is False
-        )
-        checkpoint = source.rest()
-        self._tell_unverified(path, has_checksums=source.has_checksums)
-        checkpoint["state_dict"] = {}
-        if source.num_optimizers:  # of an earlier version, which didn't say so otherwise
-            checkpoint["optimizer_states"] = []
-        self._parts.weights.source = source
-        return checkpoint
-
-    def _tell_unverified(self, path: Path, *, has_checksums: bool) -> None:
+    def _tell_if_unverified(self, path: Path, *, has_checksums: bool) -> None:
         if self.options.verify_checkpoint and not has_checksums and self.is_global_zero:
             warnings.warn(
                 f"{str(path)!r} was written without checksums: it is loaded, and not verified. One "

@@ -297,20 +297,15 @@ def own_memory(owners: Iterable[Any]) -> None:
     Of an object, the tensors and modules that its attributes are; data sets keep sharing theirs.
     """
     for owner in owners:
-        if isinstance(owner, nn.Module):
-            _own(owner)
-        elif hasattr(owner, "state_dict"):
+        modules = [owner] if isinstance(owner, nn.Module) else []
+        if not modules and hasattr(owner, "state_dict"):
             _own_attributes(owner)
-            for value in vars(owner).values():
-                if isinstance(value, nn.Module):
-                    _own(value)
-
-
-def _own(module: nn.Module) -> None:
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        tensor.data = tensor.data.clone()
-    for child in module.modules():
-        _own_attributes(child)
+            modules = [value for value in vars(owner).values() if isinstance(value, nn.Module)]
+        for module in modules:
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                tensor.data = tensor.data.clone()
+            for child in module.modules():
+                _own_attributes(child)
 
 
 def _own_attributes(owner: Any) -> None:

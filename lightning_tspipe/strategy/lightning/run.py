@@ -358,8 +358,8 @@ class Run(LightningStrategy):
             return Alone()
         backend = self._ordered_backend
         if backend:
-            wire = NcclWire(device, timeout, backend)
-            return OrderedTransport(GlooTransport(device, timeout), wire, device)
+            beside = GlooTransport(device, timeout)
+            return OrderedTransport(beside, NcclWire(device, timeout, backend), device)
         first = self.replica * self.num_ranks
         last = first + self.num_ranks - 1
         on_one_node = first // self.num_processes == last // self.num_processes

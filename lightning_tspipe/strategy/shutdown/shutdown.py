@@ -54,8 +54,8 @@ class Shutdown:
         run.ends_together = run.has_told_unsaved = self._requeues = self._hears_no_more = False
         if run.total_ranks == 1:
             run.stop = Stop(self._on_agreed)
-            return
-        self._renew_stop()
+        else:
+            self._renew_stop()
 
     def reconnected(self) -> None:
         """The ranks have other places: notes of their own, since steps are counted anew."""
@@ -92,7 +92,7 @@ class Shutdown:
             failures.end_watch()
         else:
             let_children_end()
-            failures.settle(exception, run.started)
+            failures.settle(exception)
             if run.has_met:
                 run.transport.close()
 
