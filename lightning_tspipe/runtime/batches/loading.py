@@ -276,7 +276,9 @@ class LookaheadLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the user's loader as it was before it read ahead; empty without one."""
-        held = self._held.get(self.current + 1)
+        return self._state_before(self._held.get(self.current + 1))
+
+    def _state_before(self, held: _Held | None) -> dict[str, Any]:
         state = held.loader if held is not None else self._loader_state()
         return state or {}
 
@@ -293,40 +295,30 @@ class LookaheadLoader:
             ended: Whether the epoch is over, although a batch may be held.
             repeats: Whether to go on with the current one instead, see :attr:`may_repeat`.
         """
-        now = self._now()
-        if not repeats or self._taken is None:
-            return self._progress(now, ended=ended)
-        held, random = self._taken
-        self._held[self.current] = held
-        self.current -= 1
-        try:
-            return self._progress(now._replace(random=random), ended=False)
-        finally:
-            self.current += 1
-            del self._held[self.current]
-
-    def _progress(self, now: _Moment, *, ended: bool) -> dict[str, Any]:
-        epoch, early, coming = self._epoch, self._early, self.current + 1
+        now, coming, held = self._now(), self.current + 1, self._held
+        if repeats and self._taken is not None:
+            taken, random = self._taken
+            now, coming, ended = now._replace(random=random), self.current, False
+            held = {**held, coming: taken}
+        epoch, early = self._epoch, self._early
         if early is None or coming >= epoch.first:
             is_over = ended and early is None
-            return self._part(epoch, coming, self._num_read * (not is_over), now)
-        found = self._part(early.before, coming, epoch.first, early.now)
+            return self._part(epoch, coming, self._num_read * (not is_over), now, held)
+        found = self._part(early.before, coming, epoch.first, early.now, held)
         # What was read of the next epoch will be read again.
-        following = self._part(epoch, epoch.first, self._num_read, now)
+        following = self._part(epoch, epoch.first, self._num_read, now, held)
         return {**found, "early": {**following, "loader": None}}
 
-    def _part(self, epoch: _Epoch, coming: int, last: int, now: _Moment) -> dict[str, Any]:
+    def _part(
+        self, epoch: _Epoch, coming: int, last: int, now: _Moment, held: dict[int, _Held]
+    ) -> dict[str, Any]:
         """Where one epoch is, of which the batches from ``coming`` to ``last`` are held."""
         start = epoch.start
         return {
             "num_batches": coming - epoch.first,
             "start": start.random.written if start is not None else None,
-            "loader": self.state_dict() if self.has_state else None,
-            "held": [
-                self._held[number].random.written
-                for number in sorted(self._held)
-                if coming <= number < last
-            ],
+            "loader": self._state_before(held.get(coming)) if self.has_state else None,
+            "held": [held[n].random.written for n in sorted(held) if coming <= n < last],
             "now": now.random.written,
             "own": {"start": start.own if start is not None else [], "now": now.own},
             "early": None,

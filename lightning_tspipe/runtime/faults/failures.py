@@ -521,7 +521,8 @@ def _was_ordered(neighbour: Neighbour) -> bool:
 
 def _told(what: str, remedy: str = "") -> str:
     """The one line of a cause."""
-    sentences = [f"The job ends, because {what}", remedy, HERE.how_to_resume]
+    resume = f"Resume with ckpt_path={HERE.checkpoint!r}" if HERE.checkpoint else ""
+    sentences = [f"The job ends, because {what}", remedy, resume]
     return ". ".join(sentence for sentence in sentences if sentence)
 
 

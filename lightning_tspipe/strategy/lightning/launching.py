@@ -169,7 +169,7 @@ class InWorker:
                     # What it saves of this end is written meanwhile, and this process may be the
                     # first to end: then the launcher ends all, in the middle of a file.
                     strategy.shutdown.await_ends()
-                if strategy.shutdown.tell_now(exception):
+                if strategy.failures is not None and strategy.failures.tell_now(exception):
                     raise SystemExit(1) from None
             raise
 

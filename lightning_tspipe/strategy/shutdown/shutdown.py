@@ -102,10 +102,6 @@ class Shutdown:
         if self._run.failures is not None:
             self._run.failures.await_ends()
 
-    def tell_now(self, exception: BaseException) -> bool:
-        """Print why this rank ends, where nothing else would; whether because of another rank."""
-        return self._run.failures is not None and self._run.failures.tell_now(exception)
-
     def on_exception(self, exception: BaseException) -> None:
         """The run ends by an exception, of which callbacks know by now."""
         self.begin_end(exception)
