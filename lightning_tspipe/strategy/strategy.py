@@ -26,8 +26,11 @@ from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.runtime.weights.scaling import shared_scaler
 from lightning_tspipe.schedules.registry import SCHEDULES
-from lightning_tspipe.strategy.checkpoints.checkpointed import CheckpointedRun
+from lightning_tspipe.strategy.checkpoints.files import WholeFiles
+from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
+from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.namespaces import StrategyArguments
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks, relay_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, StartMethod, load_plan
 from lightning_tspipe.strategy.setup.refusals import (
@@ -45,7 +48,7 @@ from lightning_tspipe.strategy.training.steps import Parts, Training
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class TSPipeStrategy(CheckpointedRun):
+class TSPipeStrategy(Run):
     """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
@@ -132,15 +135,15 @@ class TSPipeStrategy(CheckpointedRun):
             student, teacher, num_microbatches, schedule if plan is None else plan.schedule,
             partition, split_backward, memory_limit, state_limit, plan,
             activation_checkpointing, compile, queue_depth, weights, drain_epochs, costs,
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            verify_checkpoint=verify_checkpoint, ranks_per_device=ranks_per_device,
-            start_method=start_method,
+            ranks_per_device=ranks_per_device, start_method=start_method,
         )  # fmt: skip
         super().__init__(options, num_stages, timeout, **kwargs)
         self._parts = parts = Parts(self, self._reconnect)
         self.pipelined, self.repacking = parts.pipelined, parts.repacking
         self._training = Training(parts)  # until it is known what is trained
-        self.shutdown = Shutdown(self, parts.evaluator)
+        self._saving = CheckpointWriter(parts, distributed=save_distributed_checkpoint)
+        self._reading = CheckpointReader(parts, verifies=verify_checkpoint)
+        self.shutdown = Shutdown(self, self._saving, parts.evaluator)
 
     @property
     def is_distributed(self) -> bool:
@@ -192,7 +195,7 @@ class TSPipeStrategy(CheckpointedRun):
         refuse_trainer(trainer, self.root_device)
         relay = relay_of(trainer)
         self._training = Training(parts) if relay is None else RelayTraining(parts, relay)
-        self.begin_saving(fits=trainer.state.fn == "fit")
+        self._saving.begin(fits=trainer.state.fn == "fit")
         if self.num_ranks > 1:
             # Lightning tells them the rank only if the world is larger than one, and there it means
             # replicas: the ranks would write the same file.
@@ -241,7 +244,7 @@ class TSPipeStrategy(CheckpointedRun):
             vars(module).pop("_on_before_batch_transfer", None)
         self.shutdown.end_of_run()
         if not self.is_failing:
-            self.end_without_batches()
+            self._saving.end_without_batches()
         parts.heads.release()
         self.options = replace(self.options, averages={})
         self.engine = None
@@ -300,7 +303,7 @@ class TSPipeStrategy(CheckpointedRun):
 
     @override
     def on_train_end(self) -> None:
-        self.note_end()
+        self._saving.note_end()
         self._training.end()
         self.shutdown.end_if_asked()
 
@@ -347,6 +350,60 @@ class TSPipeStrategy(CheckpointedRun):
             self.shutdown.end_if_asked()
 
     on_test_end = on_predict_end = on_validation_end
+
+    # Checkpoints
+
+    @property  # type: ignore[explicit-override] # of the setter; it is below
+    @override
+    def checkpoint_io(self) -> Any:
+        """How files are written: whole or not at all, unless the user brings a way."""
+        found: Any = self._checkpoint_io
+        if found is None:
+            found = self._checkpoint_io = WholeFiles()
+        elif not getattr(found, "_base_checkpoint_io_configured", True):
+            found.checkpoint_io = WholeFiles()
+        return found
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._saving.module_state()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._saving.optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        self._saving.save(checkpoint, filepath, storage_options)
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._saving.remove(filepath)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        return self._reading.load(checkpoint_path, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._parts.weights.source is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._reading.load_module(self._parts.weights.source, strict=strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._parts.weights.source is None:
+            super().load_optimizer_state_dict(checkpoint)
+        else:
+            self._reading.load_optimizers(self._parts.weights.source)
 
     @classmethod
     @override

@@ -55,8 +55,6 @@ class SetupOptions:
     drain_epochs: bool = True
     costs: Literal["auto", "measured", "flops"] = "auto"
     averages: Mapping[str, str] = field(default_factory=dict)
-    save_distributed_checkpoint: Literal["auto"] | bool = "auto"
-    verify_checkpoint: bool = True
     ranks_per_device: int = 1
     start_method: StartMethod = "popen"
 

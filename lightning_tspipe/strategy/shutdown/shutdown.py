@@ -13,7 +13,7 @@ from lightning_tspipe.runtime.faults.loader_workers import hear_of_children, let
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
 from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, end_by
 from lightning_tspipe.runtime.faults.stopping import END, REQUEUE, Stop
-from lightning_tspipe.strategy.checkpoints.checkpointed import CheckpointedRun
+from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 
@@ -28,10 +28,12 @@ class Shutdown:
 
     Attributes:
         _run: The run.
+        _saving: What is being written where a run ends.
         _evaluator: Evaluations, which a signal ends too.
     """
 
-    _run: CheckpointedRun
+    _run: Run
+    _saving: CheckpointWriter
     _evaluator: Evaluator
     _requeues: bool = False
     _hears_no_more: bool = False
@@ -51,7 +53,7 @@ class Shutdown:
     def connected(self) -> None:
         """The ranks have met, in this run or an earlier one."""
         run = self._run
-        run.ends_together = run.has_told_unsaved = self._requeues = self._hears_no_more = False
+        run.ends_together = self._requeues = self._saving.has_told = self._hears_no_more = False
         if run.total_ranks == 1:
             run.stop = Stop(self._on_agreed)
         else:
@@ -98,7 +100,8 @@ class Shutdown:
 
     def await_ends(self) -> None:
         """Where all ranks end together, or one is alone: until each has written what it writes."""
-        self._run.end_writing(waits=True)
+        self._saving.end_writing(waits=True)
+        self._saving.finish_files()
         if self._run.failures is not None:
             self._run.failures.await_ends()
 
@@ -123,12 +126,13 @@ class Shutdown:
                 callback.save_on_exception = False
                 self._muted.append(callback)
         if self._muted:
-            self._run.tell_unsaved()
+            self._saving.tell_unsaved()
 
     def end_of_run(self) -> None:
         """The run is over, also by an exception: wait for files, then for ranks that are there."""
         run = self._run
-        run.end_writing(waits=not run.is_failing)
+        self._saving.end_writing(waits=not run.is_failing)
+        self._saving.finish_files()
         if run.lightning_module is not None:
             # A process that ends takes what it sent with it, unless it has arrived.
             run.barrier("teardown")

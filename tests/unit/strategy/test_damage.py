@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.checkpoints.checkpointed import own_optimizer_state
 from lightning_tspipe.strategy.checkpoints.folders import (
     BLOCK,
     CONTENTS_FILE,
@@ -31,6 +30,7 @@ from lightning_tspipe.strategy.checkpoints.folders import (
     is_sharded,
     to_json,
 )
+from lightning_tspipe.strategy.checkpoints.saving import own_optimizer_state
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
 
 SHARD = "__0_0.distcp"
