@@ -30,7 +30,7 @@ from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
 from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.namespaces import StrategyArguments
-from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks, relay_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, StartMethod, load_plan
 from lightning_tspipe.strategy.setup.refusals import (
@@ -48,7 +48,7 @@ from lightning_tspipe.strategy.training.steps import Parts, Training
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class TSPipeStrategy(ConnectedRun):
+class TSPipeStrategy(Run):
     """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
@@ -143,7 +143,7 @@ class TSPipeStrategy(ConnectedRun):
         self._training = Training(parts)  # until it is known what is trained
         self._saving = CheckpointWriter(parts, distributed=save_distributed_checkpoint)
         self._reading = CheckpointReader(parts, verifies=verify_checkpoint)
-        self.shutdown = Shutdown(self, self._saving, parts.evaluator, start_method == "popen")
+        self.shutdown = Shutdown(self, self._saving, parts.evaluator)
 
     @property
     def is_distributed(self) -> bool:
@@ -158,7 +158,7 @@ class TSPipeStrategy(ConnectedRun):
     def setup_environment(self) -> None:
         self.shutdown.begin()
         super().setup_environment()
-        self.join(self.shutdown.watch)
+        self.join()
         self.shutdown.connected()
 
     # The beginning and the end of a run
@@ -412,10 +412,7 @@ class TSPipeStrategy(ConnectedRun):
             **{schedule: {"schedule": schedule} for schedule in SCHEDULES},
             **{weights: {"schedule": "1f1b", "weights": weights} for weights in POLICIES},
         }
-        for name, given in options.items():
-            strategy_registry.register(
-                name if name == "tspipe" else f"tspipe_{name}",
-                cls,
-                description=f"Pipeline parallelism with {given}",
-                **given,
-            )
+        for option, given in options.items():
+            name = option if option == "tspipe" else f"tspipe_{option}"
+            description = f"Pipeline parallelism with {given}"
+            strategy_registry.register(name, cls, description=description, **given)

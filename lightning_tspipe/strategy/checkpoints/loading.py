@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.weights.materializing import Source, is_on_meta
-from lightning_tspipe.strategy.checkpoints.checksums import is_archive
+from lightning_tspipe.runtime.weights.materializing import GRADIENTS, Source, is_on_meta
 from lightning_tspipe.strategy.checkpoints.files import (
+    FileSource,
     explain_damage,
     innermost,
+    is_archive,
     is_usual,
     verify_file,
 )
@@ -29,7 +30,6 @@ from lightning_tspipe.strategy.checkpoints.folders import (
     is_sharded,
     newest,
 )
-from lightning_tspipe.strategy.checkpoints.sources import GRADIENTS, FileSource
 from lightning_tspipe.strategy.training import progress
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts

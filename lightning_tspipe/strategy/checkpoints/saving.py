@@ -20,12 +20,11 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.faults.failures import first_line, waiting
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
-from lightning_tspipe.runtime.weights.materializing import is_on_meta
+from lightning_tspipe.runtime.weights.materializing import GRADIENTS, is_on_meta
 from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.strategy.checkpoints.files import innermost, is_usual
 from lightning_tspipe.strategy.checkpoints.folders import aside, is_sharded
 from lightning_tspipe.strategy.checkpoints.loading import ENTRY
-from lightning_tspipe.strategy.checkpoints.sources import GRADIENTS
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
 from lightning_tspipe.strategy.training import progress
 from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
