@@ -25,12 +25,7 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
 from lightning_tspipe.runtime.modes.relay.profiler import measure_block
 from lightning_tspipe.runtime.stages.randomness import draws
-from lightning_tspipe.strategy.setup.options import (
-    SetupOptions,
-    link_of,
-    memory_limit,
-    nominal_rate,
-)
+from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
 
 
@@ -119,7 +114,7 @@ class BlockPlanner:
         if plan is not None and self._options.memory_limit is None:
             return plan
         profile = self.profile(widths if plan is None else plan.widths)
-        limit = memory_limit(self._options, self._here.device)
+        limit = self._options.bytes_on(self._here.device)
         if plan is not None:
             return profile.priced(plan, limit)
         return plan_mode(wished.mode, profile, num_ranks, limit)
@@ -170,7 +165,7 @@ class BlockPlanner:
             if transport.rank == LOSS_RANK and file is not None:
                 _write(file, text)
         found = from_plain(tuple[BlockProfile, ...], json.loads(text))
-        return RelayProfile(found, self._samples, *link_of(self._options, transport))
+        return RelayProfile(found, self._samples, *self._options.link(transport))
 
     def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
         started = time.perf_counter()
@@ -188,7 +183,7 @@ class BlockPlanner:
             steps=self._callback.profile_steps,
             moments=max((moments(o.defaults) for o in self._optimizers), default=0),
             context=self._here.context,
-            flops_per_second=nominal_rate(self._options, device),
+            flops_per_second=self._options.rate(device),
         )
         took = time.perf_counter() - started
         rank_zero_info(

@@ -24,13 +24,7 @@ from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.strategy.setup.freezing import of_plan, place_frozen
-from lightning_tspipe.strategy.setup.options import (
-    SetupOptions,
-    link_of,
-    memory_limit,
-    nominal_rate,
-    parse_bytes,
-)
+from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, decided_once, made_for
 
 log = logging.getLogger("lightning_tspipe")
@@ -43,8 +37,8 @@ def planning_constraints(
 ) -> dict[str, Any]:
     """Constraints of the user and the machine on every plan of this run."""
     return {
-        "link": link_of(options, transport),
-        "memory_limit": memory_limit(options, device),
+        "link": options.link(transport),
+        "memory_limit": options.bytes_on(device),
         "schedule": options.schedule,
         "num_microbatches": options.num_microbatches,
         "split": False if options.compile else options.split_backward,
@@ -174,7 +168,7 @@ class Decider:
             )
         if isinstance(partition, Mapping):
             return self._by_hand(partition, captured, paired=paired)
-        rate, counts = nominal_rate(options, device), options.microbatch_counts
+        rate, counts = options.rate(device), options.microbatch_counts
         profile = profile_step(
             captured, device, self.training.optimizers, counts, rate, only_counts=True
         )
@@ -243,11 +237,11 @@ def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Pla
         PartitionError: They fit no memory.
     """
     num_ranks, device = here.transport.num_ranks, here.device
-    link, limit = link_of(options, here.transport), parse_bytes(options.memory_limit)
+    link, limit = options.link(here.transport), parse_bytes(options.memory_limit)
     most = math.inf if limit is None else limit
     busy = (0.0,) * num_ranks
     cuts: dict[NetworkName, tuple[int, ...]] = {}
-    rate = nominal_rate(options, device)
+    rate = options.rate(device)
     for name, profile in profile_forwards(captured, device, flops_per_second=rate).items():
         calls = [captured.plan.calls[i].input for i in captured.plan.calls_of(name)]
         seconds = [len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms]

@@ -35,13 +35,7 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.stages.randomness import network_draws
-from lightning_tspipe.strategy.setup.options import (
-    SetupOptions,
-    link_of,
-    memory_limit,
-    nominal_rate,
-    parse_bytes,
-)
+from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
 from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, decided_once, made_for
 from lightning_tspipe.strategy.setup.refusals import refuse
 
@@ -155,7 +149,7 @@ class HeadPlanner:
                 beside[-1] = self._prologue_seconds()
             limit = parse_bytes(options.memory_limit)
             if self.training is not None:
-                limit = memory_limit(options, here.device)
+                limit = options.bytes_on(here.device)
             most, given = math.inf if limit is None else limit, self._given_cuts(trunk)
             found = Task(trunk, costs, num_ranks, most, given, beside).best()
             pieces = pieces.within(found.cuts[1], ends)
@@ -235,7 +229,7 @@ class HeadPlanner:
         given = options.given_microbatches
         batch_size = max(spec.shape[0] for spec in calls)
         counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
-        rate = nominal_rate(options, here.device)
+        rate = options.rate(here.device)
         profile = profile_forwards(self.captured, here.device, counts, rate)["teacher"]
         size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
         if ends:
@@ -243,7 +237,7 @@ class HeadPlanner:
             pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
         factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
         seconds = [factor * each for each in seconds_in_pieces(pieces, profile, size)]
-        link = link_of(options, here.transport)
+        link = options.link(here.transport)
         return TrunkCost.of(profile, seconds, samples, link, given), pieces
 
     def _ends_of_pieces(self) -> list[int]:
@@ -275,7 +269,7 @@ class HeadPlanner:
         if self.training is None:  # forwards only
             return [HeadCost(name, sum(trunk.seconds) / 10) for name in student.names]
         student.to(device)
-        features, rate = self._stand_ins(), nominal_rate(self.options, device)
+        features, rate = self._stand_ins(), self.options.rate(device)
         runner = StepRunner(module, self.here.networks, self.captured.plan, is_loss_rank=True)
         costs = []
         with swap.attributes_restored(list(module.modules()), tensors=False), swap.silenced(module):

@@ -174,6 +174,35 @@ class SetupOptions:
             return (self.num_microbatches,)
         return (1,) if self.schedule in {"sequential", "1f1b"} else _MICROBATCHES
 
+    # What the options mean on a machine
+
+    def rate(self, device: torch.device) -> float | None:
+        """Operations per second by which plans are made without measuring; None to measure.
+
+        The same for each device of a kind, so that each of them gives the same plan.
+        """
+        if not self.plans_by_flops:
+            return None
+        return 5.0e13 if device.type == "cuda" else 5.0e10
+
+    def link(self, transport: Transport) -> Link:
+        """What is between two ranks: as measured, unless plans are to be the same in each run."""
+        return NOMINAL if self.plans_by_flops or transport.link is None else transport.link
+
+    def bytes_on(self, device: torch.device) -> int | None:
+        """Bytes that a rank may hold: as said, else most of what is free on a GPU, fairly shared.
+
+        One part in ten is left for what plans don't count: what kernels need for a while, and gaps
+        between tensors. Connections between neighbours are there already, and their buffers with
+        them. If plans are to be the same in each run, a GPU counts as empty.
+        """
+        if self.memory_limit is not None or device.type != "cuda":
+            return parse_bytes(self.memory_limit)
+        # What other ranks only hold in reserve is theirs; this rank's is free.
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return int((total if self.plans_by_flops else free) * 0.9 / self.ranks_per_device)
+
 
 def parse_bytes(amount: int | str | None) -> int | None:
     """Bytes from a number or a text.
@@ -227,32 +256,3 @@ def _text_in(file: Path) -> str:
             "has heads or relayed blocks, or ran on one device"
         )
     return text
-
-
-def nominal_rate(options: SetupOptions, device: torch.device) -> float | None:
-    """Operations per second by which plans are made without measuring; None to measure.
-
-    The same for each device of a kind, so that each of them gives the same plan.
-    """
-    if not options.plans_by_flops:
-        return None
-    return 5.0e13 if device.type == "cuda" else 5.0e10
-
-
-def link_of(options: SetupOptions, transport: Transport) -> Link:
-    """What is between two ranks: as measured, unless plans are to be the same in each run."""
-    return NOMINAL if options.plans_by_flops or transport.link is None else transport.link
-
-
-def memory_limit(options: SetupOptions, device: torch.device) -> int | None:
-    """Bytes that a rank may hold: as said, else most of what is free on a GPU, fairly shared.
-
-    One part in ten is left for what plans don't count: what kernels need for a while, and gaps
-    between tensors. Connections between neighbours are there already, and their buffers with them.
-    If plans are to be the same in each run, a GPU counts as empty.
-    """
-    if options.memory_limit is not None or device.type != "cuda":
-        return parse_bytes(options.memory_limit)
-    torch.cuda.empty_cache()  # what other ranks only hold in reserve is theirs; this rank's is free
-    free, total = torch.cuda.mem_get_info(device)
-    return int((total if options.plans_by_flops else free) * 0.9 / options.ranks_per_device)
