@@ -1,79 +1,43 @@
-"""The first batch: share the weights, trace the step, decide who gets what, place the stages."""
+"""The first batch: trace the step, agree on who gets what, place the stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.networks.construction import Construction
+from lightning_tspipe.planning.heads import Task, TrunkCost
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.plan import RunPlan
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.planning.plan import Plan, RunPlan
+from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
+from lightning_tspipe.profiling import is_paired, profile_forwards, profile_step
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.chain import Prefix
 from lightning_tspipe.runtime.modes.fanout import Fanout
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.frozen import refuse_teacher, with_frozen
+from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
+from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
-from lightning_tspipe.runtime.weights.ownership import named_tensors, put
-from lightning_tspipe.strategy.setup.deciding import Decider, place_forwards
+from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.strategy.setup.fanout import HeadPlanner, heads_of
-from lightning_tspipe.strategy.setup.freezing import Freezing, ask_front
-from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, changes, decided_once
+from lightning_tspipe.strategy.setup.freezing import Freezing, ask_front, of_plan, place_frozen
+from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, changes, decided_once, made_for
 
+log = logging.getLogger("lightning_tspipe")
 
-@dataclass(frozen=True)
-class InitialWeights:
-    """Sources of the initial weights of a module.
-
-    Attributes:
-        construction: How parts that are on the meta device were built.
-        source: A checkpoint that has values for them.
-        placement: Of a module that is spread over the ranks already, and stays so.
-    """
-
-    construction: Construction = field(default_factory=Construction)
-    source: Source | None = None
-    placement: Placement | None = None
-
-
-def share_weights(here: Rank, initial: InitialWeights) -> Materializer | None:
-    """Every rank gets the weights of the loss rank, whatever its own random numbers were.
-
-    Args:
-        here: This rank; its replicas are the pipelines that are to have the first one's weights.
-        initial: Where values come from that the loss rank has not.
-
-    Returns:
-        Where the values of the pipelined networks come from, if the loss rank has none.
-    """
-    module, transport, replicas = here.module, here.transport, here.replicas
-    inside = tuple(f"{name}." for _, name in here.networks.items())
-    # What is spread over the ranks already is not sent around.
-    shared = {
-        name: tensor
-        for name, tensor in named_tensors(module)
-        if initial.placement is None or not name.startswith(inside)
-    }
-    if transport.num_ranks * replicas.number > 1:
-        _receive(here, shared)
-    if initial.placement is not None or not is_on_meta(module):
-        return None
-    materializer = Materializer(module, initial.construction, initial.source)
-    materializer.agree(transport, replicas)
-    materializer.fill(lambda name: not name.startswith(inside))
-    materializer.fill_attributes()
-    return materializer
+_ACTION_SECONDS = 1.0e-4
 
 
 def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
@@ -81,7 +45,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     options: SetupOptions,
     step: Step,
     batch: Any,
-    initial: InitialWeights,
+    materializer: Materializer | None,
     training: PlannedBy | None = None,
 ) -> PipelineEngine:
     """Make this rank ready to train, or without a training to evaluate.
@@ -91,7 +55,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         options: The user's.
         step: The step.
         batch: Its first batch, the same on all ranks of a pipeline.
-        initial: Where values come from that the loss rank has not.
+        materializer: Where the values of the networks come from, if the loss rank has none.
         training: What the training knows; None for an evaluation.
 
     Raises:
@@ -102,7 +66,6 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     heads = heads_of(here, None if training is None else training.features)
     if heads is not None:
         here = replace(here, mode=Fanout(heads))
-    materializer = share_weights(here, initial)
     captured = here.capture(step, batch, training=training is not None)
     plan: RunPlan | None = None
     if heads is not None:
@@ -115,7 +78,7 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
     here, captured, num_frozen = _without_frozen(here, captured, training.freezing)
     if plan is None:
-        plan = Decider(here, captured, options, training, num_frozen).agree(initial.placement)
+        plan = Decider(here, captured, options, training, num_frozen).agree()
         plan = _executed_as_chosen(plan, captured, options)
     assert plan.placement is not None
     tell = partial(changes, plan=plan, captured=captured, repacks=training.freezing.is_on)
@@ -127,7 +90,6 @@ def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
     )  # fmt: skip
     if engine.weights is not None:
         engine.weights.optimizers = list(training.optimizers)
-    begin(engine, initial, training.optimizers)
     return engine
 
 
@@ -156,32 +118,219 @@ def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions
     return replace(plan, placement=placement)
 
 
-def begin(
-    engine: Engine, initial: InitialWeights, optimizers: Iterable[torch.optim.Optimizer]
-) -> None:
-    """The stages are placed: let go of what only their placement needed."""
-    if engine.materializer is not None:
-        engine.materializer.done()
-    engine.shards.stays_spread |= initial.placement is not None
-    for optimizer in optimizers:
-        engine.shards.forget_optimizer_state(optimizer)
+def planning_constraints(
+    options: SetupOptions, device: torch.device, transport: Transport
+) -> dict[str, Any]:
+    """Constraints of the user and the machine on every plan of this run."""
+    return {
+        "link": options.link(transport),
+        "memory_limit": options.bytes_on(device),
+        "schedule": options.schedule,
+        "num_microbatches": options.num_microbatches,
+        "split": False if options.compile else options.split_backward,
+        "action_overhead": _ACTION_SECONDS,
+        "weights": options.weights or "pipeoptim",
+    }
 
 
-def _receive(here: Rank, shared: Mapping[str, Tensor]) -> None:
-    """Take the loss rank's values, of all that has values there."""
-    transport, replicas = here.transport, here.replicas
-    mine = transport.rank == LOSS_RANK and replicas.is_first
-    state = None
-    if mine:
-        state = {name: t.detach().cpu() for name, t in shared.items() if not t.is_meta}
-    if transport.rank == LOSS_RANK:
-        state = replicas.broadcast(state)
-    state = transport.broadcast_object(state, LOSS_RANK)
-    if mine:
-        return
-    for name, value in state.items():
-        if shared[name].is_meta:
-            put(here.module, shared[name], value)
+_Decision = tuple[Placement, str, StepProfile | None, Plan | None]
+"""A placement, why it was chosen, the profile that it was chosen by, and the plan of a search."""
+
+
+@dataclass(frozen=True)
+class Decider:
+    """Agrees with the other ranks on the plan of a training.
+
+    Attributes:
+        here: This rank.
+        captured: The step.
+        options: The user's.
+        training: What the training knows.
+        num_frozen: Atoms of the student that are frozen.
+    """
+
+    here: Rank
+    captured: Captured
+    options: SetupOptions
+    training: PlannedBy
+    num_frozen: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return self.here.transport.num_ranks
+
+    def agree(self) -> RunPlan:
+        """The plan, the same on all ranks.
+
+        Raises:
+            PartitionError: The networks can't be cut as asked for.
+        """
+        wanted = made_for(self.options, self.here, self.captured, self.num_frozen)
+        if self.training.spread is not None:
+            return RunPlan(wanted, "given", self.training.spread)
+        known = self._known(wanted)
+        if known is not None:
+            return known
+        placed, summary, profile, plan = decided_once(self.here, self._decide)
+        if self.here.transport.rank == LOSS_RANK and self.here.replicas.is_first:
+            log.info("%s", summary)
+        if profile is None or plan is None:
+            return RunPlan(wanted, "given", placed)
+        freezing = self.training.freezing
+        freezing.learn(profile, plan, self.here.replicas.number)
+        freezing.parameters = parameter_names(self.captured.networks["student"])
+        return RunPlan(wanted, self.options.source, placed, plan)
+
+    def _known(self, wanted: dict[str, Any]) -> RunPlan | None:
+        """The plan that was given, or made before: by the run that goes on here, or on freezing.
+
+        Raises:
+            PartitionError: The plan that was given is one for something else.
+        """
+        options, freezing = self.options, self.training.freezing
+        number = options.given_microbatches
+        if options.plan is not None and not self.num_frozen:
+            self._check_plan(options.plan)
+            return RunPlan(wanted, "given", options.plan.placement, options.plan)
+        found = self.training.run.reuse(wanted) if freezing.plan is None else None
+        if found is not None:
+            return found
+        is_decided = options.plan is not None or isinstance(options.partition, Mapping)
+        atoms = {name: len(network.atoms) for name, network in self.captured.networks.items()}
+        if self.num_frozen and (freezing.plan is not None or is_decided or self.num_ranks == 1):
+            placement, plan = place_frozen(
+                freezing, atoms["student"], self.num_frozen, self.num_ranks, number
+            )
+            return RunPlan(wanted, options.source if plan else "given", placement, plan)
+        if self.num_ranks > 1:
+            return None
+        teacher = (0, atoms["teacher"]) if "teacher" in atoms else ()
+        return RunPlan(wanted, "given", Placement.of(1, (0, atoms["student"]), teacher, number))
+
+    def _check_plan(self, plan: Plan) -> None:
+        """Refuse a plan that was made for something else.
+
+        Raises:
+            PartitionError: Says what differs.
+        """
+        planned = (plan.pipeline.num_ranks, plan.num_replicas)
+        found = (self.num_ranks, self.here.replicas.number)
+        if planned != found:
+            raise PartitionError(
+                f"the plan is one for {_devices(*planned)}, and this run has {_devices(*found)}: "
+                f"use num_stages={planned[0]} and devices={planned[0] * planned[1]}, or plan again "
+                f"with --devices {found[0] * found[1]} --replicas {found[1]}"
+            )
+        cuts = {"student": plan.student_cuts, "teacher": plan.teacher_cuts}
+        layouts = {"student": plan.pipeline.student, "teacher": plan.pipeline.teacher}
+        for name in ("student", "teacher"):
+            network, layout = self.captured.networks.get(name), layouts[name]
+            found = (0, 0)
+            if network is not None:
+                found = len(network.atoms), len(self.captured.plan.calls_of(name))
+            planned = (cuts[name][-1], layout.num_calls) if layout is not None else (0, 0)
+            if planned != found:
+                raise PartitionError(
+                    f"the plan is one for a {name} of {planned[0]} atoms that is called "
+                    f"{planned[1]} times per step; this one has {found[0]} atoms and {found[1]} "
+                    "calls. Plan again: the module or its step has changed"
+                )
+
+    def _decide(self) -> _Decision:
+        """Measure and plan."""
+        options, device, partition = self.options, self.here.device, self.options.partition
+        captured = self.captured.whole
+        student, teacher = captured.networks["student"], captured.networks.get("teacher")
+        paired = teacher is not None and is_paired(student, teacher)
+        if captured.plan.has_ema and teacher is not None and not paired:
+            raise PartitionError(
+                "the step averages parameters of networks that are built differently, so that the "
+                "parts of a pair could come to different ranks. Give the teacher the same "
+                "structure as the beginning of the student"
+            )
+        if isinstance(partition, Mapping):
+            return self._by_hand(partition, captured, paired=paired)
+        rate, counts = options.rate(device), options.microbatch_counts
+        profile = profile_step(
+            captured, device, self.training.optimizers, counts, rate, only_counts=True
+        )
+        names = [atom.name for atom in profile.student.atoms]
+        profile = profile.recomputing(options.recomputed(names))
+        constraints = planning_constraints(options, device, self.here.transport)
+        limit = options.state_limit
+
+        def best(profile: StepProfile) -> Plan:
+            share = (
+                int(limit * profile.state_bytes) if isinstance(limit, float) else parse_bytes(limit)
+            )
+            return profile.freezing(self.num_frozen).plan(
+                self.num_ranks,
+                state_limit=share,
+                partition="auto" if isinstance(partition, str) else list(partition),
+                **constraints,
+            )
+
+        text = ""
+        is_limited = constraints["memory_limit"] is not None or limit is not None
+        if options.activation_checkpointing == "auto" and is_limited:
+            profile, decided = keep_or_recompute(profile, best)
+            if profile.student.recomputed:
+                text = (
+                    "\nactivation_checkpointing='auto' was switched on: nothing else fits as fast"
+                )
         else:
-            with torch.no_grad():
-                shared[name].copy_(value)
+            decided = best(profile)
+        told = f"{decided}{text}\nlink between neighbours: {constraints['link']}"
+        return of_plan(decided, self.num_frozen), told, profile, decided
+
+    def _by_hand(
+        self, partition: Mapping[str, Sequence[int]], captured: Captured, *, paired: bool
+    ) -> _Decision:
+        cuts: dict[str, tuple[int, ...]] = {}
+        for name, network in captured.networks.items():
+            counts = partition.get(name)
+            if counts is None or len(counts) < 1 or sum(counts) != len(network.atoms):
+                raise PartitionError(
+                    f"partition[{name!r}]={counts!r} must give the number of atoms of each stage, "
+                    f"together {len(network.atoms)}"
+                )
+            cuts[name] = (0, *accumulate(counts))
+        teacher = cuts.get("teacher", ())
+        if paired and tuple(cuts["student"][: len(teacher) - 1]) != teacher[:-1]:
+            raise PartitionError(
+                f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts "
+                "of an EMA pair would lie on different ranks. Give one partition=[...] for both"
+            )
+        number = self.options.given_microbatches
+        placement = Placement.of(self.num_ranks, cuts["student"], teacher, number)
+        return placement, f"partition by hand: {cuts}", None, None
+
+
+def _devices(num_ranks: int, num_replicas: int) -> str:
+    if num_replicas == 1:
+        return f"{num_ranks} devices"
+    return f"{num_replicas} replicas of {num_ranks} devices"
+
+
+def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Placement:
+    """The cuts of networks whose forwards alone run, with the least work on the busiest rank.
+
+    Raises:
+        PartitionError: They fit no memory.
+    """
+    num_ranks, device = here.transport.num_ranks, here.device
+    link, limit = options.link(here.transport), parse_bytes(options.memory_limit)
+    most = math.inf if limit is None else limit
+    busy = (0.0,) * num_ranks
+    cuts: dict[NetworkName, tuple[int, ...]] = {}
+    rate = options.rate(device)
+    for name, profile in profile_forwards(captured, device, flops_per_second=rate).items():
+        calls = [captured.plan.calls[i].input for i in captured.plan.calls_of(name)]
+        seconds = [len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms]
+        samples = sum(spec.shape[0] for spec in calls)
+        trunk = TrunkCost.of(profile, seconds, samples, link)
+        found = Task(trunk, (), num_ranks, most, beside=busy).best()
+        cuts[name], busy = found.cuts, found.busy
+    log.info("evaluation: stages start at atoms %s", {k: v[:-1] for k, v in cuts.items()})
+    return Placement.of(num_ranks, cuts.get("student", ()), cuts.get("teacher", ()))

@@ -19,6 +19,7 @@ from lightning.fabric.utilities import rank_zero_info
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
 from lightning_tspipe.runtime.execution.rank import Rank
@@ -193,6 +194,7 @@ class PlannedBy:
         run: Knows the plan of the checkpoint that the run goes on from.
         features: Keeps what a trunk returns for its heads.
         reading: Seconds that the data rank takes to read a batch.
+        spread: The placement of a module that is spread over the ranks already, and stays so.
     """
 
     optimizers: Sequence[torch.optim.Optimizer]
@@ -200,6 +202,7 @@ class PlannedBy:
     run: PlanOfRun
     features: FeatureCache | None = None
     reading: float = 0.0
+    spread: Placement | None = None
 
 
 def changes(

@@ -21,7 +21,6 @@ from lightning_tspipe.runtime.modes.relay.engine import (
     capture_blocks,
 )
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
-from lightning_tspipe.strategy.setup.placing import begin, share_weights
 from lightning_tspipe.strategy.setup.refusals import refuse_compiled
 from lightning_tspipe.strategy.training.head_logs import gather_everywhere
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
@@ -53,11 +52,11 @@ class RelayTraining(Training):
             ConfigurationError: Blocks that don't fit together, or options that don't.
             PartitionError: They can't be distributed as wished, or don't fit the memory.
         """
-        run, options, initial = self._run, self._callback, self._parts.weights.initial
+        run, options = self._run, self._callback
         self._refuse()
         module: Any = run.module
         here = run.rank(NETWORKS)
-        materializer = share_weights(here, initial)
+        materializer = self._parts.weights.share(here)
         memory = run.options.memory_limit if options.memory_limit is None else options.memory_limit
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
         chosen = replace(run.options, memory_limit=memory)
@@ -70,9 +69,7 @@ class RelayTraining(Training):
         wished = options.sync_batchnorm
         syncs = any(p.has_batchnorm for p in shared) if wished == "auto" else bool(wished)
         together = RelayOptions(options.run_ahead, options.mode == "tr", syncs)
-        engine = RelayEngine(here, captured, pairs, planner.shapes, walks, together, materializer)
-        begin(engine, initial, optimizers)
-        return engine
+        return RelayEngine(here, captured, pairs, planner.shapes, walks, together, materializer)
 
     def _refuse(self) -> None:
         run = self._run

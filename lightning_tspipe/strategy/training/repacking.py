@@ -27,15 +27,15 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.deciding import planning_constraints
 from lightning_tspipe.strategy.setup.declared import relay_of
 from lightning_tspipe.strategy.setup.fanout import fanout_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
-from lightning_tspipe.strategy.setup.placing import InitialWeights, share_weights
+from lightning_tspipe.strategy.setup.placing import planning_constraints
 from lightning_tspipe.strategy.setup.plan_of_run import FROZEN
 from lightning_tspipe.strategy.training import progress
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
+from lightning_tspipe.strategy.training.module_weights import share_weights
 from lightning_tspipe.strategy.training.optimizers import parameters_of, plain_optimizer
 
 # ruff: noqa: SLF001 - a part of the strategy, which also makes Lightning's loops begin anew
@@ -184,7 +184,7 @@ class Repacking:
         engine.shards.restore(engine.rank, transport)
         # Replicas that stay keep what is their own, such as statistics of BatchNorm.
         here = replace(engine.here, replicas=replicas if moves else Replicas())
-        share_weights(here, InitialWeights())
+        share_weights(here)
         states = transport.broadcast_object(states, LOSS_RANK)
         for optimizer, state in zip(optimizers, states, strict=True):
             for index, parameter in enumerate(parameters_of(optimizer)):

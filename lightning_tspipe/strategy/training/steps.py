@@ -138,6 +138,7 @@ class Training:
         random = RandomStates.now()
         first = self._parts.data.share(batch)
         self._run.engine = self._set_up(first, step)
+        self._parts.weights.forget_others(self._run.engine)
         if not self._run.options.drain_epochs:
             check_epochs(self._run.trainer, self._run.num_ranks)
         self._run.namespace.optimizers_to_device(self._run.optimizers, self._run.root_device)
@@ -187,13 +188,14 @@ class Training:
 
     def _set_up(self, batch: Any, step: Step) -> Engine:
         """Give every rank its stages; all ranks of a pipeline have the same first batch."""
-        run, parts = self._run, self._parts
+        run, parts, spread = self._run, self._parts, self._run.spread
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
         planned_by = PlannedBy(
             optimizers, parts.repacking.freezing, run.plan, parts.heads.cache,
-            parts.data.shortest_reading,
+            parts.data.shortest_reading, None if spread is None else spread.placement,
         )  # fmt: skip
-        return set_up(run.rank(), run.options, step, batch, parts.weights.initial, planned_by)
+        here = run.rank()
+        return set_up(here, run.options, step, batch, parts.weights.share(here), planned_by)
 
     def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
         """A step up to its loss.
