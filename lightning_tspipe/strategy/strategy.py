@@ -248,8 +248,7 @@ class TSPipeStrategy(ConnectedRun):
         parts.heads.release()
         self.options = replace(self.options, averages={})
         self.engine = None
-        parts.resumption.forget()
-        self.plan.forget()
+        self.resumption.forget()
         parts.weights.restores_optimizers = False
         parts.evaluator.release()
         parts.results.release()
@@ -264,7 +263,7 @@ class TSPipeStrategy(ConnectedRun):
         """Divide the ranks into other pipelines; every rank calls it, and nothing is under way."""
         HERE.interrupt("moving to another mesh")
         self.reconnect(num_ranks)
-        resumption = self._parts.resumption
+        resumption = self.resumption
         if resumption.replicas is not None and self.engine is None:
             resumption.go_on(
                 resumption.replicas, self.replica, self.num_replicas, shares_batches=True

@@ -54,7 +54,6 @@ class CheckpointReader:
     def __init__(self, parts: Parts, *, verifies: bool) -> None:
         self._run = parts.run
         self._weights = parts.weights
-        self._resumption = parts.resumption
         self._verifies = verifies
 
     def load(self, given: Any, weights_only: bool | None) -> Any:
@@ -76,14 +75,11 @@ class CheckpointReader:
 
     def _resume(self, checkpoint: dict[str, Any], apart: Mapping[str, Any]) -> None:
         """Go on where the run of the checkpoint stopped."""
-        run, resumption = self._run, self._resumption
+        run, resumption = self._run, self._run.resumption
         replicas = checkpoint.get(ENTRY, [])
         for index, gradients in apart.items():
             replicas[int(index)]["gradients"] = gradients
-        run.plan.resume(replicas[0] if replicas else {})
-        resumption.go_on(
-            replicas, run.replica, run.num_replicas, shares_batches=run.plan.shares_batches
-        )
+        resumption.load(replicas, run.replica, run.num_replicas)
         resumption.random = progress.random_of(replicas, run.global_rank, run.total_ranks)
         repeats = progress.repeats_data(checkpoint, resumption.here)
         if run.is_global_zero and repeats:

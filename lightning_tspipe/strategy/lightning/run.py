@@ -30,7 +30,7 @@ from lightning_tspipe.strategy.lightning.namespaces import (
 )
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.setup.resumption import Resumption
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -57,7 +57,7 @@ class Run(LightningStrategy):
         has_met: Whether the ranks have met, and can be reached.
         engine: What runs this rank's stages; None before the first batch.
         spread: That of a training which is over, if its stages stay spread over the ranks.
-        plan: The plan that the run goes by.
+        resumption: Where the run goes on, and by which plan.
         stop: What ranks were asked to do, by signals.
         recorder: Notes what this rank does while a window is recorded.
         reduces: Whether a backward ends with gradients that are means over the replicas; not while
@@ -89,7 +89,7 @@ class Run(LightningStrategy):
         self.has_met = False
         self.engine: Engine | None = None
         self.spread: Engine | None = None
-        self.plan = PlanOfRun()
+        self.resumption = Resumption()
         self.stop = Stop()
         self.recorder = Recorder()
         self.reduces = True

@@ -26,7 +26,7 @@ from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
 from lightning_tspipe.runtime.modes.relay.profiler import measure_block
 from lightning_tspipe.runtime.stages.randomness import draws
 from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.setup.resumption import Resumption
 
 
 class BlockPlanner:
@@ -59,7 +59,7 @@ class BlockPlanner:
         self._here, self._callback, self._options = here, callback, options
         self._batch, self._samples, self._optimizers = batch, len(x), optimizers
 
-    def plan(self, run: PlanOfRun) -> RelayPlan:
+    def plan(self, run: Resumption) -> RelayPlan:
         """Who gets which blocks: as in the checkpoint that the run goes on from, or a new plan.
 
         Args:

@@ -36,8 +36,8 @@ from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
-from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, decided_once, made_for
 from lightning_tspipe.strategy.setup.refusals import refuse
+from lightning_tspipe.strategy.setup.resumption import PlannedBy, decided_once, made_for
 
 log = logging.getLogger("lightning_tspipe")
 

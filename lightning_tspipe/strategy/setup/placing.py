@@ -33,7 +33,7 @@ from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.strategy.setup.fanout import HeadPlanner, heads_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, ask_front, of_plan, place_frozen
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
-from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, changes, decided_once, made_for
+from lightning_tspipe.strategy.setup.resumption import PlannedBy, changes, decided_once, made_for
 
 log = logging.getLogger("lightning_tspipe")
 

@@ -21,7 +21,6 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.fanout import fanout_of
 from lightning_tspipe.strategy.training.batches import copied_beside, on_cpu, to_device
-from lightning_tspipe.strategy.training.progress import Resumption
 from lightning_tspipe.strategy.training.step_results import StepResults
 
 
@@ -30,7 +29,6 @@ class Data:
 
     Args:
         run: The run.
-        resumption: Where it goes on.
         results: Watch what steps leave behind.
 
     Attributes:
@@ -42,9 +40,8 @@ class Data:
         shortest_reading: How long it has read the batch that took the least; 0 before the first.
     """
 
-    def __init__(self, run: Run, resumption: Resumption, results: StepResults) -> None:
+    def __init__(self, run: Run, results: StepResults) -> None:
         self._run = run
-        self._resumption = resumption
         self._results = results
         self.loader: LookaheadLoader | None = None
         self.prepared: dict[int, Any] = {}
@@ -125,13 +122,15 @@ class Data:
             self.loader = loader
             loader.may_repeat = self._run.total_ranks == 1  # no failure of several ranks is saved
             self.prepared = {}  # numbers start anew
-            if self._resumption.here is not None and self._resumption.here["loader"] is not None:
-                loader.resume(self._resumption.here["loader"])
+            here = self._run.resumption.here
+            if here is not None and here["loader"] is not None:
+                loader.resume(here["loader"])
         return loader
 
     def restore_random(self) -> None:
         """A resumed run draws on where it was stopped, before any hook of an epoch or a batch."""
-        random, self._resumption.random = self._resumption.random, None
+        resumption = self._run.resumption
+        random, resumption.random = resumption.random, None
         if self.loader is not None:  # which knows what has been read already
             self.loader.restore_random()
         elif random is not None:

@@ -17,12 +17,12 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.resumption import gradients_of_replica
 from lightning_tspipe.strategy.training.optimizers import (
     optimizer_names,
     parameters_of,
     plain_optimizer,
 )
-from lightning_tspipe.strategy.training.progress import gradients_of_replica
 
 
 class ModuleWeights:

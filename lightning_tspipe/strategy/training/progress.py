@@ -6,76 +6,21 @@ which may have other stages. Everything in it is a plain value or a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.strategy.setup.resumption import Progress
 
 if TYPE_CHECKING:
     from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 
 Place = tuple[int, int]
-Progress = dict[str, Any]
-"""What :func:`collect` gives for a replica."""
-
-
-class Resumption:
-    """Progress of the run that this one resumes.
-
-    Attributes:
-        replicas: Where each of its replicas stopped; None once a step has gone on from there.
-        here: Where this replica goes on.
-        random: What this process draws on with, before any hook of an epoch or a batch.
-    """
-
-    def __init__(self) -> None:
-        self.replicas: list[Progress] | None = None
-        self.here: Progress | None = None
-        self.random: RandomStates | None = None
-
-    def go_on(
-        self, replicas: list[Progress], index: int, number: int, *, shares_batches: bool
-    ) -> None:
-        """A checkpoint was loaded, or the mesh changes before the first step.
-
-        With another number of replicas than before, samples are dealt out anew: what is known is
-        the number of the step, and what was accumulated together.
-
-        Args:
-            replicas: Where each replica stopped.
-            index: This one.
-            number: Replicas of this run.
-            shares_batches: Whether all read parts of the same batches, as where the mesh changes:
-                their order stays what it was.
-        """
-        self.replicas = replicas
-        if len(replicas) == number:
-            self.here = replicas[index]
-        elif replicas:
-            forgotten = () if shares_batches else ("loader", "teacher_ahead", "prediction")
-            gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
-            self.here = {
-                **between_epochs(replicas[0]),
-                **dict.fromkeys(forgotten),
-                "gradients": gradients,
-            }
-        else:
-            self.here = None
-
-    def take(self) -> Progress | None:
-        """Where this replica goes on, once."""
-        found, self.here, self.replicas = self.here, None, None
-        return found
-
-    def forget(self) -> None:
-        """The run is over."""
-        self.replicas = self.here = self.random = None
 
 
 def collect(  # noqa: PLR0913 - what is saved differs
@@ -86,7 +31,7 @@ def collect(  # noqa: PLR0913 - what is saved differs
     with_gradients: bool,
     position: tuple[int, int] | None = None,
     place: Place | None = None,
-) -> dict[str, Any] | None:
+) -> Progress | None:
     """Collect the progress of a pipeline on the loss rank; every rank calls it.
 
     Args:
@@ -139,36 +84,6 @@ def random_of(replicas: list[dict[str, Any]], rank: int, number: int) -> RandomS
     """
     states = [state for one in replicas for state in one["random"]]
     return RandomStates(states[rank]) if len(states) == number else None
-
-
-def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
-    """Progress for every replica of another mesh: the number of the step, the order of the data.
-
-    Args:
-        first: What :func:`collect` gave for the first replica.
-    """
-    loader = first["loader"] and {**first["loader"], "loader": None}
-    return {**first, "loader": loader, "flights": None}
-
-
-def gradients_of_replica(
-    replicas: Sequence[Mapping[str, Tensor]], index: int, number: int
-) -> Mapping[str, Tensor]:
-    """Accumulated gradients of a replica that resumes.
-
-    Args:
-        replicas: What each replica of the run that was stopped had, by name.
-        index: The replica.
-        number: Replicas of this run. With another number than before each gets the mean: the update
-            takes the mean over the replicas, which so is the same.
-    """
-    if len(replicas) == number:
-        return replicas[index]
-    names = {name for gradients in replicas for name in gradients}
-    return {
-        name: torch.stack([one[name] for one in replicas if name in one]).sum(0) / len(replicas)
-        for name in names
-    }
 
 
 def repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) -> bool:

@@ -63,7 +63,7 @@ class RelayTraining(Training):
         planner = BlockPlanner(here, options, chosen, batch, optimizers)
         pairs = planner.pairs
         captured = capture_blocks(here, pairs, module.block_input, batch)
-        options.plan = planner.plan(run.plan)
+        options.plan = planner.plan(run.resumption)
         walks = passes(options.mode, options.plan)
         shared = [pairs[i] for w in walks for s in w.stages if len(s.ranks) > 1 for i in s.trained]
         wished = options.sync_batchnorm

@@ -31,7 +31,7 @@ from lightning_tspipe.strategy.setup.declared import relay_of
 from lightning_tspipe.strategy.setup.fanout import fanout_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.setup.placing import planning_constraints
-from lightning_tspipe.strategy.setup.plan_of_run import FROZEN
+from lightning_tspipe.strategy.setup.resumption import FROZEN, between_epochs
 from lightning_tspipe.strategy.training import progress
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
@@ -53,7 +53,6 @@ class Repacking:
         run: The run.
         data: Its batches.
         evaluator: Evaluations, which follow the stages.
-        resumption: Where the next engine goes on.
         reconnect: Called with the number of ranks of a pipeline, to make new groups.
         freezing: What is frozen, and what is known about the step.
     """
@@ -61,7 +60,6 @@ class Repacking:
     run: Run
     data: Data
     evaluator: Evaluator
-    resumption: progress.Resumption
     reconnect: Callable[[int], None]
     freezing: Freezing = field(default_factory=Freezing)
     _wanted: int | None = None
@@ -86,7 +84,7 @@ class Repacking:
                 "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
             )
         self.freezing, self._has_begun = Freezing(is_on=True), False
-        self.freezing.read(run.plan.freezing)
+        self.freezing.read(run.resumption.freezing)
         if not self.freezing.is_shared:
             self.freezing.num_joined = run.num_replicas
         # One device divides nothing, but may go on with the global batches of several.
@@ -162,7 +160,7 @@ class Repacking:
         if engine is not None:
             parameters = parameter_names(engine.captured.networks["student"])
         number = num_frozen_atoms(parameters, self.freezing.names)
-        kept = run.plan.found  # of a checkpoint, and not carried out yet
+        kept = run.resumption.found  # of a checkpoint, and not carried out yet
         if kept is not None and kept.made_for.get(FROZEN) == number:
             return None
         constraints = planning_constraints(run.options, run.root_device, run.transport)
@@ -192,10 +190,10 @@ class Repacking:
                     optimizer.state[parameter] = dict(state["state"][index])
         # With the next batch others come, and go on where these were.
         if moves:
-            self.resumption.here = progress.between_epochs(found[0])
+            run.resumption.here = between_epochs(found[0])
         else:  # the loaders and the generators of this process go on by themselves
-            self.resumption.here = {**found[run.replica], "loader": None}
-        self.resumption.replicas = run.engine = None
+            run.resumption.here = {**found[run.replica], "loader": None}
+        run.resumption.replicas = run.engine = None
         self.evaluator.release()
         self.data.prepared = {}
 

@@ -21,13 +21,13 @@ from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.placing import set_up
-from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy
 from lightning_tspipe.strategy.setup.refusals import (
     check_epochs,
     refuse_changes,
     refuse_result,
     teacher_check,
 )
+from lightning_tspipe.strategy.setup.resumption import PlannedBy
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.head_logs import HeadsHere
@@ -39,7 +39,7 @@ from lightning_tspipe.strategy.training.optimizers import (
     plain_optimizer,
 )
 from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.progress import Resumption, late_teacher
+from lightning_tspipe.strategy.training.progress import late_teacher
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
 
@@ -53,7 +53,6 @@ class Parts:
 
     Attributes:
         run: The same.
-        resumption: Where the run goes on.
         weights: Where values come from when stages are placed.
         heads: Those of a fan-out.
         results: What steps leave behind, and metrics.
@@ -66,14 +65,13 @@ class Parts:
 
     def __init__(self, run: Run, reconnect: Callable[[int], None]) -> None:
         self.run = run
-        self.resumption = Resumption()
         self.weights = ModuleWeights(run)
         self.heads = HeadsHere(run)
         self.results = StepResults(run, self.heads)
-        self.data = Data(run, self.resumption, self.results)
+        self.data = Data(run, self.results)
         self.evaluator = Evaluator(run, self.data, self.weights, self.results, self.heads)
         self.manual = ManualOptimization(run)
-        self.repacking = Repacking(run, self.data, self.evaluator, self.resumption, reconnect)
+        self.repacking = Repacking(run, self.data, self.evaluator, reconnect)
         self.pipelined = Pipelined(run, self.data, self.evaluator, self.heads, self.repacking)
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
@@ -159,7 +157,7 @@ class Training:
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
         """If the run is resumed, go on exactly where it was stopped."""
-        progress, has_teacher = self._parts.resumption.take(), "teacher" in engine.captured.networks
+        progress, has_teacher = self._run.resumption.take(), "teacher" in engine.captured.networks
         runs_ahead = has_teacher and self._run.options.schedule == "tspipe"
         if progress is not None:
             is_there = progress.get("place") == [self._run.trainer.current_epoch, batch_idx]
@@ -191,7 +189,7 @@ class Training:
         run, parts, spread = self._run, self._parts, self._run.spread
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
         planned_by = PlannedBy(
-            optimizers, parts.repacking.freezing, run.plan, parts.heads.cache,
+            optimizers, parts.repacking.freezing, run.resumption, parts.heads.cache,
             parts.data.shortest_reading, None if spread is None else spread.placement,
         )  # fmt: skip
         here = run.rank()

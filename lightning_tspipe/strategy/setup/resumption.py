@@ -1,4 +1,4 @@
-"""The plan of a run: kept in its checkpoints, and used again by a run that resumes.
+"""Where a run goes on, and by which plan: kept in checkpoints, and used by a run that resumes.
 
 ::
 
@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
+from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache
@@ -29,6 +31,9 @@ from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
+
+Progress = dict[str, Any]
+"""What ``training.progress.collect`` gives for a replica."""
 
 FROZEN = "frozen atoms"
 FREEZING = "freezing"
@@ -100,28 +105,70 @@ def made_for(
 
 
 @dataclass
-class PlanOfRun:
-    """Knows the plan of this run, and that of the run which it goes on with.
+class Resumption:
+    """Progress and plan of the run that this one resumes, and the plan of this one.
 
     Attributes:
         now: The plan by which stages are placed; None before the first batch.
         found: That of the checkpoint from which this run goes on; None if there is none, and once
             stages were placed.
         freezing: What that run knew of layers that freeze, as text.
+        replicas: Where each of its replicas stopped; None once a step has gone on from there.
+        here: Where this replica goes on.
+        random: What this process draws on with, before any hook of an epoch or a batch.
     """
 
     now: RunPlan | None = None
     found: RunPlan | None = None
     freezing: str | None = None
+    replicas: list[Progress] | None = None
+    here: Progress | None = None
+    random: RandomStates | None = None
 
-    def resume(self, entries: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded; every rank calls it.
+    def load(self, replicas: list[Progress], index: int, number: int) -> None:
+        """A checkpoint was loaded; every rank calls it. Arguments are those of :meth:`go_on`."""
+        first: Progress = replicas[0] if replicas else {}
+        self.found, self.freezing = RunPlan.from_entries(first), first.get(FREEZING)
+        shares = self.freezing is not None and bool(json.loads(self.freezing)["is_shared"])
+        self.go_on(replicas, index, number, shares_batches=shares)
+
+    def go_on(
+        self, replicas: list[Progress], index: int, number: int, *, shares_batches: bool
+    ) -> None:
+        """Find where this replica goes on; once more where the mesh changes before the first step.
+
+        With another number of replicas than before, samples are dealt out anew: what is known is
+        the number of the step, and what was accumulated together.
 
         Args:
-            entries: What its first replica's progress holds.
+            replicas: Where each replica stopped.
+            index: This one.
+            number: Replicas of this run.
+            shares_batches: Whether all read parts of the same batches, as where the mesh changes:
+                their order stays what it was.
         """
-        self.found = RunPlan.from_entries(entries)
-        self.freezing = entries.get(FREEZING)
+        self.replicas = replicas
+        if len(replicas) == number:
+            self.here = replicas[index]
+        elif replicas:
+            forgotten = () if shares_batches else ("loader", "teacher_ahead", "prediction")
+            gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
+            self.here = {
+                **between_epochs(replicas[0]),
+                **dict.fromkeys(forgotten),
+                "gradients": gradients,
+            }
+        else:
+            self.here = None
+
+    def take(self) -> Progress | None:
+        """Where this replica goes on, once."""
+        found, self.here, self.replicas = self.here, None, None
+        return found
+
+    def forget(self) -> None:
+        """The fit is over: the next one goes on from no checkpoint, unless one is loaded."""
+        self.found = self.freezing = self.replicas = self.here = self.random = None
 
     def to_entries(self, freezing: Freezing) -> dict[str, str | None]:
         """What a checkpoint keeps of the plan, and of what the next one will be made from.
@@ -131,15 +178,6 @@ class PlanOfRun:
         """
         entries = {} if self.now is None else self.now.to_entries()
         return {**entries, FREEZING: freezing.to_json()}
-
-    def forget(self) -> None:
-        """The fit is over: the next one goes on from no checkpoint, unless one is loaded."""
-        self.found = self.freezing = None
-
-    @property
-    def shares_batches(self) -> bool:
-        """Whether the replicas of the checkpoint read parts of the same batches."""
-        return self.freezing is not None and bool(json.loads(self.freezing)["is_shared"])
 
     def reuse(self, wanted: Mapping[str, Any]) -> RunPlan | None:
         """The plan of the checkpoint, if it was made for what this run is; every rank asks.
@@ -199,7 +237,7 @@ class PlannedBy:
 
     optimizers: Sequence[torch.optim.Optimizer]
     freezing: Freezing
-    run: PlanOfRun
+    run: Resumption
     features: FeatureCache | None = None
     reading: float = 0.0
     spread: Placement | None = None
@@ -245,3 +283,33 @@ def changes(
         and any(network_draws(network, captured.plan) for network in networks),
     }
     return [text for text, is_so in told.items() if is_so]
+
+
+def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
+    """Progress for every replica of another mesh: the number of the step, the order of the data.
+
+    Args:
+        first: What ``collect`` gave for the first replica.
+    """
+    loader = first["loader"] and {**first["loader"], "loader": None}
+    return {**first, "loader": loader, "flights": None}
+
+
+def gradients_of_replica(
+    replicas: Sequence[Mapping[str, Tensor]], index: int, number: int
+) -> Mapping[str, Tensor]:
+    """Accumulated gradients of a replica that resumes.
+
+    Args:
+        replicas: What each replica of the run that was stopped had, by name.
+        index: The replica.
+        number: Replicas of this run. With another number than before each gets the mean: the update
+            takes the mean over the replicas, which so is the same.
+    """
+    if len(replicas) == number:
+        return replicas[index]
+    names = {name for gradients in replicas for name in gradients}
+    return {
+        name: torch.stack([one[name] for one in replicas if name in one]).sum(0) / len(replicas)
+        for name in names
+    }
