@@ -41,9 +41,8 @@ from lightning_tspipe.strategy.setup.refusals import (
     refuse_training,
 )
 from lightning_tspipe.strategy.shutdown.shutdown import Shutdown
-from lightning_tspipe.strategy.training.progress import leave_ended_epoch
 from lightning_tspipe.strategy.training.relaying import RelayTraining
-from lightning_tspipe.strategy.training.steps import Parts, Training
+from lightning_tspipe.strategy.training.steps import Parts, Training, leave_ended_epoch
 
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 

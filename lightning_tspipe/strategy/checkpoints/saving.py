@@ -27,8 +27,7 @@ from lightning_tspipe.strategy.checkpoints.folders import aside, is_sharded
 from lightning_tspipe.strategy.checkpoints.loading import ENTRY
 from lightning_tspipe.strategy.checkpoints.sources import GRADIENTS
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
-from lightning_tspipe.strategy.setup.resumption import Progress
-from lightning_tspipe.strategy.training import progress
+from lightning_tspipe.strategy.setup.resumption import Progress, collect
 from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts
 
@@ -297,7 +296,7 @@ class CheckpointWriter:
         coming = batches.processed if repeats else batches.ready
         place = (epoch, 0) if ended else (epoch - 1, coming)
         self._accumulates = loop._should_accumulate() or bool(self._parts.manual.waiting)  # noqa: SLF001
-        return progress.collect(
+        return collect(
             engine,
             self._parts.data.loader,
             epoch_ended=ended,
@@ -331,7 +330,7 @@ def _add(checkpoint: dict[str, Any], replicas: list[dict[str, Any] | None], decl
 
     Args:
         checkpoint: Lightning's; changed in place.
-        replicas: What ``progress.collect`` gave for each; None if there is nothing to go on from.
+        replicas: What ``collect`` gave for each; None if there is nothing to go on from.
         declared: The ``DelayedTeacherUpdate`` callback, if there is one.
     """
     loops = checkpoint["loops"]["fit_loop"]["state_dict"]

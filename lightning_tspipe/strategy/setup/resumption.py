@@ -20,10 +20,13 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
+from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 from lightning_tspipe.runtime.batches.random_states import RandomStates
+from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache
@@ -33,7 +36,7 @@ from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
 
 Progress = dict[str, Any]
-"""What ``training.progress.collect`` gives for a replica."""
+"""What :func:`collect` gives for a replica: plain values and tensors."""
 
 FROZEN = "frozen atoms"
 FREEZING = "freezing"
@@ -125,12 +128,23 @@ class Resumption:
     here: Progress | None = None
     random: RandomStates | None = None
 
-    def load(self, replicas: list[Progress], index: int, number: int) -> None:
-        """A checkpoint was loaded; every rank calls it. Arguments are those of :meth:`go_on`."""
+    def load(
+        self, replicas: list[Progress], replica: tuple[int, int], process: tuple[int, int]
+    ) -> None:
+        """A checkpoint was loaded; every rank calls it.
+
+        Args:
+            replicas: Where each replica stopped.
+            replica: This one, and their number in this run.
+            process: The same, of all processes: random states don't depend on the mesh.
+        """
         first: Progress = replicas[0] if replicas else {}
         self.found, self.freezing = RunPlan.from_entries(first), first.get(FREEZING)
         shares = self.freezing is not None and bool(json.loads(self.freezing)["is_shared"])
-        self.go_on(replicas, index, number, shares_batches=shares)
+        self.go_on(replicas, *replica, shares_batches=shares)
+        states = [state for one in replicas for state in one["random"]]
+        rank, number = process
+        self.random = RandomStates(states[rank]) if len(states) == number else None
 
     def go_on(
         self, replicas: list[Progress], index: int, number: int, *, shares_batches: bool
@@ -285,11 +299,62 @@ def changes(
     return [text for text, is_so in told.items() if is_so]
 
 
+def collect(  # noqa: PLR0913 - what is saved differs
+    engine: Engine,
+    loader: LookaheadLoader | None,
+    *,
+    epoch_ended: bool,
+    with_gradients: bool,
+    position: tuple[int, int] | None = None,
+    place: tuple[int, int] | None = None,
+) -> Progress | None:
+    """Collect the progress of a pipeline on the loss rank; every rank calls it.
+
+    Args:
+        engine: The engine, between two steps.
+        loader: The training loader, on the data rank.
+        epoch_ended: Whether the batch that is held, if any, will not be trained.
+        with_gradients: Whether to collect what has been accumulated.
+        position: Of the engine before the current batch, which then comes once more.
+        place: The epoch, and the number of the next batch in it, to collect batches in flight;
+            else their forwards are done again, in the run that goes on here too.
+    """
+    engine.settle(keeps_flights=place is not None)
+    own: dict[str, Any] = {"random": RandomStates.now().written, "flights": engine.flights()}
+    own["ahead"] = ahead = None if own["flights"] else engine.ahead()
+    predicted = engine.prediction if place is not None else None
+    if predicted is not None:
+        own["prediction"] = predicted.state()
+    if loader is not None:
+        own["loader"] = loader.progress(ended=epoch_ended, repeats=position is not None)
+        if position is not None:
+            own["random"] = own["loader"]["now"]
+    if with_gradients:
+        own["gradients"] = engine.shards.gradients(engine.rank)
+    gathered = engine.transport.gather_object(own, LOSS_RANK)
+    if gathered is None:
+        return None
+    seed, step = position or engine.position
+    data = gathered[engine.placement.data_rank]
+    return {
+        "seed": seed,
+        "step": step,
+        "random": [rank["random"] for rank in gathered],
+        "loader": data.get("loader"),
+        "gradients": {k: v for rank in gathered for k, v in rank.get("gradients", {}).items()},
+        "teacher_ahead": ahead and _of_all([rank["ahead"] for rank in gathered]),
+        "flights": [rank["flights"] for rank in gathered] if own["flights"] else None,
+        "prediction": _joined([rank["prediction"] for rank in gathered]) if predicted else None,
+        "place": None if place is None else list(place),
+        "ema_in_step": engine.captured.plan.has_ema,
+    }
+
+
 def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
     """Progress for every replica of another mesh: the number of the step, the order of the data.
 
     Args:
-        first: What ``collect`` gave for the first replica.
+        first: What :func:`collect` gave for the first replica.
     """
     loader = first["loader"] and {**first["loader"], "loader": None}
     return {**first, "loader": loader, "flights": None}
@@ -313,3 +378,21 @@ def gradients_of_replica(
         name: torch.stack([one[name] for one in replicas if name in one]).sum(0) / len(replicas)
         for name in names
     }
+
+
+def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a predicted teacher, of the parts on all ranks."""
+    parts = {
+        kind: {name: value.cpu() for state in states for name, value in state[kind].items()}
+        for kind in ("before", "moves")
+    }
+    return {"step": states[0]["step"], **parts}
+
+
+def _of_all(ahead: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ran ahead on the first rank, with the statistics of all."""
+    found: dict[int, Any] = {}
+    for rank in ahead:
+        for call, layers in rank["statistics"].items():
+            found.setdefault(call, {}).update(layers)
+    return {**ahead[0], "statistics": found}

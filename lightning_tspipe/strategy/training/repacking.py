@@ -31,8 +31,7 @@ from lightning_tspipe.strategy.setup.declared import relay_of
 from lightning_tspipe.strategy.setup.fanout import fanout_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.setup.placing import planning_constraints
-from lightning_tspipe.strategy.setup.resumption import FROZEN, between_epochs
-from lightning_tspipe.strategy.training import progress
+from lightning_tspipe.strategy.setup.resumption import FROZEN, between_epochs, collect
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.module_weights import share_weights
@@ -174,7 +173,7 @@ class Repacking:
         transport, replicas = run.transport, run.replicas
         engine.drain()
         by_hand = not run.module.automatic_optimization
-        mine = progress.collect(engine, self.data.loader, epoch_ended=True, with_gradients=by_hand)
+        mine = collect(engine, self.data.loader, epoch_ended=True, with_gradients=by_hand)
         found: Any = replicas.gather(mine) if run.is_loss_rank else None
         found = transport.broadcast_object(found, LOSS_RANK)
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]

@@ -39,7 +39,6 @@ from lightning_tspipe.strategy.training.optimizers import (
     plain_optimizer,
 )
 from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.progress import late_teacher
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
 
@@ -172,7 +171,7 @@ class Training:
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}
         if weights and runs_ahead and batch_idx > 0 and engine.ahead() is None:
-            with late_teacher(self._run.module, weights):
+            with _late_teacher(self._run.module, weights):
                 engine.run_ahead(step, batch)
 
     def _watch_teacher(self, engine: Engine) -> Callable[[], None] | None:
@@ -321,3 +320,52 @@ class Training:
             self._run.engine.mode.end()
             self._run.engine = None
             self._parts.evaluator.release()
+
+
+def leave_ended_epoch(loop: Any) -> None:
+    """Begin a new epoch where a run goes on from behind the last batch, or the end, of one.
+
+    Lightning 2.6 does that only for checkpoints of an epoch's end, and only without ``max_steps``.
+    With it, the ended epoch goes on and ends again after one batch. From behind a last batch, the
+    next epoch is trained and never counted as begun: in a checkpoint of it, its place is lost.
+
+    Args:
+        loop: The Trainer's ``fit_loop``, when it is about to run.
+    """
+    progress = loop.epoch_progress
+    if loop.restarted_on_epoch_end:
+        progress.increment_completed()
+    is_behind_last = progress.current.processed == progress.current.started
+    is_left = loop.restarted_on_epoch_end or (loop.restarted_mid_epoch and is_behind_last)
+    if not (is_left or loop.resumed_on_epoch_end):
+        return
+    loop.reset_restart_stage()
+    for each in (loop, loop.epoch_loop, *vars(loop.epoch_loop).values()):
+        if hasattr(each, "_restarting"):
+            each._restarting = False  # noqa: SLF001 - its setter would say otherwise
+    # Of a loader without a length it has fetched a batch, before what hooks draw: once more.
+    loop._resuming_from_checkpoint = False  # noqa: SLF001
+
+
+@contextmanager
+def _late_teacher(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """While inside, the tensors that this rank holds have other values.
+
+    Args:
+        module: The LightningModule.
+        weights: Values by dotted name. Buffers of modules in train mode keep their own: their
+            forwards update them.
+    """
+    swapped = []
+    for name, value in weights.items():
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        tensor = getattr(owner, key)
+        if not tensor.is_meta and not (key in owner._buffers and owner.training):  # noqa: SLF001
+            swapped.append((tensor, tensor.data))
+            tensor.data = value.to(tensor.device)
+    try:
+        yield
+    finally:
+        for tensor, data in swapped:
+            tensor.data = data
