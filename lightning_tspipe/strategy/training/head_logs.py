@@ -18,7 +18,6 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.heads import FeatureCache
-from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.strategy.lightning.run import Run
 
@@ -133,7 +132,7 @@ class HeadsHere:
         self._log_received()
         unsent, self._unsent = self._unsent, []
         known = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
-        everything = gather_everywhere((known, dict(student.stopped), unsent), run.transport)
+        everything = run.transport.gather_everywhere((known, dict(student.stopped), unsent))
         metrics = {k: v for each, _, _ in reversed(everything) for k, v in each.items()}
         for rank, (own, _, _) in enumerate(everything):
             metrics |= {k: v for k, v in own.items() if rank_of.get(k.partition("/")[0]) == rank}
@@ -156,11 +155,3 @@ class HeadsHere:
         gathered = self._run.transport.gather_object(student.stopped, LOSS_RANK)
         if gathered is not None:
             checkpoint[STOPPED] = {name: why for each in gathered for name, why in each.items()}
-
-
-def gather_everywhere(value: Any, transport: Transport) -> list[Any]:
-    """The values of all ranks of a pipeline, on each of them."""
-    found: list[Any] = transport.broadcast_object(
-        transport.gather_object(value, LOSS_RANK), LOSS_RANK
-    )
-    return found

@@ -22,7 +22,6 @@ from lightning_tspipe.runtime.modes.relay.engine import (
 )
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
 from lightning_tspipe.strategy.setup.refusals import refuse_compiled
-from lightning_tspipe.strategy.training.head_logs import gather_everywhere
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts, Training
 
@@ -89,7 +88,7 @@ class RelayTraining(Training):
     def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
         run, engine = self._run, self._engine
         module: Any = run.module
-        module.rounds = self
+        module.rounds = engine
         engine.backwards.factor = self._factor
         names = ["weights"] if module.automatic_optimization else module.block_rounds(batch_idx)
         engine.begin(batch, lambda batch: [module.block_input(batch, name) for name in names])
@@ -110,14 +109,6 @@ class RelayTraining(Training):
         if not run.module.automatic_optimization:
             return scale
         return scale / run.trainer.accumulate_grad_batches
-
-    def run_round(self, number: int) -> Any:
-        """The losses of the blocks that this rank trains; the module asks."""
-        return self._engine.run_round(number)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks; the module asks."""
-        return gather_everywhere(value, self._run.transport)
 
     @override
     def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -27,7 +27,7 @@ from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.training.batches import to_device
-from lightning_tspipe.strategy.training.head_logs import HeadsHere, gather_everywhere
+from lightning_tspipe.strategy.training.head_logs import HeadsHere
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -164,7 +164,7 @@ class StepResults:
         own, packed = collected.take(), b""
         if run.engine is not None and run.engine.mode.apart is not None:  # steps on each rank
             packed = pack("results", results)
-            everything = gather_everywhere((own, packed), run.transport)
+            everything = run.transport.gather_everywhere((own, packed))
         else:
             if run.is_loss_rank:
                 packed = pack("results", results)
