@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,9 @@ class BlockPlanner:
         blocks = found.blocks
         assert blocks is not None
 
-        def changes(before: RunPlan) -> list[str]:
-            return self._changes(before.blocks, blocks)
-
-        run.place(found, changes if transport.rank == LOSS_RANK else None)
-        if transport.rank == LOSS_RANK:
+        is_first = transport.rank == LOSS_RANK
+        run.place(found, partial(self._changes, now=blocks) if is_first else None)
+        if is_first:
             rank_zero_info(f"BlockwiseRelay, mode {wished.mode!r}\n{blocks}")
         return blocks
 
@@ -119,8 +118,9 @@ class BlockPlanner:
             return profile.priced(plan, limit)
         return plan_mode(wished.mode, profile, num_ranks, limit)
 
-    def _changes(self, before: RelayPlan | None, now: RelayPlan) -> list[str]:
+    def _changes(self, found: RunPlan, now: RelayPlan) -> list[str]:
         """What is computed differently where blocks lie otherwise than in the run before."""
+        before = found.blocks
         if before is None:
             return ["its blocks were not relayed"]
         is_apart = self._callback.sync_batchnorm is False and _shares(before) != _shares(now)

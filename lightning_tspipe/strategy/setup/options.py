@@ -62,14 +62,19 @@ class SetupOptions:
         if self.weights is not None:
             policy_of(self.weights)
         parse_bytes(self.memory_limit)
-        refuse(self._wrong_values())
-        refuse(self._wrong_pairs())
+        refuse(self._wrong())
 
-    def _wrong_values(self) -> dict[str, bool]:
-        """Values that an option does not have; whether each was given."""
+    def _wrong(self) -> dict[str, bool]:
+        """Values that an option does not have, and options that can't be had together.
+
+        With schedule='1f1b', updates come while batches are under way. In CUDA graphs, a replay
+        overwrites outputs that are saved, or on their way.
+        """
         number, depth = self.num_microbatches, self.queue_depth
-        again = self.activation_checkpointing
+        is_late, again = self.schedule == "1f1b", self.activation_checkpointing
         is_count = isinstance(number, int) and number >= 1
+        arguments = self.compile if isinstance(self.compile, Mapping) else {}
+        chosen = arguments.get("options") or {}
         return {
             f"schedule={self.schedule!r}: choose {', '.join(map(repr, SCHEDULES))} or "
             f"{ASYNCHRONOUS!r}": self.schedule not in {*SCHEDULES, ASYNCHRONOUS},
@@ -82,25 +87,12 @@ class SetupOptions:
             f"queue_depth={depth!r}: 'auto' or a number from 0 on": depth != "auto" and depth < 0,
             f"activation_checkpointing={again!r}: 'auto', True, or a list of patterns":
             isinstance(again, str) and again != "auto",
-        }  # fmt: skip
-
-    def _wrong_pairs(self) -> dict[str, bool]:
-        """Options that can't be had together; whether both were given.
-
-        With schedule='1f1b', updates come while batches are under way. In CUDA graphs, a replay
-        overwrites outputs that are saved, or on their way.
-        """
-        is_late, again = self.schedule == "1f1b", self.activation_checkpointing
-        arguments = self.compile if isinstance(self.compile, Mapping) else {}
-        chosen = arguments.get("options") or {}
-        return {
             f"weights={self.weights!r} is for schedule='1f1b'; with schedule={self.schedule!r} the "
             "student always reads its newest weights": not is_late and self.weights is not None,
             f"drain_epochs=False is for schedule='1f1b'; with schedule={self.schedule!r} no batch "
             "is under way where an epoch ends. Remove it": not is_late and not self.drain_epochs,
-            f"num_microbatches={self.num_microbatches} with schedule='1f1b': a batch is one unit "
-            "there. Leave it out, and give the loader a smaller batch_size":
-            is_late and self.num_microbatches not in {"auto", 1},
+            f"num_microbatches={number} with schedule='1f1b': a batch is one unit there. Leave it "
+            "out, and give the loader a smaller batch_size": is_late and number not in {"auto", 1},
             "split_backward=True with schedule='1f1b': no rank waits, so halves have nothing to "
             "fill. Leave it out": is_late and self.split_backward is True,
             "compile with schedule='1f1b': what a compiled backward reads of the weights can't be "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -100,15 +99,12 @@ class Evaluator:
             self._outside = None
         self._end_forwards()
 
-    def evaluate(
-        self, fn: Callable[[Any], Any], loader: Iterable[Any], *, limit: int | None = None
-    ) -> Iterator[Any]:
+    def evaluate(self, fn: Callable[[Any], Any], loader: Iterable[Any]) -> Iterator[Any]:
         """Run ``fn`` on every batch of a loader; every rank calls it.
 
         Args:
             fn: Calls pipelined submodules; its argument is a batch of the loader.
             loader: Read on the data rank only.
-            limit: At most so many batches.
 
         Yields:
             What ``fn`` returns on the loss rank, None elsewhere.
@@ -118,7 +114,7 @@ class Evaluator:
         """
         key = object()
         try:
-            for batch in self._batches(loader, limit):
+            for batch in self._batches(loader):
                 stop = self._run.stop.next_word_alone() if self._run.is_data_rank else ""
                 result = self._evaluate(fn, batch, key, stop)
                 self.end_if_agreed()
@@ -126,14 +122,14 @@ class Evaluator:
         finally:
             self._evaluations.pop(key, None)
 
-    def _batches(self, loader: Iterable[Any], limit: int | None) -> Iterator[Any]:
+    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches on the data rank; as many placeholders elsewhere."""
         run, transport = self._run, self._run.transport
         if not run.is_data_rank:
             while transport.broadcast_object(None, run.data_rank):
                 yield None
             return
-        for batch in islice(isolated(loader), limit):
+        for batch in isolated(loader):
             transport.broadcast_object(True, run.data_rank)
             yield self._data.transfer(batch)
         transport.broadcast_object(False, run.data_rank)

@@ -149,8 +149,7 @@ class Pipelined:
 
         Others send theirs and go on.
         """
-        found: list[Any] | None = self._run.transport.gather_object(value, LOSS_RANK)
-        return found
+        return self._run.transport.gather_object(value, LOSS_RANK)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Of each of some numbers, the sum over all ranks of all replicas; every rank calls it."""
