@@ -244,7 +244,7 @@ class TSPipeStrategy(ConnectedRun):
         self.shutdown.end_of_run()
         if not self.is_failing:
             self._saving.end_without_batches()
-        parts.heads.release()
+        self.pipelined.features = None
         self.options = replace(self.options, averages={})
         self.engine = None
         self.resumption.forget()

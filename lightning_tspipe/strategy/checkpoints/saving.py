@@ -167,7 +167,7 @@ class CheckpointWriter:
             # Of shards no rank has the teacher that a callback would go on from.
             declared = None if self._saves_shards else self._parts.data.declared_delay
             _add(checkpoint, run.replicas.gather(found), declared)
-        self._parts.heads.note_stopped(checkpoint)
+        self._parts.results.note_stopped(checkpoint)
 
     def _write(self, checkpoint: dict[str, Any], given: Any, storage_options: Any) -> None:
         run = self._run

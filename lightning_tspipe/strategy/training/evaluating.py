@@ -20,7 +20,6 @@ from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.placing import set_up
 from lightning_tspipe.strategy.training.batches import on_cpu, to_device
 from lightning_tspipe.strategy.training.data import Data
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights, share_weights
 from lightning_tspipe.strategy.training.step_results import StepResults
 
@@ -37,18 +36,14 @@ class Evaluator:
         run: The run.
         data: Its batches.
         weights: Where values come from, if stages are made here.
-        results: Share what predictions leave behind.
-        heads: Those of a fan-out.
+        results: What steps leave behind.
     """
 
-    def __init__(
-        self, run: Run, data: Data, weights: ModuleWeights, results: StepResults, heads: HeadsHere
-    ) -> None:
+    def __init__(self, run: Run, data: Data, weights: ModuleWeights, results: StepResults) -> None:
         self._run = run
         self._data = data
         self._weights = weights
         self._results = results
-        self._heads = heads
         self._evaluations: dict[Any, Evaluation] = {}
         self._is_whole = self._is_forward_only = False
         self._outside: RandomStates | None = None
@@ -173,7 +168,7 @@ class Evaluator:
                 here = run.rank()
                 run.engine = set_up(here, run.options, step, first, self._weights.share(here))
                 self._is_forward_only = True
-                self._heads.placed(run.engine)
+                self._results.placed(run.engine)
             assert run.placed is not None
             return Evaluation(run.placed, step, first)
 

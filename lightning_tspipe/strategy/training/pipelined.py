@@ -15,7 +15,6 @@ from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.repacking import Repacking
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ class Pipelined:
         run: The run.
         data: Its batches.
         evaluator: Runs steps of callbacks.
-        heads: Those of a fan-out.
         repacking: Changes what is frozen.
 
     Attributes:
@@ -48,16 +46,15 @@ class Pipelined:
         recorder: Notes what this rank does while a window is recorded.
         predicts_teacher: Whether what runs ahead reads the teacher as it is expected one update
             later.
+        features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
+            trunk makes all of them.
         has_recording: Whether a window is over that :meth:`timeline` was not yet asked for; the
             same on all ranks.
     """
 
-    def __init__(
-        self, run: Run, data: Data, evaluator: Evaluator, heads: HeadsHere, repacking: Repacking
-    ) -> None:
+    def __init__(self, run: Run, data: Data, evaluator: Evaluator, repacking: Repacking) -> None:
         self._run = run
         self._data = data
-        self._heads = heads
         self._repacking = repacking
         self.freezes, self.freeze = repacking.enable, repacking.freeze
         self.evaluate = evaluator.evaluate
@@ -70,6 +67,7 @@ class Pipelined:
         self.batch_size = 1
         self.teacher_ran_ahead: bool | None = None
         self.predicts_teacher = False
+        self.features: FeatureCache | None = None
         self.student_stages: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -128,10 +126,6 @@ class Pipelined:
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""
         self._repacking.freezing.front = front
-
-    def use_features(self, cache: FeatureCache) -> None:
-        """Have something asked what the trunk of heads returns for a sample; before a fit."""
-        self._heads.cache = cache
 
     def look_at_trunk(self) -> None:
         """Features of a trunk that has changed are not read; every rank calls it."""

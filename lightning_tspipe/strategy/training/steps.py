@@ -30,7 +30,6 @@ from lightning_tspipe.strategy.setup.refusals import (
 from lightning_tspipe.strategy.setup.resumption import PlannedBy
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import (
@@ -53,7 +52,6 @@ class Parts:
     Attributes:
         run: The same.
         weights: Where values come from when stages are placed.
-        heads: Those of a fan-out.
         results: What steps leave behind, and metrics.
         data: Loaders, batches ahead, transfer.
         evaluator: Validation, test and prediction.
@@ -65,13 +63,12 @@ class Parts:
     def __init__(self, run: Run, reconnect: Callable[[int], None]) -> None:
         self.run = run
         self.weights = ModuleWeights(run)
-        self.heads = HeadsHere(run)
-        self.results = StepResults(run, self.heads)
+        self.results = StepResults(run)
         self.data = Data(run, self.results)
-        self.evaluator = Evaluator(run, self.data, self.weights, self.results, self.heads)
+        self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
         self.repacking = Repacking(run, self.data, self.evaluator, reconnect)
-        self.pipelined = Pipelined(run, self.data, self.evaluator, self.heads, self.repacking)
+        self.pipelined = Pipelined(run, self.data, self.evaluator, self.repacking)
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
         """The module's ``training_step``, as the trace and the prologue run it."""
@@ -149,7 +146,7 @@ class Training:
         self._epoch = self._run.trainer.current_epoch
         self._parts.manual.attach()
         self._parts.pipelined.placed(self._run.engine)
-        self._parts.heads.placed(self._run.engine)
+        self._parts.results.placed(self._run.engine)
         self._parts.repacking.begun()
         self._parts.weights.placed(self._run.engine)
         return self._run.engine
@@ -188,7 +185,7 @@ class Training:
         run, parts, spread = self._run, self._parts, self._run.spread
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
         planned_by = PlannedBy(
-            optimizers, parts.repacking.freezing, run.resumption, parts.heads.cache,
+            optimizers, parts.repacking.freezing, run.resumption, parts.pipelined.features,
             parts.data.shortest_reading, None if spread is None else spread.placement,
         )  # fmt: skip
         here = run.rank()
@@ -205,7 +202,7 @@ class Training:
         run, parts = self._run, self._parts
         engine = cast("PipelineEngine", run.engine)  # as it was set up here
         self._drain_at_an_end(engine)
-        parts.heads.begin_step(engine)
+        parts.results.begin_step(engine)
         step = parts.silent_step(rest, batch_idx)
         following = parts.data.next_batches(batch_idx, engine.lookahead)
         length = run.trainer.fit_loop.max_batches  # behind which the next epoch's follow
@@ -313,7 +310,7 @@ class Training:
 
     def end(self) -> None:
         """The training is over: every rank holds the whole module again."""
-        self._parts.heads.exchange()
+        self._parts.results.exchange()
         if self._run.engine is not None:
             self._run.engine.drain()
             self._run.engine.shards.restore(self._run.pipeline_rank, self._run.transport)
