@@ -214,7 +214,7 @@ class AutoCache(FitCache):
         self.follow(trainer)
         if pipelined is not None:
             self._reader = features = CachedFeatures(self, pl_module.get_submodule(self.network))
-            pipelined.features = features
+            pipelined.use_features(features)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -148,7 +148,7 @@ class TSPipeStrategy(ConnectedRun):
     def is_distributed(self) -> bool:
         """Whether Lightning splits samplers: over replicas, unless these get parts of batches."""
         module = self.lightning_module
-        deals = module is not None and self.repacking.freezing.is_shared and module.trainer.training
+        deals = module is not None and self.freezing.is_shared and module.trainer.training
         return self.num_replicas > 1 and not deals
 
     # Processes
@@ -244,7 +244,7 @@ class TSPipeStrategy(ConnectedRun):
         self.shutdown.end_of_run()
         if not self.is_failing:
             self._saving.end_without_batches()
-        self.pipelined.features = None
+        self.features = None
         self.options = replace(self.options, averages={})
         self.engine = None
         self.resumption.forget()

@@ -162,7 +162,7 @@ class CheckpointWriter:
             before = self._run.resumption.here if self._left is None else self._left
             found = before if run.engine is None else self._progress()
         if found is not None and run.is_global_zero and run.resumption.now is not None:
-            found |= run.resumption.to_entries(self._parts.repacking.freezing)
+            found |= run.resumption.to_entries(run.freezing)
         if run.is_loss_rank:
             # Of shards no rank has the teacher that a callback would go on from.
             declared = None if self._saves_shards else self._parts.data.declared_delay

@@ -20,6 +20,7 @@ from lightning_tspipe.runtime.faults.failures import first_line
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.transport.base import Alone, Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas, gather_among, reduce_among
 from lightning_tspipe.strategy.lightning.namespaces import (
@@ -29,6 +30,7 @@ from lightning_tspipe.strategy.lightning.namespaces import (
     namespace_of,
 )
 from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.resumption import Resumption
 
@@ -58,6 +60,10 @@ class Run(LightningStrategy):
         engine: What runs this rank's stages; None before the first batch.
         spread: That of a training which is over, if its stages stay spread over the ranks.
         resumption: Where the run goes on, and by which plan.
+        freezing: What is frozen, and what is known about the step.
+        features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
+            trunk makes all of them.
+        shortest_reading: How long this rank has read the training batch that took the least.
         stop: What ranks were asked to do, by signals.
         recorder: Notes what this rank does while a window is recorded.
         reduces: Whether a backward ends with gradients that are means over the replicas; not while
@@ -90,6 +96,9 @@ class Run(LightningStrategy):
         self.engine: Engine | None = None
         self.spread: Engine | None = None
         self.resumption = Resumption()
+        self.freezing = Freezing()
+        self.features: FeatureCache | None = None
+        self.shortest_reading = 0.0
         self.stop = Stop()
         self.recorder = Recorder()
         self.reduces = True

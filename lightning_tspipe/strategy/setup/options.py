@@ -25,6 +25,7 @@ from lightning_tspipe.strategy.setup.refusals import refuse
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MICROBATCHES = (1, 2, 4, 8)
+_ACTION_SECONDS = 1.0e-4
 _ENTRY, _META_FILE = "lightning_tspipe", "meta.pt"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -194,6 +195,18 @@ class SetupOptions:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
         return int((total if self.plans_by_flops else free) * 0.9 / self.ranks_per_device)
+
+    def constraints(self, device: torch.device, transport: Transport) -> dict[str, Any]:
+        """Constraints of the user and the machine on every plan of a run."""
+        return {
+            "link": self.link(transport),
+            "memory_limit": self.bytes_on(device),
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "split": False if self.compile else self.split_backward,
+            "action_overhead": _ACTION_SECONDS,
+            "weights": self.weights or "pipeoptim",
+        }
 
 
 def parse_bytes(amount: int | str | None) -> int | None:

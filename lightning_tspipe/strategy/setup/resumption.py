@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
@@ -29,7 +28,6 @@ from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.setup.freezing import Freezing
@@ -234,27 +232,6 @@ class Resumption:
                 f"{'; '.join(changed)}. To go on exactly, start it as the first run was started",
                 stacklevel=2,
             )
-
-
-@dataclass(frozen=True)
-class PlannedBy:
-    """What the stages of a training are planned by, beside its step.
-
-    Attributes:
-        optimizers: The module's.
-        freezing: What is frozen, and what is known about the step.
-        run: Knows the plan of the checkpoint that the run goes on from.
-        features: Keeps what a trunk returns for its heads.
-        reading: Seconds that the data rank takes to read a batch.
-        spread: The placement of a module that is spread over the ranks already, and stays so.
-    """
-
-    optimizers: Sequence[torch.optim.Optimizer]
-    freezing: Freezing
-    run: Resumption
-    features: FeatureCache | None = None
-    reading: float = 0.0
-    spread: Placement | None = None
 
 
 def changes(

@@ -19,7 +19,7 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.fanout import fanout_of
+from lightning_tspipe.strategy.setup.declared import fanout_of
 from lightning_tspipe.strategy.training.batches import copied_beside, on_cpu, to_device
 from lightning_tspipe.strategy.training.step_results import StepResults
 
@@ -37,7 +37,6 @@ class Data:
         has_begun: Whether the step of the current batch has begun.
         position: Of the engine before the current batch; None before the first.
         seconds_reading: How long this rank has read training batches, in all.
-        shortest_reading: How long it has read the batch that took the least; 0 before the first.
     """
 
     def __init__(self, run: Run, results: StepResults) -> None:
@@ -47,7 +46,7 @@ class Data:
         self.prepared: dict[int, Any] = {}
         self.has_begun = False
         self.position: tuple[int, int] | None = None
-        self.seconds_reading = self.shortest_reading = 0.0
+        self.seconds_reading = 0.0
         self._num_loaders = 0
         self._announced: dict[int, deque[tuple[int, bool]]] = {}
 
@@ -58,7 +57,7 @@ class Data:
     def read(self, started: float) -> None:
         """This rank has read a training batch, from ``started`` until now."""
         seconds = time.perf_counter() - started
-        self.shortest_reading = min(self.shortest_reading or seconds, seconds)
+        self._run.shortest_reading = min(self._run.shortest_reading or seconds, seconds)
         self.seconds_reading += seconds
         self._run.recorder.paused("load", started)
 

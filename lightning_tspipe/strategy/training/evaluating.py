@@ -17,10 +17,10 @@ from lightning_tspipe.runtime.execution.evaluation import Evaluation
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.placing import set_up
 from lightning_tspipe.strategy.training.batches import on_cpu, to_device
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights, share_weights
+from lightning_tspipe.strategy.training.placing import set_up
 from lightning_tspipe.strategy.training.step_results import StepResults
 
 log = logging.getLogger("lightning_tspipe")
@@ -165,8 +165,7 @@ class Evaluator:
         # Tensors that are made in inference mode could not be trained afterwards.
         with torch.inference_mode(mode=False), torch.no_grad():
             if run.placed is None:
-                here = run.rank()
-                run.engine = set_up(here, run.options, step, first, self._weights.share(here))
+                run.engine = set_up(run, self._weights, step, first, trains=False)
                 self._is_forward_only = True
                 self._results.placed(run.engine)
             assert run.placed is not None

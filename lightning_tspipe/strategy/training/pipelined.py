@@ -46,8 +46,6 @@ class Pipelined:
         recorder: Notes what this rank does while a window is recorded.
         predicts_teacher: Whether what runs ahead reads the teacher as it is expected one update
             later.
-        features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
-            trunk makes all of them.
         has_recording: Whether a window is over that :meth:`timeline` was not yet asked for; the
             same on all ranks.
     """
@@ -55,7 +53,6 @@ class Pipelined:
     def __init__(self, run: Run, data: Data, evaluator: Evaluator, repacking: Repacking) -> None:
         self._run = run
         self._data = data
-        self._repacking = repacking
         self.freezes, self.freeze = repacking.enable, repacking.freeze
         self.evaluate = evaluator.evaluate
         self._steps_left = 0
@@ -67,7 +64,6 @@ class Pipelined:
         self.batch_size = 1
         self.teacher_ran_ahead: bool | None = None
         self.predicts_teacher = False
-        self.features: FeatureCache | None = None
         self.student_stages: tuple[tuple[str, ...], ...] = ()
 
     @property
@@ -125,7 +121,11 @@ class Pipelined:
 
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""
-        self._repacking.freezing.front = front
+        self._run.freezing.front = front
+
+    def use_features(self, cache: FeatureCache) -> None:
+        """Have something asked what the trunk of heads returns for a sample; before a fit."""
+        self._run.features = cache
 
     def look_at_trunk(self) -> None:
         """Features of a trunk that has changed are not read; every rank calls it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,10 +27,8 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.declared import relay_of
-from lightning_tspipe.strategy.setup.fanout import fanout_of
+from lightning_tspipe.strategy.setup.declared import fanout_of, relay_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
-from lightning_tspipe.strategy.setup.placing import planning_constraints
 from lightning_tspipe.strategy.setup.resumption import FROZEN, between_epochs, collect
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
@@ -53,14 +51,12 @@ class Repacking:
         data: Its batches.
         evaluator: Evaluations, which follow the stages.
         reconnect: Called with the number of ranks of a pipeline, to make new groups.
-        freezing: What is frozen, and what is known about the step.
     """
 
     run: Run
     data: Data
     evaluator: Evaluator
     reconnect: Callable[[int], None]
-    freezing: Freezing = field(default_factory=Freezing)
     _wanted: int | None = None
     _has_begun: bool = False
     _tell: Callable[[], None] | None = None
@@ -82,13 +78,13 @@ class Repacking:
                 "FreezeAndRepack with asynchronous training: several versions of the weights are "
                 "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
             )
-        self.freezing, self._has_begun = Freezing(is_on=True), False
-        self.freezing.read(run.resumption.freezing)
-        if not self.freezing.is_shared:
-            self.freezing.num_joined = run.num_replicas
+        run.freezing, self._has_begun = Freezing(is_on=True), False
+        run.freezing.read(run.resumption.freezing)
+        if not run.freezing.is_shared:
+            run.freezing.num_joined = run.num_replicas
         # One device divides nothing, but may go on with the global batches of several.
-        shared = repack and max(run.total_ranks, self.freezing.num_joined) > 1
-        self.freezing.is_shared = shared
+        shared = repack and max(run.total_ranks, run.freezing.num_joined) > 1
+        run.freezing.is_shared = shared
         if shared and not run.module.automatic_optimization:
             raise ConfigurationError(
                 "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that "
@@ -121,11 +117,11 @@ class Repacking:
                 "FreezeAndRepack under a pipeline needs a module that a host can hold: this one "
                 "was built on the meta device. Build it in __init__"
             )
-        self.freezing.names, self.freezing.num_stages = frozenset(names), mesh[0]
+        run.freezing.names, run.freezing.num_stages = frozenset(names), mesh[0]
         self._wanted = mesh[1]
-        self.freezing.plan = None
+        run.freezing.plan = None
         with waiting("moving the stages"):
-            plan = self.freezing.plan = run.broadcast(self._choose(engine))
+            plan = run.freezing.plan = run.broadcast(self._choose(engine))
             num_ranks = self._meshes()[-1] if plan is None else plan.pipeline.num_ranks
             if engine is not None:
                 self._collect(engine, moves=num_ranks != run.num_ranks)
@@ -145,25 +141,25 @@ class Repacking:
         run = self.run
         if self._wanted is not None and run.total_ranks % self._wanted == 0:
             return (self._wanted,)
-        if not self.freezing.is_shared:
+        if not run.freezing.is_shared:
             return (run.num_ranks,)
         return possible_meshes(
-            run.total_ranks, run.num_ranks, min(self._batch()), self.freezing.num_stages
+            run.total_ranks, run.num_ranks, min(self._batch()), run.freezing.num_stages
         )
 
     def _choose(self, engine: Engine | None) -> Plan | None:
         run = self.run
         if not run.is_global_zero:
             return None
-        parameters = self.freezing.parameters  # of the run that this one goes on with
+        parameters = run.freezing.parameters  # of the run that this one goes on with
         if engine is not None:
             parameters = parameter_names(engine.captured.networks["student"])
-        number = num_frozen_atoms(parameters, self.freezing.names)
+        number = num_frozen_atoms(parameters, run.freezing.names)
         kept = run.resumption.found  # of a checkpoint, and not carried out yet
         if kept is not None and kept.made_for.get(FROZEN) == number:
             return None
-        constraints = planning_constraints(run.options, run.root_device, run.transport)
-        return choose(self.freezing, number, run.total_ranks, self._meshes(), constraints)
+        constraints = run.options.constraints(run.root_device, run.transport)
+        return choose(run.freezing, number, run.total_ranks, self._meshes(), constraints)
 
     # What moves
 
@@ -231,7 +227,7 @@ class Repacking:
         length = sized_len(getattr(loader, "dataset", None))
         if not size or length is None:
             return _MANY, _MANY
-        size *= self.freezing.num_joined
+        size *= self.run.freezing.num_joined
         last = length % size or size
         return size, size if getattr(loader, "drop_last", False) else last
 
@@ -241,8 +237,8 @@ class Repacking:
         Raises:
             ConfigurationError: Its batches can't be divided before they are read.
         """
-        replicas, joined = self.run.replicas, self.freezing.num_joined
-        if not self.freezing.is_shared or max(replicas.number, joined) == 1:
+        replicas, joined = self.run.replicas, self.run.freezing.num_joined
+        if not self.run.freezing.is_shared or max(replicas.number, joined) == 1:
             return loader
         return share_batches(loader, replicas, joined)
 
@@ -255,7 +251,7 @@ class Repacking:
         size, _ = self._batch()
         is_even = size != _MANY and size % replicas.number == 0
         is_even = is_even and not self.run.trainer.is_last_batch
-        if not self.freezing.is_shared or replicas.number == 1 or is_even:
+        if not self.run.freezing.is_shared or replicas.number == 1 or is_even:
             return 1.0
         total = torch.tensor(num_samples)
         dist.all_reduce(total, group=replicas.peers)

@@ -20,14 +20,12 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.placing import set_up
 from lightning_tspipe.strategy.setup.refusals import (
     check_epochs,
     refuse_changes,
     refuse_result,
     teacher_check,
 )
-from lightning_tspipe.strategy.setup.resumption import PlannedBy
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.manual import ManualOptimization
@@ -35,9 +33,9 @@ from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import (
     hyperparameters,
     parameters_of,
-    plain_optimizer,
 )
 from lightning_tspipe.strategy.training.pipelined import Pipelined
+from lightning_tspipe.strategy.training.placing import set_up
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
 
@@ -182,14 +180,7 @@ class Training:
 
     def _set_up(self, batch: Any, step: Step) -> Engine:
         """Give every rank its stages; all ranks of a pipeline have the same first batch."""
-        run, parts, spread = self._run, self._parts, self._run.spread
-        optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
-        planned_by = PlannedBy(
-            optimizers, parts.repacking.freezing, run.resumption, parts.pipelined.features,
-            parts.data.shortest_reading, None if spread is None else spread.placement,
-        )  # fmt: skip
-        here = run.rank()
-        return set_up(here, run.options, step, batch, parts.weights.share(here), planned_by)
+        return set_up(self._run, self._parts.weights, step, batch, trains=True)
 
     def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
         """A step up to its loss.

@@ -10,8 +10,6 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import PartitionError
@@ -27,83 +25,71 @@ from lightning_tspipe.runtime.modes.chain import Prefix
 from lightning_tspipe.runtime.modes.fanout import Fanout
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
-from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.runtime.weights.materializing import Materializer
-from lightning_tspipe.strategy.setup.fanout import HeadPlanner, heads_of
-from lightning_tspipe.strategy.setup.freezing import Freezing, ask_front, of_plan, place_frozen
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.freezing import ask_front, of_plan, place_frozen
 from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
-from lightning_tspipe.strategy.setup.resumption import PlannedBy, changes, decided_once, made_for
+from lightning_tspipe.strategy.setup.resumption import changes, decided_once, made_for
+from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
+from lightning_tspipe.strategy.training.module_weights import ModuleWeights
+from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
 log = logging.getLogger("lightning_tspipe")
 
-_ACTION_SECONDS = 1.0e-4
 
-
-def set_up(  # noqa: PLR0913, PLR0917 - everything that decides who does what
-    here: Rank,
-    options: SetupOptions,
-    step: Step,
-    batch: Any,
-    materializer: Materializer | None,
-    training: PlannedBy | None = None,
+def set_up(
+    run: Run, weights: ModuleWeights, step: Step, batch: Any, *, trains: bool
 ) -> PipelineEngine:
-    """Make this rank ready to train, or without a training to evaluate.
+    """Make this rank ready to train, or to evaluate without a training.
 
     Args:
-        here: This rank.
-        options: The user's.
+        run: The run.
+        weights: Where values come from that the loss rank has not.
         step: The step.
         batch: Its first batch, the same on all ranks of a pipeline.
-        materializer: Where the values of the networks come from, if the loss rank has none.
-        training: What the training knows; None for an evaluation.
+        trains: Whether it is a training's.
 
     Raises:
         CaptureError: The step can't be captured.
         PartitionError: The networks can't be cut as asked for, or fit no memory. Both on every
             rank, and with the module untouched.
     """
-    heads = heads_of(here, None if training is None else training.features)
+    here, options, freezing = run.rank(), run.options, run.freezing
+    heads = heads_of(here, run.features if trains else None)
     if heads is not None:
         here = replace(here, mode=Fanout(heads))
-    captured = here.capture(step, batch, training=training is not None)
+    materializer = weights.share(here)
+    captured = here.capture(step, batch, training=trains)
     plan: RunPlan | None = None
     if heads is not None:
-        plan = HeadPlanner(here, heads, captured, options, step, batch, training).plan()
-    if training is None:
+        plan = HeadPlanner(run, here, heads, captured, step, batch, trains).plan()
+    if not trains:
         forwards = partial(place_forwards, here, captured, options)
         placement = plan.placement if plan else decided_once(here, forwards)
         assert placement is not None
         here = replace(here, replicas=Replicas())  # nothing is summed over them
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
-    here, captured, num_frozen = _without_frozen(here, captured, training.freezing)
+    if freezing.is_on:
+        refuse_teacher(captured)
+    captured, part = with_frozen(captured, freezing.names, freezing.front)
+    if part is not None:
+        ask_front(part, here, captured, freezing)
+        here = replace(here, mode=Prefix(part))
     if plan is None:
-        plan = Decider(here, captured, options, training, num_frozen).agree()
+        num_frozen = 0 if part is None else part.num_frozen
+        plan = Decider(run, here, captured, num_frozen).agree()
         plan = _executed_as_chosen(plan, captured, options)
     assert plan.placement is not None
-    tell = partial(changes, plan=plan, captured=captured, repacks=training.freezing.is_on)
+    tell = partial(changes, plan=plan, captured=captured, repacks=freezing.is_on)
     is_first = here.transport.rank == LOSS_RANK and here.replicas.is_first
-    training.run.place(plan, tell if is_first else None)
+    run.resumption.place(plan, tell if is_first else None)
     engine = PipelineEngine(
         replace(here, compiler=options.compiler), captured, plan.placement, options.schedule,
         plan.costs, materializer, options.policy,
     )  # fmt: skip
     if engine.weights is not None:
-        engine.weights.optimizers = list(training.optimizers)
+        engine.weights.optimizers = list(map(plain_optimizer, run.optimizers))
     return engine
-
-
-def _without_frozen(
-    here: Rank, captured: Captured, freezing: Freezing
-) -> tuple[Rank, Captured, int]:
-    """What is frozen becomes a network before the student; also returns its number of atoms."""
-    if freezing.is_on:
-        refuse_teacher(captured)
-    captured, part = with_frozen(captured, freezing.names, freezing.front)
-    ask_front(part, here, captured, freezing)
-    if part is None:
-        return here, captured, 0
-    return replace(here, mode=Prefix(part)), captured, part.num_frozen
 
 
 def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:
@@ -118,21 +104,6 @@ def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions
     return replace(plan, placement=placement)
 
 
-def planning_constraints(
-    options: SetupOptions, device: torch.device, transport: Transport
-) -> dict[str, Any]:
-    """Constraints of the user and the machine on every plan of this run."""
-    return {
-        "link": options.link(transport),
-        "memory_limit": options.bytes_on(device),
-        "schedule": options.schedule,
-        "num_microbatches": options.num_microbatches,
-        "split": False if options.compile else options.split_backward,
-        "action_overhead": _ACTION_SECONDS,
-        "weights": options.weights or "pipeoptim",
-    }
-
-
 _Decision = tuple[Placement, str, StepProfile | None, Plan | None]
 """A placement, why it was chosen, the profile that it was chosen by, and the plan of a search."""
 
@@ -142,17 +113,15 @@ class Decider:
     """Agrees with the other ranks on the plan of a training.
 
     Attributes:
+        run: The run.
         here: This rank.
         captured: The step.
-        options: The user's.
-        training: What the training knows.
         num_frozen: Atoms of the student that are frozen.
     """
 
+    run: Run
     here: Rank
     captured: Captured
-    options: SetupOptions
-    training: PlannedBy
     num_frozen: int
 
     @property
@@ -166,9 +135,10 @@ class Decider:
         Raises:
             PartitionError: The networks can't be cut as asked for.
         """
-        wanted = made_for(self.options, self.here, self.captured, self.num_frozen)
-        if self.training.spread is not None:
-            return RunPlan(wanted, "given", self.training.spread)
+        run = self.run
+        wanted = made_for(run.options, self.here, self.captured, self.num_frozen)
+        if run.spread is not None:
+            return RunPlan(wanted, "given", run.spread.placement)
         known = self._known(wanted)
         if known is not None:
             return known
@@ -177,10 +147,9 @@ class Decider:
             log.info("%s", summary)
         if profile is None or plan is None:
             return RunPlan(wanted, "given", placed)
-        freezing = self.training.freezing
-        freezing.learn(profile, plan, self.here.replicas.number)
-        freezing.parameters = parameter_names(self.captured.networks["student"])
-        return RunPlan(wanted, self.options.source, placed, plan)
+        run.freezing.learn(profile, plan, self.here.replicas.number)
+        run.freezing.parameters = parameter_names(self.captured.networks["student"])
+        return RunPlan(wanted, run.options.source, placed, plan)
 
     def _known(self, wanted: dict[str, Any]) -> RunPlan | None:
         """The plan that was given, or made before: by the run that goes on here, or on freezing.
@@ -188,12 +157,12 @@ class Decider:
         Raises:
             PartitionError: The plan that was given is one for something else.
         """
-        options, freezing = self.options, self.training.freezing
+        options, freezing = self.run.options, self.run.freezing
         number = options.given_microbatches
         if options.plan is not None and not self.num_frozen:
             self._check_plan(options.plan)
             return RunPlan(wanted, "given", options.plan.placement, options.plan)
-        found = self.training.run.reuse(wanted) if freezing.plan is None else None
+        found = self.run.resumption.reuse(wanted) if freezing.plan is None else None
         if found is not None:
             return found
         is_decided = options.plan is not None or isinstance(options.partition, Mapping)
@@ -239,8 +208,8 @@ class Decider:
 
     def _decide(self) -> _Decision:
         """Measure and plan."""
-        options, device, partition = self.options, self.here.device, self.options.partition
-        captured = self.captured.whole
+        options, device, captured = self.run.options, self.here.device, self.captured.whole
+        partition = options.partition
         student, teacher = captured.networks["student"], captured.networks.get("teacher")
         paired = teacher is not None and is_paired(student, teacher)
         if captured.plan.has_ema and teacher is not None and not paired:
@@ -252,12 +221,11 @@ class Decider:
         if isinstance(partition, Mapping):
             return self._by_hand(partition, captured, paired=paired)
         rate, counts = options.rate(device), options.microbatch_counts
-        profile = profile_step(
-            captured, device, self.training.optimizers, counts, rate, only_counts=True
-        )
+        optimizers = list(map(plain_optimizer, self.run.optimizers))
+        profile = profile_step(captured, device, optimizers, counts, rate, only_counts=True)
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
-        constraints = planning_constraints(options, device, self.here.transport)
+        constraints = options.constraints(device, self.here.transport)
         limit = options.state_limit
 
         def best(profile: StepProfile) -> Plan:
@@ -302,7 +270,7 @@ class Decider:
                 f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts "
                 "of an EMA pair would lie on different ranks. Give one partition=[...] for both"
             )
-        number = self.options.given_microbatches
+        number = self.run.options.given_microbatches
         placement = Placement.of(self.num_ranks, cuts["student"], teacher, number)
         return placement, f"partition by hand: {cuts}", None, None
 
