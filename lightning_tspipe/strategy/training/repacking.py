@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 
-from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.batches.global_batches import share_batches
@@ -29,6 +28,7 @@ from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import fanout_of, relay_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
+from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.setup.resumption import FROZEN, between_epochs, collect
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
@@ -68,16 +68,14 @@ class Repacking:
             ConfigurationError: A way of training in which the mesh can't change.
         """
         run = self.run
-        if fanout_of(run.module) is not None or relay_of(run.trainer) is not None:
-            raise ConfigurationError(
-                "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
-                "here heads or blocks are trained apart, each behind what is frozen. Leave it out"
-            )
-        if run.options.schedule == "1f1b":
-            raise ConfigurationError(
-                "FreezeAndRepack with asynchronous training: several versions of the weights are "
-                "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
-            )
+        refuse({
+            "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
+            "here heads or blocks are trained apart, each behind what is frozen. Leave it out":
+            fanout_of(run.module) is not None or relay_of(run.trainer) is not None,
+            "FreezeAndRepack with asynchronous training: several versions of the weights are under "
+            "way where stages would move. Use schedule='tspipe' or 'gpipe'":
+            run.options.schedule == "1f1b",
+        })  # fmt: skip
         run.freezing, self._has_begun = Freezing(is_on=True), False
         run.freezing.read(run.resumption.freezing)
         if not run.freezing.is_shared:
@@ -85,12 +83,11 @@ class Repacking:
         # One device divides nothing, but may go on with the global batches of several.
         shared = repack and max(run.total_ranks, run.freezing.num_joined) > 1
         run.freezing.is_shared = shared
-        if shared and not run.module.automatic_optimization:
-            raise ConfigurationError(
-                "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that "
-                "come and go can't weigh a loss that the module runs backward itself. Set "
-                "repack=False"
-            )
+        refuse({
+            "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that come "
+            "and go can't weigh a loss that the module runs backward itself. Set repack=False":
+            shared and not run.module.automatic_optimization,
+        })  # fmt: skip
 
     def run_begins(self) -> None:
         """Callbacks know by now that the training begins; its first epoch follows."""
@@ -112,11 +109,11 @@ class Repacking:
         started = time.perf_counter()
         run = self.run
         engine = run.engine
-        if engine is not None and engine.shards.stays_spread:
-            raise ConfigurationError(
-                "FreezeAndRepack under a pipeline needs a module that a host can hold: this one "
-                "was built on the meta device. Build it in __init__"
-            )
+        refuse({
+            "FreezeAndRepack under a pipeline needs a module that a host can hold: this one was "
+            "built on the meta device. Build it in __init__":
+            engine is not None and engine.shards.stays_spread,
+        })  # fmt: skip
         run.freezing.names, run.freezing.num_stages = frozenset(names), mesh[0]
         self._wanted = mesh[1]
         run.freezing.plan = None
