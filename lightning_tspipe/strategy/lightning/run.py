@@ -63,7 +63,8 @@ class Run(LightningStrategy):
         freezing: What is frozen, and what is known about the step.
         features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
             trunk makes all of them.
-        shortest_reading: How long this rank has read the training batch that took the least.
+        seconds_reading: How long this rank has read training batches, in all.
+        shortest_reading: How long it has read the batch that took the least; 0 before the first.
         stop: What ranks were asked to do, by signals.
         recorder: Notes what this rank does while a window is recorded.
         reduces: Whether a backward ends with gradients that are means over the replicas; not while
@@ -98,7 +99,7 @@ class Run(LightningStrategy):
         self.resumption = Resumption()
         self.freezing = Freezing()
         self.features: FeatureCache | None = None
-        self.shortest_reading = 0.0
+        self.seconds_reading = self.shortest_reading = 0.0
         self.stop = Stop()
         self.recorder = Recorder()
         self.reduces = True

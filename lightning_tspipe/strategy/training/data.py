@@ -36,7 +36,6 @@ class Data:
         prepared: Batches that are on the device already, by their numbers.
         has_begun: Whether the step of the current batch has begun.
         position: Of the engine before the current batch; None before the first.
-        seconds_reading: How long this rank has read training batches, in all.
     """
 
     def __init__(self, run: Run, results: StepResults) -> None:
@@ -46,7 +45,6 @@ class Data:
         self.prepared: dict[int, Any] = {}
         self.has_begun = False
         self.position: tuple[int, int] | None = None
-        self.seconds_reading = 0.0
         self._num_loaders = 0
         self._announced: dict[int, deque[tuple[int, bool]]] = {}
 
@@ -56,10 +54,10 @@ class Data:
 
     def read(self, started: float) -> None:
         """This rank has read a training batch, from ``started`` until now."""
-        seconds = time.perf_counter() - started
-        self._run.shortest_reading = min(self._run.shortest_reading or seconds, seconds)
-        self.seconds_reading += seconds
-        self._run.recorder.paused("load", started)
+        run, seconds = self._run, time.perf_counter() - started
+        run.shortest_reading = min(run.shortest_reading or seconds, seconds)
+        run.seconds_reading += seconds
+        run.recorder.paused("load", started)
 
     def loader_of_rank(self, dataloader: object) -> object:
         """The loader that this rank iterates, in the place of the user's."""
@@ -109,16 +107,13 @@ class Data:
     ) -> LookaheadLoader:
         trains = self._run.trainer.training
         length = sized_len(dataloader)
-        loader = LookaheadLoader(
-            dataloader, announce, self.read if trains else None, trains=trains,
-            num_batches=self._num_batches(length) if trains else math.inf,
-            depth=self._depth if trains else 1,
-            follows=self._begin_next_epoch if trains else lambda: False,
-        )  # fmt: skip
+        loader = LookaheadLoader(dataloader, announce, trains=trains)
         if length is None and self._run.num_replicas > 1:
             loader.agree = self._run.replicas.all_say
         if trains:
             self.loader = loader
+            loader.on_read, loader.follows = self.read, self._begin_next_epoch
+            loader.num_batches, loader.depth = self._num_batches(length), self._depth
             loader.may_repeat = self._run.total_ranks == 1  # no failure of several ranks is saved
             self.prepared = {}  # numbers start anew
             here = self._run.resumption.here

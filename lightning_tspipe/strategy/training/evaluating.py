@@ -17,6 +17,7 @@ from lightning_tspipe.runtime.execution.evaluation import Evaluation
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.training.batches import on_cpu, to_device
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights, share_weights
@@ -194,11 +195,11 @@ class Evaluator:
 
     def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any, stop: str) -> Any:
         """Without a pipeline, the loss rank holds all networks."""
-        if is_on_meta(self._run.module) and self._run.is_loss_rank:
-            raise ConfigurationError(
-                "the module was built on the meta device and has no weights before the first "
-                "training batch, so that nothing can be evaluated in a training before it"
-            )
+        refuse({
+            "the module was built on the meta device and has no weights before the first training "
+            "batch, so that nothing can be evaluated in a training before it":
+            self._run.is_loss_rank and is_on_meta(self._run.module)
+        })  # fmt: skip
         transport, data_rank = self._run.transport, self._run.data_rank
         with waiting("the start of a step"):
             stop, batch = transport.broadcast_object((stop, on_cpu(batch)), data_rank)

@@ -37,6 +37,7 @@ from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.refusals import refuse
 from lightning_tspipe.strategy.training.batches import on_cpu
 from lightning_tspipe.strategy.training.optimizers import (
     hyperparameters,
@@ -89,7 +90,7 @@ class ManualOptimization:
     def attach(self) -> None:
         """The stages have their places."""
         self.waiting = set()
-        blocks = [self.module.get_submodule(name) for name in self.engine.names.student]
+        blocks = [self._run.module.get_submodule(name) for name in self.engine.names.student]
         self.student = [parameter for block in blocks for parameter in block.parameters()]
 
     @property
@@ -98,11 +99,6 @@ class ManualOptimization:
         engine = self._run.engine
         assert engine is not None
         return engine
-
-    @property
-    def module(self) -> Any:
-        """The LightningModule."""
-        return self._run.module
 
     @property
     def optimizers(self) -> list[Any]:
@@ -158,7 +154,7 @@ class ManualOptimization:
                 yield owner, "zero_grad", clear, _nothing
         for index, config in enumerate(self._run.lr_scheduler_configs):
             yield config.scheduler, "step", partial(self._schedule, index), _nothing
-        module = self.module
+        module = self._run.module
         yield module, "zero_grad", partial(self._zero_grad, None), _nothing
         yield module, "clip_gradients", self._clip, _nothing
         yield module, "toggle_optimizer", self._toggle, _nothing
@@ -184,12 +180,11 @@ class ManualOptimization:
         Raises:
             ConfigurationError: It comes too late, or from elsewhere than the step.
         """
-        if self._mode != "live":
-            raise ConfigurationError(
-                "manual_backward outside of training_step: the graph of a batch is gone when its "
-                "step is over. Call it in training_step"
-            )
-        module, plugin = self.module, self._run.precision_plugin
+        refuse({
+            "manual_backward outside of training_step: the graph of a batch is gone when its step "
+            "is over. Call it in training_step": self._mode != "live"
+        })  # fmt: skip
+        module, plugin = self._run.module, self._run.precision_plugin
         self._told.append(("before_backward",))
         with self._outside():
             self._run.pre_backward(loss)
@@ -210,12 +205,12 @@ class ManualOptimization:
     @contextmanager
     def _noted(self) -> Iterator[None]:
         """A backward runs inside: note what it reaches, and refuse what it must not reach."""
-        if self._is_used and self._run.num_replicas > 1:
-            raise ConfigurationError(
-                "a backward after an optimizer made use of gradients: several replicas average the "
-                "gradients of a batch once. Call manual_backward for all losses first, then the "
-                "optimizers, or update one network per batch"
-            )
+        refuse({
+            "a backward after an optimizer made use of gradients: several replicas average the "
+            "gradients of a batch once. Call manual_backward for all losses first, then the "
+            "optimizers, or update one network per batch":
+            self._is_used and self._run.num_replicas > 1
+        })  # fmt: skip
         self._note_calls()
         before = self._versions()
         yield
@@ -250,9 +245,9 @@ class ManualOptimization:
         self._note_calls()
         index = self._index_of(optimizer)
         with self._outside():
-            self.module.toggle_optimizer(optimizer)
+            self._run.module.toggle_optimizer(optimizer)
             # The networks have run already: which gradients they keep is decided afterwards.
-            wanted = self.module._param_requires_grad_state  # noqa: SLF001 - no public way
+            wanted: Any = self._run.module._param_requires_grad_state  # noqa: SLF001 - no public way
             for parameter in self.student:
                 if parameter in wanted:
                     parameter.requires_grad_(wanted[parameter])
@@ -261,7 +256,7 @@ class ManualOptimization:
     def _untoggle(self, optimizer: Any) -> None:
         self._note_calls()
         with self._outside():
-            self.module.untoggle_optimizer(optimizer)
+            self._run.module.untoggle_optimizer(optimizer)
         self._toggled = None
 
     def _index_of(self, optimizer: Any) -> int:
@@ -315,21 +310,21 @@ class ManualOptimization:
         self._note_calls()
         called, backward = self._called_under, self._backward_under or {self._toggled}
         either = (called | backward) - {None}
-        if len(called) > 1 or len(backward) > 1 or len(either) > 1:
-            raise ConfigurationError(
-                "several toggled optimizers in one training_step call the pipelined networks, but "
-                "the gradients of a batch are computed in one go. Toggle one optimizer per batch, "
-                "as in `opt = self.optimizers()[batch_idx % 2]`, or none"
-            )
+        refuse({
+            "several toggled optimizers in one training_step call the pipelined networks, but the "
+            "gradients of a batch are computed in one go. Toggle one optimizer per batch, as in "
+            "`opt = self.optimizers()[batch_idx % 2]`, or none":
+            max(len(called), len(backward), len(either)) > 1
+        })  # fmt: skip
         return next(iter(either), None)
 
     def _refuse_late(self) -> None:
-        if any(output.grad is not None for output in self._used):
-            raise ConfigurationError(
-                "a backward reaches the pipelined networks after an optimizer made use of their "
-                "gradients (step, clip_gradients or zero_grad). Call manual_backward for all "
-                "losses first, or for their sum, then the optimizers"
-            )
+        refuse({
+            "a backward reaches the pipelined networks after an optimizer made use of their "
+            "gradients (step, clip_gradients or zero_grad). Call manual_backward for all losses "
+            "first, or for their sum, then the optimizers":
+            any(output.grad is not None for output in self._used)
+        })  # fmt: skip
 
     def finish(self) -> None:
         """The user's step is over on the loss rank: what is left to do, on all ranks."""
@@ -377,7 +372,7 @@ class ManualOptimization:
         """A backward begins on the loss rank."""
         loss = torch.zeros((), device=self._run.root_device)
         self._run.pre_backward(loss)
-        self._run.precision_plugin.pre_backward(loss, self.module)
+        self._run.precision_plugin.pre_backward(loss, self._run.module)
 
     def backward(
         self, reached: bool, toggled: int | None, reduce: bool, num_backwards: int
@@ -404,7 +399,7 @@ class ManualOptimization:
         self.waiting = set(range(len(self.optimizers)))
         loss = torch.zeros((), device=self._run.root_device)
         for _ in range(num_backwards):
-            self._run.precision_plugin.post_backward(loss, self.module)
+            self._run.precision_plugin.post_backward(loss, self._run.module)
             self._run.post_backward(loss)
 
     def _untouched(self, reached: bool, toggled: int | None) -> list[nn.Parameter]:
@@ -437,12 +432,12 @@ class ManualOptimization:
 
     def zero_grad(self, index: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Of an optimizer, or of the module."""
-        owner = self.module if index is None else self.optimizers[index]
+        owner = self._run.module if index is None else self.optimizers[index]
         owner.zero_grad(*args, **kwargs)
 
     def clip(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """``clip_gradients`` of the module."""
-        self.module.clip_gradients(plain_optimizer(self.optimizers[index]), *args, **kwargs)
+        self._run.module.clip_gradients(plain_optimizer(self.optimizers[index]), *args, **kwargs)
 
     def schedule(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """A step of a scheduler."""
@@ -454,12 +449,11 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _check_closure(closure: Any = None, **_kwargs: Any) -> None:
-    if closure is not None:
-        raise ConfigurationError(
-            "optimizer.step(closure) runs a part of the step at a time of the optimizer's choice. "
-            "Write its lines before the step: the loss, self.manual_backward(loss), then "
-            "optimizer.step()"
-        )
+    refuse({
+        "optimizer.step(closure) runs a part of the step at a time of the optimizer's choice. "
+        "Write its lines before the step: the loss, self.manual_backward(loss), then "
+        "optimizer.step()": closure is not None
+    })  # fmt: skip
 
 
 @contextmanager

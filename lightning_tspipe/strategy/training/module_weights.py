@@ -144,13 +144,12 @@ class ModuleWeights:
 
     def restore_optimizers(self) -> None:
         """If no batch came, for whose stages each rank would have read its part: read all of it."""
-        if self.source is not None and not is_on_meta(self._run.module):
+        is_known = self.restores_optimizers and not is_on_meta(self._run.module)
+        if self.source is not None and is_known:
             self._restore_optimizers(self.source)
 
     def _restore_optimizers(self, source: Source) -> None:
         """Load what the optimizers keep for the parameters that are here."""
-        if not self.restores_optimizers:
-            return
         for index, optimizer in enumerate(map(plain_optimizer, self._run.optimizers)):
             names = optimizer_names(self._run.module, optimizer)
             here = zip(names, parameters_of(optimizer), strict=True)

@@ -5,23 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
 from lightning_tspipe.profiling import flops_per_sample
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.stages.frozen import Front
+from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
-from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.repacking import Repacking
-
-if TYPE_CHECKING:
-    from lightning_tspipe.ir.pipeline import Pipeline
-    from lightning_tspipe.runtime.execution.engine import Engine
-    from lightning_tspipe.runtime.stages.frozen import Front
-    from lightning_tspipe.runtime.stages.heads import FeatureCache
 
 
 class Pipelined:
@@ -29,7 +25,6 @@ class Pipelined:
 
     Args:
         run: The run.
-        data: Its batches.
         evaluator: Runs steps of callbacks.
         repacking: Changes what is frozen.
 
@@ -50,9 +45,8 @@ class Pipelined:
             same on all ranks.
     """
 
-    def __init__(self, run: Run, data: Data, evaluator: Evaluator, repacking: Repacking) -> None:
+    def __init__(self, run: Run, evaluator: Evaluator, repacking: Repacking) -> None:
         self._run = run
-        self._data = data
         self.freezes, self.freeze = repacking.enable, repacking.freeze
         self.evaluate = evaluator.evaluate
         self._steps_left = 0
@@ -69,7 +63,7 @@ class Pipelined:
     @property
     def seconds_reading(self) -> float:
         """How long this rank has read training batches, in all."""
-        return self._data.seconds_reading
+        return self._run.seconds_reading
 
     @property
     def is_loss_rank(self) -> bool:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,15 +22,9 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
+from lightning_tspipe.planning import relay
 from lightning_tspipe.planning.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan
-from lightning_tspipe.planning.relay import (
-    BlockProfile,
-    RelayPlan,
-    RelayProfile,
-    passes,
-    plan_mode,
-)
 from lightning_tspipe.profiling import moments
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
@@ -50,37 +44,34 @@ from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts, Training
 
 
+@dataclass(eq=False)
 class BlockPlanner:
     """Finds out what blocks cost, and who gets them.
 
-    Args:
+    Attributes:
         here: This rank; the module has the blocks.
         callback: ``BlockwiseRelay``, with its options.
         options: The strategy's.
         batch: A batch, the same on all ranks.
         optimizers: What updates the blocks.
-
-    Attributes:
         pairs: The blocks.
         shapes: What flows between them.
     """
 
-    def __init__(
-        self,
-        here: Rank,
-        callback: Any,
-        options: SetupOptions,
-        batch: Any,
-        optimizers: Sequence[torch.optim.Optimizer],
-    ) -> None:
-        module: Any = here.module
-        x = module.block_input(batch, "weights")
-        self.pairs: Sequence[BlockPair] = module.block_pairs
-        self.shapes = infer_shapes(self.pairs, module.block_loss, x, batch, here.context)
-        self._here, self._callback, self._options = here, callback, options
-        self._batch, self._samples, self._optimizers = batch, len(x), optimizers
+    here: Rank
+    callback: Any
+    options: SetupOptions
+    batch: Any
+    optimizers: Sequence[torch.optim.Optimizer]
 
-    def plan(self, run: Resumption) -> RelayPlan:
+    def __post_init__(self) -> None:
+        module: Any = self.here.module
+        x = module.block_input(self.batch, "weights")
+        self.pairs: Sequence[BlockPair] = module.block_pairs
+        self.shapes = infer_shapes(self.pairs, module.block_loss, x, self.batch, self.here.context)
+        self._samples = len(x)
+
+    def plan(self, run: Resumption) -> relay.RelayPlan:
         """Who gets which blocks: as in the checkpoint that the run goes on from, or a new plan.
 
         Args:
@@ -89,18 +80,18 @@ class BlockPlanner:
         Raises:
             PartitionError: The blocks can't be distributed as wished, or don't fit the memory.
         """
-        wished, transport = self._callback, self._here.transport
+        wished, transport = self.callback, self.here.transport
         wanted = {
             "devices": transport.num_ranks,
             "devices per pipeline": transport.num_ranks,
             "blocks": len(self.pairs),
             **{name: plain(getattr(wished, name)) for name in ("mode", "partition", "widths")},
-            "memory_limit": plain(self._options.memory_limit),
+            "memory_limit": plain(self.options.memory_limit),
         }
         found = run.reuse(wanted)
         if found is None or found.blocks is None:
             made = self._distribute()
-            source = self._options.source if made.stage_seconds else "given"
+            source = self.options.source if made.stage_seconds else "given"
             found = RunPlan(wanted, source, blocks=made)
         blocks = found.blocks
         assert blocks is not None
@@ -111,9 +102,9 @@ class BlockPlanner:
             rank_zero_info(f"BlockwiseRelay, mode {wished.mode!r}\n{blocks}")
         return blocks
 
-    def _distribute(self) -> RelayPlan:
+    def _distribute(self) -> relay.RelayPlan:
         """The distribution of the blocks by what they cost; every rank calls it."""
-        wished, num_ranks = self._callback, self._here.transport.num_ranks
+        wished, num_ranks = self.callback, self.here.transport.num_ranks
         names = tuple(pair.name for pair in self.pairs)
         widths: Sequence[int] = (1,)
         plan = None
@@ -124,26 +115,26 @@ class BlockPlanner:
                     f"{len(names)} blocks and {num_ranks} devices, and the numbers must add up to "
                     "them"
                 )
-            plan = RelayPlan((0, *accumulate(wished.partition)), wished.widths, names=names)
+            plan = relay.RelayPlan((0, *accumulate(wished.partition)), wished.widths, names=names)
         elif num_ranks == 1 or wished.mode in {"ir", "dp"}:
             # There is nothing to choose.
-            plan = RelayPlan((0, len(names)), (num_ranks,), names=names)
+            plan = relay.RelayPlan((0, len(names)), (num_ranks,), names=names)
         elif wished.mode == "ahd":
             widths = range(1, num_ranks + 1)
-        if plan is not None and self._options.memory_limit is None:
+        if plan is not None and self.options.memory_limit is None:
             return plan
         profile = self.profile(widths if plan is None else plan.widths)
-        limit = self._options.bytes_on(self._here.device)
+        limit = self.options.bytes_on(self.here.device)
         if plan is not None:
             return profile.priced(plan, limit)
-        return plan_mode(wished.mode, profile, num_ranks, limit)
+        return relay.plan_mode(wished.mode, profile, num_ranks, limit)
 
-    def _changes(self, found: RunPlan, now: RelayPlan) -> list[str]:
+    def _changes(self, found: RunPlan, now: relay.RelayPlan) -> list[str]:
         """What is computed differently where blocks lie otherwise than in the run before."""
         before = found.blocks
         if before is None:
             return ["its blocks were not relayed"]
-        is_apart = self._callback.sync_batchnorm is False and _shares(before) != _shares(now)
+        is_apart = self.callback.sync_batchnorm is False and _shares(before) != _shares(now)
         told = {
             "BatchNorm in blocks that devices share normalises by the samples of each "
             "(sync_batchnorm=False)": is_apart and any(pair.has_batchnorm for pair in self.pairs),
@@ -159,13 +150,13 @@ class BlockPlanner:
 
     # What blocks cost
 
-    def profile(self, widths: Sequence[int]) -> RelayProfile:
+    def profile(self, widths: Sequence[int]) -> relay.RelayProfile:
         """What the blocks cost: measured by all ranks, or known from an earlier run.
 
         Args:
             widths: How many devices may share a block.
         """
-        transport = self._here.transport
+        transport = self.here.transport
         sizes = sorted({largest_share(width, self._samples) for width in widths})
         file = self._cache_file(sizes)
         text = None
@@ -184,13 +175,13 @@ class BlockPlanner:
             text = transport.broadcast_object(text, LOSS_RANK)
             if transport.rank == LOSS_RANK and file is not None:
                 _write(file, text)
-        found = from_plain(tuple[BlockProfile, ...], json.loads(text))
-        return RelayProfile(found, self._samples, *self._options.link(transport))
+        found = from_plain(tuple[relay.BlockProfile, ...], json.loads(text))
+        return relay.RelayProfile(found, self._samples, *self.options.link(transport))
 
-    def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
+    def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> relay.BlockProfile:
         started = time.perf_counter()
-        device = self._here.device
-        module: Any = self._here.module
+        device = self.here.device
+        module: Any = self.here.module
         pair.teacher.to(device)
         pair.student.to(device)
         found = measure_block(
@@ -198,12 +189,12 @@ class BlockPlanner:
             module.block_loss,
             self.shapes,
             sizes,
-            self._batch,
+            self.batch,
             device,
-            steps=self._callback.profile_steps,
-            moments=max((moments(o.defaults) for o in self._optimizers), default=0),
-            context=self._here.context,
-            flops_per_second=self._options.rate(device),
+            steps=self.callback.profile_steps,
+            moments=max((moments(o.defaults) for o in self.optimizers), default=0),
+            context=self.here.context,
+            flops_per_second=self.options.rate(device),
         )
         took = time.perf_counter() - started
         rank_zero_info(
@@ -213,8 +204,8 @@ class BlockPlanner:
         return found
 
     def _cache_file(self, sizes: Sequence[int]) -> Path | None:
-        where, device = self._callback.profile_cache, self._here.device
-        if where is None or self._options.plans_by_flops:
+        where, device = self.callback.profile_cache, self.here.device
+        if where is None or self.options.plans_by_flops:
             return None
         if where == "auto":
             home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -222,13 +213,13 @@ class BlockPlanner:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         known = [
             *(f"{pair.teacher}{pair.student}" for pair in self.pairs), self.shapes, sizes, name,
-            torch.__version__, torch.get_num_threads(), self._callback.profile_steps,
+            torch.__version__, torch.get_num_threads(), self.callback.profile_steps,
         ]  # fmt: skip
         key = hashlib.sha256(repr(known).encode()).hexdigest()[:20]
         return Path(where) / f"relay-{key}.json"
 
 
-def _shares(plan: RelayPlan) -> list[int]:
+def _shares(plan: relay.RelayPlan) -> list[int]:
     """For each block, how many devices share it."""
     stages = zip(pairwise(plan.cuts), plan.widths, strict=True)
     return [width for (first, last), width in stages for _ in range(first, last)]
@@ -282,7 +273,7 @@ class RelayTraining(Training):
         pairs = planner.pairs
         captured = capture_blocks(here, pairs, module.block_input, batch)
         options.plan = planner.plan(run.resumption)
-        walks = passes(options.mode, options.plan)
+        walks = relay.passes(options.mode, options.plan)
         shared = [pairs[i] for w in walks for s in w.stages if len(s.ranks) > 1 for i in s.trained]
         wished = options.sync_batchnorm
         syncs = any(p.has_batchnorm for p in shared) if wished == "auto" else bool(wished)

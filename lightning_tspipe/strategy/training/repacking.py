@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,11 @@ from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.batches.global_batches import share_batches
+from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.lightning.processes import ConnectedRun
 from lightning_tspipe.strategy.setup.declared import fanout_of, relay_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.setup.refusals import refuse
@@ -37,8 +38,6 @@ from lightning_tspipe.strategy.training.optimizers import parameters_of, plain_o
 
 # ruff: noqa: SLF001 - a part of the strategy, which also makes Lightning's loops begin anew
 
-if TYPE_CHECKING:
-    from lightning_tspipe.runtime.execution.engine import Engine
 _MANY = 2**30
 
 
@@ -50,13 +49,11 @@ class Repacking:
         run: The run.
         data: Its batches.
         evaluator: Evaluations, which follow the stages.
-        reconnect: Called with the number of ranks of a pipeline, to make new groups.
     """
 
-    run: Run
+    run: ConnectedRun
     data: Data
     evaluator: Evaluator
-    reconnect: Callable[[int], None]
     _wanted: int | None = None
     _has_begun: bool = False
     _tell: Callable[[], None] | None = None
@@ -193,7 +190,7 @@ class Repacking:
 
     def _change(self, num_ranks: int) -> None:
         """New groups, new connections, new loaders."""
-        self.reconnect(num_ranks)
+        self.run.reconnect(num_ranks)
         trainer: Any = self.run.trainer
         loop = trainer.fit_loop
         validation = loop.epoch_loop.val_loop

@@ -19,13 +19,8 @@ from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
-from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.refusals import (
-    check_epochs,
-    refuse_changes,
-    refuse_result,
-    teacher_check,
-)
+from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.manual import ManualOptimization
@@ -45,7 +40,6 @@ class Parts:
 
     Args:
         run: What they share.
-        reconnect: Called with the number of ranks of a pipeline, to divide the ranks anew.
 
     Attributes:
         run: The same.
@@ -58,15 +52,15 @@ class Parts:
         pipelined: What callbacks may ask.
     """
 
-    def __init__(self, run: Run, reconnect: Callable[[int], None]) -> None:
+    def __init__(self, run: ConnectedRun) -> None:
         self.run = run
         self.weights = ModuleWeights(run)
         self.results = StepResults(run)
         self.data = Data(run, self.results)
         self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
-        self.repacking = Repacking(run, self.data, self.evaluator, reconnect)
-        self.pipelined = Pipelined(run, self.data, self.evaluator, self.repacking)
+        self.repacking = Repacking(run, self.data, self.evaluator)
+        self.pipelined = Pipelined(run, self.evaluator, self.repacking)
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
         """The module's ``training_step``, as the trace and the prologue run it."""
@@ -123,7 +117,8 @@ class Training:
         before = list(map(hyperparameters, watched))
         yield
         has_stopped = self._run.trainer.should_stop and not was_stopped
-        refuse_changes(before, list(map(hyperparameters, watched)), has_stopped=has_stopped)
+        after = list(map(hyperparameters, watched))
+        refusals.refuse_changes(before, after, has_stopped=has_stopped)
 
     def _begin(self, batch: Any, step: Step, batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
@@ -132,7 +127,7 @@ class Training:
         self._run.engine = self._set_up(first, step)
         self._parts.weights.forget_others(self._run.engine)
         if not self._run.options.drain_epochs:
-            check_epochs(self._run.trainer, self._run.num_ranks)
+            refusals.check_epochs(self._run.trainer, self._run.num_ranks)
         self._run.namespace.optimizers_to_device(self._run.optimizers, self._run.root_device)
         random.restore()  # measuring must not change what the networks draw
         if self._run.root_device.type == "cpu":
@@ -176,7 +171,7 @@ class Training:
         if is_alone or student is None or teacher is None or is_paired(student, teacher):
             return None
         blocks = [self._run.module.get_submodule(name) for name in teacher.block_names]
-        return teacher_check(p for block in blocks for p in block.parameters())
+        return refusals.teacher_check(p for block in blocks for p in block.parameters())
 
     def _set_up(self, batch: Any, step: Step) -> Engine:
         """Give every rank its stages; all ranks of a pipeline have the same first batch."""
@@ -219,7 +214,7 @@ class Training:
         if not engine.computes_loss:
             return torch.zeros((), device=run.root_device, requires_grad=True)
         if automatic:
-            refuse_result(result)
+            refusals.refuse_result(result)
         return result
 
     def _drain_at_an_end(self, engine: PipelineEngine) -> None:
