@@ -26,9 +26,9 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import Alone
+from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
-from lightning_tspipe.strategy.training.relaying import BlockPlanner
 
 _STEPS = 10
 

@@ -28,7 +28,8 @@ from lightning_tspipe import (
 )
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.strategy.training import fanout, relaying, repacking
+from lightning_tspipe.strategy.setup import block_costs
+from lightning_tspipe.strategy.training import fanout, repacking
 from tests.integration.trainings import quiet_trainer, strict, weights_of
 
 WIDTH = 6
@@ -166,7 +167,7 @@ def pretend(it: Planned) -> None:
     """Have whatever is measured cost what the test says."""
     factor = COSTS[it.costs]
     measured: Any = profiling
-    profile_atoms, measure_block = measured.profile_atoms, vars(relaying)["measure_block"]
+    profile_atoms, measure_block = measured.profile_atoms, vars(block_costs)["measure_block"]
 
     def atoms(*args: Any, **kwargs: Any) -> Any:
         def priced(times: Any, place: int) -> dict[int, float]:
@@ -193,7 +194,7 @@ def pretend(it: Planned) -> None:
         return 0.0 if run.__name__ == "inputs" else 0.1 * factor(next(heads))
 
     measured.profile_atoms = atoms
-    vars(relaying)["measure_block"] = block
+    vars(block_costs)["measure_block"] = block
     vars(fanout)["seconds_of"] = head
 
 

@@ -10,7 +10,7 @@ import lightning_tspipe
 PACKAGE = Path(lightning_tspipe.__file__).parent
 CHOOSING = {"strategy/training/placing.py", "strategy/lightning/run.py"}
 """Where engines are made, and ranks of which nothing is placed."""
-RELAY = {"strategy/training/relaying.py"}
+RELAY = {"strategy/training/relaying.py", "strategy/setup/block_costs.py"}
 """What prepares and drives blocks only."""
 
 

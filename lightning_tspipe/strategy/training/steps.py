@@ -25,10 +25,7 @@ from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
 from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
-from lightning_tspipe.strategy.training.optimizers import (
-    hyperparameters,
-    parameters_of,
-)
+from lightning_tspipe.strategy.training.optimizers import hyperparameters, parameters_of
 from lightning_tspipe.strategy.training.pipelined import Pipelined
 from lightning_tspipe.strategy.training.placing import set_up
 from lightning_tspipe.strategy.training.repacking import Repacking

@@ -25,12 +25,12 @@ TEXT = "a mistake of the user's own"
 PACKAGE = "lightning_tspipe.strategy"
 PATCHED: dict[str, tuple[str, ...]] = {
     "connect": ("lightning.processes:ConnectedRun.join",),
-    "capture": ("training.relaying:infer_shapes",),  # in other modes, the module's own step
+    "capture": ("setup.block_costs:infer_shapes",),  # in other modes, the module's own step
     "in step": ("training.relaying:RelayTraining._training_step",),
     "planning": (
         "training.placing:Decider.agree",
         "training.fanout:HeadPlanner.plan",
-        "training.relaying:BlockPlanner.plan",
+        "setup.block_costs:BlockPlanner.plan",
     ),
     "repack": ("lightning.processes:ConnectedRun.reconnect",),
 }

@@ -18,8 +18,8 @@ from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.blocks import pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import Alone
+from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
 from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.training.relaying import BlockPlanner
 
 
 class Module(nn.Module):

@@ -1,0 +1,225 @@
+"""Measure what blocks cost, cache it for the next run, and divide the blocks among the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities import rank_zero_info
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.ir.shares import largest_share
+from lightning_tspipe.planning.plain import from_plain, plain, to_plain
+from lightning_tspipe.planning.plan import RunPlan
+from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
+from lightning_tspipe.profiling import moments
+from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
+from lightning_tspipe.runtime.modes.relay.profiler import measure_block
+from lightning_tspipe.runtime.stages.randomness import draws
+from lightning_tspipe.strategy.setup.options import SetupOptions
+from lightning_tspipe.strategy.setup.resumption import Resumption
+
+
+class BlockPlanner:
+    """Finds out what blocks cost, and who gets them.
+
+    Args:
+        here: This rank; the module has the blocks.
+        callback: ``BlockwiseRelay``, with its options.
+        options: The strategy's.
+        batch: A batch, the same on all ranks.
+        optimizers: What updates the blocks.
+
+    Attributes:
+        pairs: The blocks.
+        shapes: What flows between them.
+    """
+
+    def __init__(
+        self,
+        here: Rank,
+        callback: Any,
+        options: SetupOptions,
+        batch: Any,
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        module: Any = here.module
+        x = module.block_input(batch, "weights")
+        self.pairs: Sequence[BlockPair] = module.block_pairs
+        self.shapes = infer_shapes(self.pairs, module.block_loss, x, batch, here.context)
+        self._here, self._callback, self._options = here, callback, options
+        self._batch, self._samples, self._optimizers = batch, len(x), optimizers
+
+    def plan(self, run: Resumption) -> RelayPlan:
+        """Who gets which blocks: as in the checkpoint that the run goes on from, or a new plan.
+
+        Args:
+            run: Knows that plan, and gets this one, the same on all ranks.
+
+        Raises:
+            PartitionError: The blocks can't be distributed as wished, or don't fit the memory.
+        """
+        wished, transport = self._callback, self._here.transport
+        wanted = {
+            "devices": transport.num_ranks,
+            "devices per pipeline": transport.num_ranks,
+            "blocks": len(self.pairs),
+            **{name: plain(getattr(wished, name)) for name in ("mode", "partition", "widths")},
+            "memory_limit": plain(self._options.memory_limit),
+        }
+        found = run.reuse(wanted)
+        if found is None or found.blocks is None:
+            made = self._distribute()
+            source = self._options.source if made.stage_seconds else "given"
+            found = RunPlan(wanted, source, blocks=made)
+        blocks = found.blocks
+        assert blocks is not None
+
+        is_first = transport.rank == LOSS_RANK
+        run.place(found, partial(self._changes, now=blocks) if is_first else None)
+        if is_first:
+            rank_zero_info(f"BlockwiseRelay, mode {wished.mode!r}\n{blocks}")
+        return blocks
+
+    def _distribute(self) -> RelayPlan:
+        """The distribution of the blocks by what they cost; every rank calls it."""
+        wished, num_ranks = self._callback, self._here.transport.num_ranks
+        names = tuple(pair.name for pair in self.pairs)
+        widths: Sequence[int] = (1,)
+        plan = None
+        if wished.partition is not None:
+            if sum(wished.partition) != len(names) or sum(wished.widths) != num_ranks:
+                raise PartitionError(
+                    f"partition={list(wished.partition)}, widths={list(wished.widths)}: there are "
+                    f"{len(names)} blocks and {num_ranks} devices, and the numbers must add up to "
+                    "them"
+                )
+            plan = RelayPlan((0, *accumulate(wished.partition)), wished.widths, names=names)
+        elif num_ranks == 1 or wished.mode in {"ir", "dp"}:
+            # There is nothing to choose.
+            plan = RelayPlan((0, len(names)), (num_ranks,), names=names)
+        elif wished.mode == "ahd":
+            widths = range(1, num_ranks + 1)
+        if plan is not None and self._options.memory_limit is None:
+            return plan
+        profile = self.profile(widths if plan is None else plan.widths)
+        limit = self._options.bytes_on(self._here.device)
+        if plan is not None:
+            return profile.priced(plan, limit)
+        return plan_mode(wished.mode, profile, num_ranks, limit)
+
+    def _changes(self, found: RunPlan, now: RelayPlan) -> list[str]:
+        """What is computed differently where blocks lie otherwise than in the run before."""
+        before = found.blocks
+        if before is None:
+            return ["its blocks were not relayed"]
+        is_apart = self._callback.sync_batchnorm is False and _shares(before) != _shares(now)
+        told = {
+            "BatchNorm in blocks that devices share normalises by the samples of each "
+            "(sync_batchnorm=False)": is_apart and any(pair.has_batchnorm for pair in self.pairs),
+            "dropout, or whatever else in the blocks is random, draws from the generator of the "
+            "rank that runs it": any(map(self._draws, self.pairs)),
+        }
+        return [text for text, is_so in told.items() if is_so]
+
+    def _draws(self, pair: BlockPair) -> bool:
+        """Whether a block draws random numbers."""
+        spec = self.shapes.input_spec(pair.index, self._samples)
+        return any(draws(block.modules(), block, spec) for block in (pair.teacher, pair.student))
+
+    # What blocks cost
+
+    def profile(self, widths: Sequence[int]) -> RelayProfile:
+        """What the blocks cost: measured by all ranks, or known from an earlier run.
+
+        Args:
+            widths: How many devices may share a block.
+        """
+        transport = self._here.transport
+        sizes = sorted({largest_share(width, self._samples) for width in widths})
+        file = self._cache_file(sizes)
+        text = None
+        if transport.rank == LOSS_RANK and file is not None and file.is_file():
+            text = file.read_text(encoding="utf-8")
+        text = transport.broadcast_object(text, LOSS_RANK)
+        if text is not None:
+            rank_zero_info(f"BlockwiseRelay: what blocks cost is known from {file}")
+        else:
+            # Each rank measures some of them, so that it takes less time.
+            mine = self.pairs[transport.rank :: transport.num_ranks]
+            own = {pair.index: self._measured(pair, sizes) for pair in mine}
+            gathered = transport.gather_object(own, LOSS_RANK)
+            blocks = {i: b for part in gathered or () for i, b in part.items()}
+            text = json.dumps([to_plain(blocks[i]) for i in sorted(blocks)])
+            text = transport.broadcast_object(text, LOSS_RANK)
+            if transport.rank == LOSS_RANK and file is not None:
+                _write(file, text)
+        found = from_plain(tuple[BlockProfile, ...], json.loads(text))
+        return RelayProfile(found, self._samples, *self._options.link(transport))
+
+    def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
+        started = time.perf_counter()
+        device = self._here.device
+        module: Any = self._here.module
+        pair.teacher.to(device)
+        pair.student.to(device)
+        found = measure_block(
+            pair,
+            module.block_loss,
+            self.shapes,
+            sizes,
+            self._batch,
+            device,
+            steps=self._callback.profile_steps,
+            moments=max((moments(o.defaults) for o in self._optimizers), default=0),
+            context=self._here.context,
+            flops_per_second=self._options.rate(device),
+        )
+        took = time.perf_counter() - started
+        rank_zero_info(
+            f"BlockwiseRelay: measured block {pair.index + 1} of {len(self.shapes.fields)} "
+            f"({pair.name}), with {sizes} samples, in {took:.1f} s"
+        )
+        return found
+
+    def _cache_file(self, sizes: Sequence[int]) -> Path | None:
+        where, device = self._callback.profile_cache, self._here.device
+        if where is None or self._options.plans_by_flops:
+            return None
+        if where == "auto":
+            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+            where = Path(home) / "lightning_tspipe"
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+        known = [
+            *(f"{pair.teacher}{pair.student}" for pair in self.pairs), self.shapes, sizes, name,
+            torch.__version__, torch.get_num_threads(), self._callback.profile_steps,
+        ]  # fmt: skip
+        key = hashlib.sha256(repr(known).encode()).hexdigest()[:20]
+        return Path(where) / f"relay-{key}.json"
+
+
+def _shares(plan: RelayPlan) -> list[int]:
+    """For each block, how many devices share it."""
+    stages = zip(pairwise(plan.cuts), plan.widths, strict=True)
+    return [width for (first, last), width in stages for _ in range(first, last)]
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all; a cache that can't be written is none."""
+    part = file.with_suffix(f".{os.getpid()}.part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        rank_zero_info(f"BlockwiseRelay: the measured costs are not kept: {error}")
