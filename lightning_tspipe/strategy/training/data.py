@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import fanout_of
 from lightning_tspipe.strategy.training.batches import copied_beside, on_cpu, to_device
-from lightning_tspipe.strategy.training.step_results import StepResults
 
 
 class Data:
@@ -29,7 +27,6 @@ class Data:
 
     Args:
         run: The run.
-        results: Watch what steps leave behind.
 
     Attributes:
         loader: The training loader; None before there is one.
@@ -38,9 +35,8 @@ class Data:
         position: Of the engine before the current batch; None before the first.
     """
 
-    def __init__(self, run: Run, results: StepResults) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._results = results
         self.loader: LookaheadLoader | None = None
         self.prepared: dict[int, Any] = {}
         self.has_begun = False
@@ -229,22 +225,3 @@ class Data:
         return next(
             (c for c in callbacks if hasattr(c, "delay") and hasattr(c, "start_step")), None
         )
-
-    def step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
-        """A user's step as a function of the batch alone."""
-        method = getattr(self._run.module, name)
-        others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
-
-        def step(batch: Any) -> Any:
-            if not self._run.trainer.predicting:
-                # Lightning finds the batch size for averages here.
-                results = self._run.trainer._results  # noqa: SLF001
-                assert results is not None
-                results.batch, results.batch_size = batch, None
-            with self._run.replicas.as_world():
-                engine = self._run.engine
-                logs = self._run.is_loss_rank if engine is None else engine.computes_loss
-                with self._results.watch(name) if logs else nullcontext():
-                    return method(batch, *others)
-
-        return step

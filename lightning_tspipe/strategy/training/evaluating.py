@@ -37,7 +37,7 @@ class Evaluator:
         run: The run.
         data: Its batches.
         weights: Where values come from, if stages are made here.
-        results: What steps leave behind.
+        results: Watch steps.
     """
 
     def __init__(self, run: Run, data: Data, weights: ModuleWeights, results: StepResults) -> None:
@@ -69,7 +69,7 @@ class Evaluator:
         """A step of the module, such as its ``validation_step``, on a batch."""
         run, trainer = self._run, cast("Any", self._run.trainer)
         batch, *rest = (*args, *kwargs.values())
-        step = self._data.step(name, rest, rest[0] if rest else 0)
+        step = self._results.step(name, rest, rest[0] if rest else 0)
         dataloader_idx = rest[1] if len(rest) > 1 else 0
         stop = ""
         if run.is_data_rank:

@@ -51,8 +51,16 @@ class RelayTraining(Training):
             PartitionError: They can't be distributed as wished, or don't fit the memory.
         """
         run, options = self._run, self._callback
-        self._refuse()
+        refuse({
+            f"BlockwiseRelay with num_stages={run.num_ranks}: it divides all devices by itself. "
+            "Leave num_stages out, and let devices share blocks with mode='ahd'":
+            run.num_replicas > 1,
+            f"BlockwiseRelay with schedule={run.options.schedule!r}: it has an order of its own. "
+            "Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)":
+            run.options.schedule != "tspipe",
+        })  # fmt: skip
         module: Any = run.module
+        refuse_compiled(module, ("student", "teacher"))
         here = run.rank(NETWORKS)
         materializer = self._parts.weights.share(here)
         memory = run.options.memory_limit if options.memory_limit is None else options.memory_limit
@@ -69,18 +77,6 @@ class RelayTraining(Training):
         together = RelayOptions(options.run_ahead, options.mode == "tr", syncs)
         return RelayEngine(here, captured, pairs, planner.shapes, walks, together, materializer)
 
-    def _refuse(self) -> None:
-        run = self._run
-        refuse({
-            f"BlockwiseRelay with num_stages={run.num_ranks}: it divides all devices by itself. "
-            "Leave num_stages out, and let devices share blocks with mode='ahd'":
-            run.num_replicas > 1,
-            f"BlockwiseRelay with schedule={run.options.schedule!r}: it has an order of its own. "
-            "Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)":
-            run.options.schedule != "tspipe",
-        })  # fmt: skip
-        refuse_compiled(run.module, ("student", "teacher"))
-
     @override
     def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
         run, engine = self._run, self._engine
@@ -89,7 +85,7 @@ class RelayTraining(Training):
         engine.backwards.factor = self._factor
         names = ["weights"] if module.automatic_optimization else module.block_rounds(batch_idx)
         engine.begin(batch, lambda batch: [module.block_input(batch, name) for name in names])
-        result = self._parts.data.step("training_step", rest, batch_idx)(engine.batch)
+        result = self._parts.results.step("training_step", rest, batch_idx)(engine.batch)
         self._parts.pipelined.stepped(engine)
         if not module.automatic_optimization:
             engine.finish()

@@ -19,8 +19,8 @@ import logging
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,7 +53,7 @@ Record = tuple[dict[str, float], int]
 
 
 class StepResults:
-    """Shares what steps leave behind, and the metrics.
+    """Watches steps, and shares what they leave behind, and the metrics.
 
     Args:
         run: The run.
@@ -120,16 +120,32 @@ class StepResults:
         inside = {part for name in names for part in module.get_submodule(name).modules()}
         return {path: part for path, part in module.named_modules() if part not in inside}
 
-    def watch(self, step: str) -> AbstractContextManager[None]:
-        """While inside, this rank runs a step, such as ``training_step``."""
-        stage = "train" if step == "training_step" else step.removesuffix("_step")
-        return self._collected[stage].watch() if self._collected else nullcontext()
+    def step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
+        """A user's step as a function of the batch alone."""
+        method = getattr(self._run.module, name)
+        stage = "train" if name == "training_step" else name.removesuffix("_step")
+        others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
+
+        def step(batch: Any) -> Any:
+            if not self._run.trainer.predicting:
+                # Lightning finds the batch size for averages here.
+                results = self._run.trainer._results  # noqa: SLF001
+                assert results is not None
+                results.batch, results.batch_size = batch, None
+            with self._run.replicas.as_world():
+                engine = self._run.engine
+                logs = self._run.is_loss_rank if engine is None else engine.computes_loss
+                collected = self._collected.get(stage) if logs else None
+                with nullcontext() if collected is None else collected.watch():
+                    return method(batch, *others)
+
+        return step
 
     # Callbacks
 
     def _insert_callbacks(self, trainer: Any) -> None:
         """Have all ranks know the metrics before callbacks decide by them, and what steps left."""
-        if any(hasattr(callback, "is_sync") for callback in trainer.callbacks):
+        if any(hasattr(callback, "shares_results") for callback in trainer.callbacks):
             return
         namespace = self._run.namespace
         kinds = (namespace.callbacks.Checkpoint, namespace.callbacks.EarlyStopping)
@@ -143,7 +159,7 @@ class StepResults:
 
         # Not a Checkpoint: users take those for ModelCheckpoints.
         sync = namespace.callback(
-            is_sync=True, on_train_batch_end=share_if_due,
+            shares_results=True, on_train_batch_end=share_if_due,
             **{f"on_{when}_end": share for when in ("train_epoch", "validation", "test")},
         )  # fmt: skip
 
@@ -155,7 +171,7 @@ class StepResults:
         trainer.callbacks = [*found, sync]
         if self._run.num_ranks > 1:  # before all others
             first = namespace.callback(
-                is_sync=True,
+                shares_results=True,
                 **{f"on_{stage}_batch_start": _batch_starts for stage in _STAGES},
                 **{f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES},
             )

@@ -53,7 +53,7 @@ class Parts:
         self.run = run
         self.weights = ModuleWeights(run)
         self.results = StepResults(run)
-        self.data = Data(run, self.results)
+        self.data = Data(run)
         self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
         self.repacking = Repacking(run, self.data, self.evaluator)
@@ -61,7 +61,7 @@ class Parts:
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
         """The module's ``training_step``, as the trace and the prologue run it."""
-        step = self.data.step("training_step", rest, batch_idx)
+        step = self.results.step("training_step", rest, batch_idx)
         by_hand = not self.run.module.automatic_optimization
         return partial(self.manual.run, "silent", step) if by_hand else step
 
@@ -201,7 +201,7 @@ class Training:
         automatic = run.module.automatic_optimization
         replay = None
         if not automatic:
-            live = parts.data.step("training_step", rest, batch_idx)
+            live = parts.results.step("training_step", rest, batch_idx)
             replay = partial(parts.manual.run, "live", live)
         result = engine.forward(step, batch, ahead, replay=replay)
         parts.pipelined.stepped(engine)
