@@ -18,8 +18,7 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.refusals import refuse
-from lightning_tspipe.strategy.training.batches import on_cpu, to_device
-from lightning_tspipe.strategy.training.data import Data
+from lightning_tspipe.strategy.training.data import Data, on_cpu, to_device
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights, share_weights
 from lightning_tspipe.strategy.training.placing import set_up
 from lightning_tspipe.strategy.training.step_results import StepResults

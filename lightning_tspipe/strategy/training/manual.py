@@ -38,7 +38,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.refusals import refuse
-from lightning_tspipe.strategy.training.batches import on_cpu
+from lightning_tspipe.strategy.training.data import on_cpu
 from lightning_tspipe.strategy.training.optimizers import (
     hyperparameters,
     parameters_of,

@@ -38,7 +38,7 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
-from lightning_tspipe.strategy.training.batches import to_device
+from lightning_tspipe.strategy.training.data import to_device
 
 log = logging.getLogger("lightning_tspipe")
 
