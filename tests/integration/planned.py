@@ -28,8 +28,8 @@ from lightning_tspipe import (
 )
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.strategy.setup import block_costs, fanout
-from lightning_tspipe.strategy.training import repacking
+from lightning_tspipe.strategy.setup import block_costs
+from lightning_tspipe.strategy.training import fanout, repacking
 from tests.integration.trainings import quiet_trainer, strict, weights_of
 
 WIDTH = 6

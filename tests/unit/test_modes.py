@@ -8,7 +8,7 @@ from pathlib import Path
 import lightning_tspipe
 
 PACKAGE = Path(lightning_tspipe.__file__).parent
-CHOOSING = {"strategy/setup/placing.py"}
+CHOOSING = {"strategy/training/placing.py"}
 """Where engines are made."""
 RELAY = {"strategy/training/relaying.py", "strategy/setup/block_costs.py"}
 """What prepares and drives blocks only."""

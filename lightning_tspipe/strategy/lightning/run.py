@@ -22,6 +22,7 @@ from lightning_tspipe.runtime.faults.local_processes import watch_instead, watch
 from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.transport.base import Alone, Transport
 from lightning_tspipe.runtime.transport.replicas import (
     Replicas,
@@ -40,8 +41,9 @@ from lightning_tspipe.strategy.lightning.namespaces import (
     namespace_of,
 )
 from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.setup.resumption import Resumption
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -74,7 +76,12 @@ class Run(LightningStrategy):
         failures: What is known of other ranks' failures; None where there are no others.
         engine: What runs this rank's stages; None before the first batch.
         spread: That of a training which is over, if its stages stay spread over the ranks.
-        plan: The plan that the run goes by.
+        resumption: Where the run goes on, and by which plan.
+        freezing: What is frozen, and what is known about the step.
+        features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
+            trunk makes all of them.
+        seconds_reading: How long this rank has read training batches, in all.
+        shortest_reading: How long it has read the batch that took the least; 0 before the first.
         stop: What ranks were asked to do, by signals.
         recorder: Notes what this rank does while a window is recorded.
         reduces: Whether a backward ends with gradients that are means over the replicas; not while
@@ -107,7 +114,10 @@ class Run(LightningStrategy):
         self.failures: Failures | None = None
         self.engine: Engine | None = None
         self.spread: Engine | None = None
-        self.plan = PlanOfRun()
+        self.resumption = Resumption()
+        self.freezing = Freezing()
+        self.features: FeatureCache | None = None
+        self.seconds_reading = self.shortest_reading = 0.0
         self.stop = Stop()
         self.recorder = Recorder()
         self.reduces = True

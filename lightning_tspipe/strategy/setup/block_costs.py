@@ -31,13 +31,8 @@ from lightning_tspipe.profiling import moments
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
 from lightning_tspipe.runtime.stages.randomness import draws
-from lightning_tspipe.strategy.setup.options import (
-    SetupOptions,
-    link_of,
-    memory_limit,
-    nominal_rate,
-)
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.setup.options import SetupOptions
+from lightning_tspipe.strategy.setup.resumption import Resumption
 
 
 class BlockPlanner:
@@ -70,7 +65,7 @@ class BlockPlanner:
         self._here, self._callback, self._options = here, callback, options
         self._batch, self._samples, self._optimizers = batch, len(x), optimizers
 
-    def plan(self, run: PlanOfRun) -> RelayPlan:
+    def plan(self, run: Resumption) -> RelayPlan:
         """Who gets which blocks: as in the checkpoint that the run goes on from, or a new plan.
 
         Args:
@@ -95,11 +90,9 @@ class BlockPlanner:
         blocks = found.blocks
         assert blocks is not None
 
-        def changes(before: RunPlan) -> list[str]:
-            return self._changes(before.blocks, blocks)
-
-        run.place(found, changes if transport.rank == LOSS_RANK else None)
-        if transport.rank == LOSS_RANK:
+        is_first = transport.rank == LOSS_RANK
+        run.place(found, partial(self._changes, now=blocks) if is_first else None)
+        if is_first:
             rank_zero_info(f"BlockwiseRelay, mode {wished.mode!r}\n{blocks}")
         return blocks
 
@@ -125,13 +118,14 @@ class BlockPlanner:
         if plan is not None and self._options.memory_limit is None:
             return plan
         profile = self.profile(widths if plan is None else plan.widths)
-        limit = memory_limit(self._options, self._here.device)
+        limit = self._options.bytes_on(self._here.device)
         if plan is not None:
             return profile.priced(plan, limit)
         return plan_mode(wished.mode, profile, num_ranks, limit)
 
-    def _changes(self, before: RelayPlan | None, now: RelayPlan) -> list[str]:
+    def _changes(self, found: RunPlan, now: RelayPlan) -> list[str]:
         """What is computed differently where blocks lie otherwise than in the run before."""
+        before = found.blocks
         if before is None:
             return ["its blocks were not relayed"]
         is_apart = self._callback.sync_batchnorm is False and _shares(before) != _shares(now)
@@ -176,7 +170,7 @@ class BlockPlanner:
             if transport.rank == LOSS_RANK and file is not None:
                 _write(file, text)
         found = from_plain(tuple[BlockProfile, ...], json.loads(text))
-        return RelayProfile(found, self._samples, *link_of(self._options, transport))
+        return RelayProfile(found, self._samples, *self._options.link(transport))
 
     def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
         started = time.perf_counter()
@@ -210,7 +204,7 @@ class BlockPlanner:
             if loss.requires_grad:
                 loss.backward()
 
-        rate = nominal_rate(self._options, here.device)
+        rate = self._options.rate(here.device)
         steps = self._callback.profile_steps
         seconds = partial(seconds_of, device=here.device, steps=steps, rate=rate)
         parts = [part for block in blocks for part in block.modules()]

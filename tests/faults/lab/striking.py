@@ -28,8 +28,8 @@ PATCHED: dict[str, tuple[str, ...]] = {
     "capture": ("setup.block_costs:infer_shapes",),  # in other modes, the module's own step
     "in step": ("training.relaying:RelayTraining._training_step",),
     "planning": (
-        "setup.deciding:Decider.agree",
-        "setup.fanout:HeadPlanner.plan",
+        "training.placing:Decider.agree",
+        "training.fanout:HeadPlanner.plan",
         "setup.block_costs:BlockPlanner.plan",
     ),
     "repack": ("lightning.run:Run.reconnect",),
