@@ -40,8 +40,8 @@ from lightning_tspipe.caching.entries import (
     rows_of,
 )
 from lightning_tspipe.caching.keys import as_ids
-from lightning_tspipe.callbacks.common import decided_on, pipelined_of
-from lightning_tspipe.callbacks.fit_cache import FitCache, versions_of
+from lightning_tspipe.callbacks.common import pipelined_of
+from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.late import sent
@@ -59,7 +59,7 @@ _SIZES = 8
 def _worth(shared: FitCache, value: Any, num_samples: int, seconds: float) -> Worth:
     """What was measured for reading a batch, which takes so many seconds to compute."""
     worth = measure_reading(value, num_samples, **shared.how)
-    return replace(worth, compute=seconds / num_samples, load=shared.seconds_saved)
+    return replace(worth, compute=seconds / num_samples)
 
 
 class CachedPrefix:
@@ -93,17 +93,25 @@ class CachedPrefix:
         if shared.cache is None or not self._can(calls):
             return False
         self._versions, self._tried, self._samples = {}, set(), {}
+        call, device = calls[0], part.device
+
+        def measured() -> Worth:
+            made = tuple(
+                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
+            )
+            return _worth(shared, (made, {}), call.taken.shape[0], call.seconds())
+
+        # What was worth it for fewer layers is so for more.
         if not shared.is_on:
-            self._measure(calls[0], part.device)
+            shared.decide(measured)
         if not shared.is_on:
             return False
-        tensors = _tensors_of(part, shared.trainer.lightning_module)
 
         def function(start: int, stop: int) -> Callable[[Any], Any]:
             # As the cache calls it: on tensors, beside an empty structure
             return lambda value: (part.compute(value[0], start, stop), {})
 
-        shared.divide(part.num_frozen, tensors, function)
+        shared.divide(part.atoms[: part.num_frozen], function)
         return True
 
     def _can(self, calls: Sequence[Call]) -> bool:
@@ -124,24 +132,6 @@ class CachedPrefix:
             log.info("activations are not cached: %s", why)
         return not why
 
-    def _measure(self, call: Call, device: torch.device) -> None:
-        """Decide whether reading is faster than computing, as measured on rank 0.
-
-        What was worth it for fewer layers is so for more.
-        """
-        shared = self._shared
-        if shared.decides_unmeasured:
-            shared.is_on = True
-            return
-
-        def measured() -> Worth:
-            made = tuple(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
-            )
-            return _worth(shared, (made, {}), call.taken.shape[0], call.seconds())
-
-        shared.decide(decided_on(shared.trainer, measured))
-
     # While it runs
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
@@ -149,10 +139,8 @@ class CachedPrefix:
         shared = self._shared
         ids = shared.ids_of(batch)
         behind = shared.opened.behind(ids, shared.segments)
-        if behind.any() and not shared.is_verified:
-            shared.let_skip()
-            if all(map(is_loaded, inputs)):
-                return Samples(ids, is_checked=True)
+        if shared.reads_first(behind, inputs):
+            return Samples(ids, is_checked=True)
         return Samples(ids, shared.cuts[int(behind.min())])
 
     def expect(self, batches: Mapping[int, Samples | None]) -> None:
@@ -230,7 +218,7 @@ class CachedPrefix:
     def _check(self, part: FrozenPart, received: Tensors, atoms: tuple[int, int]) -> None:
         """Refuse random layers, and weights that have changed since they were frozen."""
         if atoms not in self._versions:
-            found = _tensors_of(part, self._shared.trainer.lightning_module)(*atoms)
+            found = tensors_of(part.atoms[slice(*atoms)])
             self._versions[atoms] = found, versions_of(found)
         tensors, before = self._versions[atoms]
         if before != versions_of(tensors):
@@ -241,22 +229,6 @@ class CachedPrefix:
         if received and atoms not in self._tried and all(map(is_loaded, received)):
             self._tried.add(atoms)
             self._shared.check_deterministic(lambda: part.compute(received, *atoms), tensors)
-
-
-def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
-    """A function that returns the parameters and buffers of a range of atoms."""
-    own: dict[str, Tensor] = {}
-    own.update(module.named_parameters(remove_duplicate=False))
-    own.update(module.named_buffers(remove_duplicate=False))
-
-    def of(start: int, stop: int) -> list[Tensor]:
-        return [
-            own[name]
-            for atom in part.atoms[start:stop]
-            for name in (*atom.parameter_names, *atom.buffer_names)
-        ]
-
-    return of
 
 
 def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
@@ -289,10 +261,10 @@ class CachedFeatures:
                 f"AutoCache caches what the trunk returns, and {where} is in train mode, where "
                 "dropout and batch statistics change its output each time: call self.teacher.eval()"
             )
-        shared.is_on = True if shared.decides_unmeasured else None
         self._shared = shared
         self._trunk = trunk
         self._writes = False
+        self._worth: Any = None  # on the data rank, once it is measured
 
     def start_epoch(self) -> None:
         """Between epochs weights may change in ways that leave no trace; every rank calls it."""
@@ -308,7 +280,7 @@ class CachedFeatures:
             features: Placeholders for the features of a batch.
         """
         values = [tensor.cpu() for tensor in features]
-        self._shared.worth = _worth(self._shared, values, len(values[0]), seconds)
+        self._worth = _worth(self._shared, values, len(values[0]), seconds)
 
     def place(self, transport: Transport, pipeline: Pipeline) -> None:
         """Follow the weights of the trunk, at the first batch and at each epoch; all ranks call it.
@@ -318,12 +290,8 @@ class CachedFeatures:
         shared = self._shared
         tensors = (*self._trunk.parameters(), *self._trunk.buffers())
         own = fingerprint(*(tensor for tensor in tensors if not tensor.is_meta))
-        gathered = transport.gather_object((own, shared.worth))
-        told = None
-        if gathered is not None:
-            digest = hashlib.blake2b("".join(part for part, _ in gathered).encode(), digest_size=16)
-            told = digest.hexdigest(), gathered[pipeline.data_rank][1]
-        whole, shared.worth = transport.broadcast_object(told, 0)
+        gathered = transport.broadcast_object(transport.gather_object(own), 0)
+        whole = hashlib.blake2b("".join(gathered).encode(), digest_size=16).hexdigest()
         boundary = Boundary("trunk", whole, shared.dtype)
         before, shared.segments = shared.segments, [Segment(boundary, self._trunk)]
         self._writes = transport.rank == min(pipeline.loss_ranks)
@@ -335,8 +303,7 @@ class CachedFeatures:
             if transport.rank == pipeline.data_rank:
                 shared.cache.let_skip([])
         if shared.is_on is None:
-            assert shared.worth is not None
-            shared.decide(shared.worth)
+            shared.decide(lambda: self._worth, pipeline.data_rank)
 
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
         """On the data rank: the samples of a batch that must go through the trunk."""
@@ -359,13 +326,12 @@ class CachedFeatures:
 
     def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """On a rank with heads: the features of a batch, read or computed."""
-        first = {row: index for index, row in reversed(list(enumerate(kept.rows)))}
-        made, known = sorted(first), sorted(set(range(len(kept.ids))) - first.keys())
+        number = len(set(kept.rows))  # one may come again and again, behind the others
+        made, known = kept.rows[:number], sorted(set(range(len(kept.ids))).difference(kept.rows))
         parts: list[tuple[Any, list[Tensor]]] = []
         if made:
-            index = [first[row] for row in made]
-            values = [rounded(rows_of(t, index), self._shared.dtype) for t in computed]
-            parts.append((made, values))
+            values = rows_of(list(computed), range(number))
+            parts.append((made, rounded(values, self._shared.dtype)))
         if known:
             parts.append((known, self._read(kept, known, device)))
         whole: list[Tensor] = assembled(parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -35,16 +36,15 @@ class Restoring(Callback):
     """A callback that replaces things while a fit lasts, and puts them back however it ends.
 
     Attributes:
-        undo: Functions that put something back; the last one is called first.
+        undo: What puts things back; the last one first.
     """
 
     def __init__(self) -> None:
-        self.undo: list[Callable[[], None]] = []
+        self.undo = ExitStack()
 
     def restore(self) -> None:
         """Put everything back; twice is fine."""
-        while self.undo:
-            self.undo.pop()()
+        self.undo.close()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -59,20 +59,6 @@ class Restoring(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.restore()
-
-
-def replaced(owner: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one object; returns the function that undoes it."""
-    own = vars(owner).get(name)
-    vars(owner)[name] = function
-
-    def undo() -> None:
-        if own is None:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = own
-
-    return undo
 
 
 def pipelined_of(trainer: Trainer) -> Pipelined | None:

@@ -184,7 +184,7 @@ class DelayedTeacherUpdate(Restoring):
         refuse_sharding(trainer, "DelayedTeacherUpdate")
         self._modules = submodules(pl_module, self.teacher, "teacher")
         self._weights = _LateWeights(self._modules)
-        self.undo.append(self._weights.remove)
+        self.undo.callback(self._weights.remove)
 
     @override
     def on_train_batch_start(

@@ -14,12 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils import skip_init
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import (
-    may_log,
-    pipelined_of,
-    replaced,
-    submodules,
-)
+from lightning_tspipe.callbacks.common import may_log, pipelined_of, submodules
 from lightning_tspipe.callbacks.features import (
     DataParallelGroup,
     FeatureEvaluator,
@@ -31,6 +26,7 @@ from lightning_tspipe.callbacks.features import (
     hits_of,
 )
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.modules import attributes_replaced
 
 _SIMILARITIES_AT_ONCE = 2**24
 
@@ -306,7 +302,8 @@ class OnlineLinearProbe(FeatureEvaluator):
             self._kept = seen[0].detach().clone(), labels.clone()
             return result
 
-        self.undo.append(replaced(pl_module, "training_step", training_step))
+        replaced = [(pl_module, "training_step", training_step)]
+        self.undo.enter_context(attributes_replaced(replaced))
 
     @override
     def restore(self) -> None:

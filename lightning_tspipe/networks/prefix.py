@@ -69,10 +69,6 @@ class DividedNetwork:
                 number = index
         return number
 
-    def tensors(self, stop: int) -> list[Tensor]:
-        """Parameters and buffers of the atoms before ``stop``."""
-        return [t for atom in self.atoms[:stop] for t in (*atom.parameters(), *atom.buffers())]
-
     def piece(self, start: int, stop: int) -> Callable[[Middle], Middle]:
         """The atoms from ``start`` up to, not including, ``stop``, as one function."""
 
