@@ -43,10 +43,6 @@ class CachedForward:
         self._forward = network.forward
         self._own = {name: value for name, value in vars(network).items() if name == "forward"}
 
-    def start_epoch(self) -> None:
-        """Between epochs weights may change in ways that leave no trace."""
-        self._versions = []
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's ``forward``; while it runs, the network has its own, to be traced."""
         attributes = vars(self._network)
@@ -76,7 +72,8 @@ class CachedForward:
             )
         middle = divided.start(args, kwargs)
         tensors = tensors_of(divided.atoms[:number])
-        versions = versions_of(tensors)
+        # Between epochs weights may change in ways that leave no trace.
+        versions = [(shared.trainer.current_epoch, 0), *versions_of(tensors)]
         if versions != self._versions or number != shared.cuts[-1]:
             self._versions = versions
             shared.divide(divided.atoms[:number], divided.piece)
@@ -143,8 +140,6 @@ class AutoCache(FitCache):
             random; a budget exceeds what is free.
     """
 
-    _reader: CachedForward | CachedFeatures | None = None
-
     @property
     @override
     def state_key(self) -> str:
@@ -170,15 +165,14 @@ class AutoCache(FitCache):
         network = submodules(pl_module, self.network, "network")[self.network]
         self.follow(trainer)
         if pipelined is not None:
-            self._reader = features = CachedFeatures(self, network)
-            pipelined.use_features(features)
+            pipelined.use_features(CachedFeatures(self, network))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pipelined_of(trainer) is not None:
             return
         network = pl_module.get_submodule(self.name)
-        self._reader = reader = CachedForward(self, network)
+        reader = CachedForward(self, network)
         step = pl_module.training_step
 
         @functools.wraps(step)
@@ -191,8 +185,9 @@ class AutoCache(FitCache):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._reader is not None:
-            self._reader.start_epoch()
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None:
+            pipelined.look_at_trunk()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -266,12 +266,6 @@ class CachedFeatures:
         self._writes = False
         self._worth: Any = None  # on the data rank, once it is measured
 
-    def start_epoch(self) -> None:
-        """Between epochs weights may change in ways that leave no trace; every rank calls it."""
-        pipelined = pipelined_of(self._shared.trainer)
-        assert pipelined is not None
-        pipelined.look_at_trunk()
-
     def consider(self, seconds: float, features: Sequence[Tensor]) -> None:
         """On the data rank: measure whether reading is faster than running the trunk.
 

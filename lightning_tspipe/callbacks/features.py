@@ -185,31 +185,19 @@ def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
 class FeatureEvaluator(Restoring):
     """Classifies labelled images by their features, at the end of training epochs.
 
-    Args:
+    Attributes:
         queries: Labelled images that are classified; None: none.
         features: The features.
         every_n_epochs: Evaluate after each n-th epoch, and after the last one.
         batch_size: For datasets; loaders have their own.
         limit: Largest number of batches of a source, of all members together.
-        name: Part of the metrics' names.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what both evaluations have
-        self,
-        queries: Source | None,
-        features: Features,
-        every_n_epochs: int,
-        batch_size: int,
-        name: str,
-        limit: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.queries = queries
-        self.features = features
-        self.every_n_epochs = every_n_epochs
-        self.batch_size = batch_size
-        self.name = name
-        self.limit = limit
+    queries: Source | None
+    features: Features
+    every_n_epochs: int
+    batch_size: int
+    limit: int | None = None
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

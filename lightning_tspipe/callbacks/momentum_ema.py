@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -46,6 +47,7 @@ def cosine_momentum(step: int, num_steps: int, start: float, end: float) -> floa
     return end - (end - start) * (math.cos(math.pi * step / (num_steps - 1)) + 1) / 2
 
 
+@dataclass(eq=False, repr=False)
 class MomentumEMA(Restoring):
     """``teacher = m * teacher + (1 - m) * student`` after every optimizer step.
 
@@ -70,29 +72,26 @@ class MomentumEMA(Restoring):
             submodule, a teacher parameter without a student parameter of its name and shape.
     """
 
-    def __init__(
-        self,
-        momentum: Momentum = 0.996,
-        student: Names = "student",
-        teacher: Names = "teacher",
-        buffers: BuffersPolicy = "keep",
-        *,
-        log_momentum: bool = False,
-    ) -> None:
+    momentum: Momentum = 0.996
+    student: Names = "student"
+    teacher: Names = "teacher"
+    buffers: BuffersPolicy = "keep"
+    _: KW_ONLY
+    log_momentum: bool = False
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.student = as_names(student)
-        self.teacher = as_names(teacher)
+        self.student, self.teacher = as_names(self.student), as_names(self.teacher)
         if len(self.student) != len(self.teacher):
             raise ConfigurationError(
                 f"every student submodule needs its teacher: student={self.student}, "
                 f"teacher={self.teacher}"
             )
-        if buffers not in {"keep", "copy", "average"}:
-            raise ConfigurationError(f"buffers={buffers!r}: choose 'keep', 'copy' or 'average'")
-        _check_momentum(momentum)
-        self.momentum = momentum
-        self.buffers = buffers
-        self.log_momentum = log_momentum
+        if self.buffers not in {"keep", "copy", "average"}:
+            raise ConfigurationError(
+                f"buffers={self.buffers!r}: choose 'keep', 'copy' or 'average'"
+            )
+        _check_momentum(self.momentum)
         self._num_steps = -1
         self._global_step = 0
         self._has_stepped = False
