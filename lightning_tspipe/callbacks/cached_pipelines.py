@@ -46,7 +46,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.runtime.batches.metadata import Kept, Samples
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known
 from lightning_tspipe.runtime.stages.frozen import Call, FrozenPart
 from lightning_tspipe.runtime.transport.base import Transport
 
@@ -71,7 +71,7 @@ class CachedPrefix:
 
     def __init__(self, shared: FitCache) -> None:
         self._shared = shared
-        self._samples: dict[int, Samples] = {}
+        self._known: dict[int, Known] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
         self._tried: set[tuple[int, int]] = set()
         self._device: torch.device | None = None
@@ -92,7 +92,7 @@ class CachedPrefix:
         shared = self._shared
         if shared.cache is None or not self._can(calls):
             return False
-        self._versions, self._tried, self._samples = {}, set(), {}
+        self._versions, self._tried, self._known = {}, set(), {}
         call, device = calls[0], part.device
 
         def measured() -> Worth:
@@ -134,18 +134,18 @@ class CachedPrefix:
 
     # While it runs
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank: look up the samples of a batch, given the inputs of its calls."""
         shared = self._shared
         ids = shared.ids_of(batch)
         behind = shared.opened.behind(ids, shared.segments)
         if shared.reads_first(behind, inputs):
-            return Samples(ids, is_checked=True)
-        return Samples(ids, shared.cuts[int(behind.min())])
+            return Known(ids, is_checked=True)
+        return Known(ids, shared.cuts[int(behind.min())])
 
-    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+    def expect(self, batches: Mapping[int, Known]) -> None:
         """Set the batches of a step, by their numbers."""
-        self._samples = {number: x for number, x in batches.items() if x is not None}
+        self._known = dict(batches)
 
     def run(
         self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
@@ -160,17 +160,17 @@ class CachedPrefix:
         """
         shared, cache, (number, rows) = self._shared, self._shared.opened, place
         self._device = part.device
-        samples, (start, stop) = self._samples[number], atoms
-        ids = samples.ids[rows]
+        known, (start, stop) = self._known[number], atoms
+        ids = known.ids[rows]
         self._check(part, received, atoms)
-        if received and atoms == (0, part.num_frozen) and not samples.is_checked:
+        if received and atoms == (0, part.num_frozen) and not known.is_checked:
             passed: Tensors = cache.outputs(ids, (received, {}), shared.segments)[0]
             return passed
         behind = cache.behind(ids, shared.segments)
         value = received
         if not received:
             value = self._merged(None, ids, behind, start)
-        elif start == 0 and not samples.is_checked and cache.may_lack_inputs:
+        elif start == 0 and not known.is_checked and cache.may_lack_inputs:
             value = _filled(received, behind > 0)
         for first, last in pairwise([start, *(c for c in shared.cuts if start < c < stop), stop]):
             if first == last:
@@ -178,7 +178,7 @@ class CachedPrefix:
             value = part.compute(value, first, last)
             if last in shared.cuts:
                 value = rounded(value, shared.dtype)
-                value = self._merged(value, ids, behind, last, is_checked=samples.is_checked)
+                value = self._merged(value, ids, behind, last, is_checked=known.is_checked)
         if stop == part.num_frozen:
             cache.count(behind, shared.segments)
             cache.keep(ids, (value, {}), shared.segments, behind)
@@ -299,52 +299,52 @@ class CachedFeatures:
         if shared.is_on is None:
             shared.decide(lambda: self._worth, pipeline.data_rank)
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank: the samples of a batch that must go through the trunk."""
         shared, cache = self._shared, self._shared.cache
         if cache is None or not shared.is_on:
-            return None
+            return NOTHING_KNOWN
         ids = as_ids(shared.ids_of(batch))
         _check_calls(inputs, len(ids))
-        known = cache.behind(ids, shared.segments)
-        cache.count(known, shared.segments)
-        if not shared.is_verified and known.any():
+        behind = cache.behind(ids, shared.segments)
+        cache.count(behind, shared.segments)
+        if not shared.is_verified and behind.any():
             shared.is_verified = True
-            return Kept(tuple(ids), tuple(range(len(ids))), compares=True)
-        missing = np.flatnonzero(known == 0).tolist()
+            return Known(ids, rows=tuple(range(len(ids))), is_checked=True)
+        missing = np.flatnonzero(behind == 0).tolist()
         size = -(-len(ids) // _SIZES)
         if missing and cache.may_lack_inputs:
             check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
         padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
-        return Kept(tuple(ids), (*missing, *missing[:1] * padding))
+        return Known(ids, rows=(*missing, *missing[:1] * padding))
 
-    def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def whole(self, known: Known, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """On a rank with heads: the features of a batch, read or computed."""
-        number = len(set(kept.rows))  # one may come again and again, behind the others
-        made, known = kept.rows[:number], sorted(set(range(len(kept.ids))).difference(kept.rows))
+        rows = known.rows or ()
+        number = len(set(rows))  # one may come again and again, behind the others
+        others = sorted(set(range(len(known.ids))).difference(rows))
         parts: list[tuple[Any, list[Tensor]]] = []
-        if made:
+        if number:
             values = rows_of(list(computed), range(number))
-            parts.append((made, rounded(values, self._shared.dtype)))
-        if known:
-            parts.append((known, self._read(kept, known, device)))
+            parts.append((rows[:number], rounded(values, self._shared.dtype)))
+        if others:
+            parts.append((others, self._read(known.ids, others, device)))
         whole: list[Tensor] = assembled(parts)
         if self._writes:
             cache, segments = self._shared.opened, self._shared.segments
-            behind = cache.behind(kept.ids, segments)
-            if kept.compares:  # and from now on inputs need not be loaded
-                known = np.flatnonzero(behind).tolist()
+            behind = cache.behind(known.ids, segments)
+            if known.is_checked:  # and from now on inputs need not be loaded
+                kept = np.flatnonzero(behind).tolist()
                 self._shared.check_unchanged(
-                    self._read(kept, known, device), [tensor[known] for tensor in computed]
+                    self._read(known.ids, kept, device), [tensor[kept] for tensor in computed]
                 )
                 cache.let_skip(segments)
-            cache.keep(kept.ids, whole, segments, behind)
+            cache.keep(known.ids, whole, segments, behind)
         return whole
 
-    def _read(self, kept: Kept, rows: Sequence[int], device: torch.device) -> list[Tensor]:
-        ids = [kept.ids[row] for row in rows]
+    def _read(self, ids: Any, rows: Sequence[int], device: torch.device) -> list[Tensor]:
         boundary = self._shared.segments[0].boundary
-        return list(self._shared.opened.read(ids, boundary, device))
+        return list(self._shared.opened.read([ids[row] for row in rows], boundary, device))
 
 
 def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:

@@ -48,12 +48,12 @@ class Prefix(TrainingMode):
     @override
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         front = self._part.front
-        return NOTHING_KNOWN if front is None else Known(samples=front.see(batch, inputs))
+        return NOTHING_KNOWN if front is None else front.see(batch, inputs)
 
     @override
     def expect(self, headers: Mapping[int, StepHeader]) -> None:
         if self._part.front is not None:
-            self._part.front.expect({n: header.known.samples for n, header in headers.items()})
+            self._part.front.expect({n: header.known for n, header in headers.items()})
 
 
 @final

@@ -21,7 +21,7 @@ from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Kept, Known, StepHeader
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
 from lightning_tspipe.runtime.execution.executor import Handler, Pace, StepContext
 from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.execution.rank import TrainingMode
@@ -53,7 +53,7 @@ class Fanout(TrainingMode):
         self._heads = heads
         self._trains = trains
         self._cache = heads.cache if trains else None
-        self._kept: dict[int, Kept | None] = {}
+        self._known: dict[int, Known] = {}
 
     @override
     def layout(self, captured: Captured, division: Division) -> Pipeline:
@@ -95,12 +95,12 @@ class Fanout(TrainingMode):
 
     def _give_features(self, losses: Losses, context: StepContext) -> None:
         """The features of a batch of which some were known."""
-        kept = self._kept.get(context.index)
-        if kept is not None:
+        known = self._known.get(context.index, NOTHING_KNOWN)
+        if known.rows is not None:
             assert self._cache is not None
             values = values_of_teacher(losses.plan)
-            computed = losses.computed(context, values) if kept.rows else []
-            whole = self._cache.whole(kept, computed, self._heads.device)
+            computed = losses.computed(context, values) if known.rows else []
+            whole = self._cache.whole(known, computed, self._heads.device)
             losses.give(dict(zip(values, whole, strict=True)))
 
     @override
@@ -111,11 +111,11 @@ class Fanout(TrainingMode):
 
     @override
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
-        return NOTHING_KNOWN if self._cache is None else Known(kept=self._cache.see(batch, inputs))
+        return NOTHING_KNOWN if self._cache is None else self._cache.see(batch, inputs)
 
     @override
     def expect(self, headers: Mapping[int, StepHeader]) -> None:
-        self._kept = {number: header.known.kept for number, header in headers.items()}
+        self._known = {number: header.known for number, header in headers.items()}
 
     @override
     def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:

@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.runtime.batches.metadata import Samples
+from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.stages.running import Run
@@ -59,10 +59,10 @@ class Front(Protocol):
             Whether anything is going to be known of it.
         """
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
 
-    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+    def expect(self, batches: Mapping[int, Known]) -> None:
         """The batches, by their numbers, that a step has to do with."""
 
     def run(
