@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,23 @@ from lightning_tspipe.networks.atoms import AtomChain, atomize
 
 Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 """What passes on between two atoms, and the parts of the return value that are known there."""
+
+
+def num_frozen(atoms: Iterable[Sequence[bool]]) -> int:
+    """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
+
+    What follows it without parameters may be random (dropout), and belongs to the rest.
+
+    Args:
+        atoms: For each atom, whether each of its parameters is frozen.
+    """
+    number = 0
+    for index, frozen in enumerate(atoms, start=1):
+        if not all(frozen):
+            break
+        if frozen:
+            number = index
+    return number
 
 
 class DividedNetwork:
@@ -56,18 +73,8 @@ class DividedNetwork:
         return (now.pack(tensors_of(args, kwargs)),), {}
 
     def num_frozen(self) -> int:
-        """Atoms up to the last one with parameters before the first one that is trained.
-
-        What follows it without parameters may be random (dropout), and belongs to the rest.
-        """
-        number = 0
-        for index, atom in enumerate(self.atoms, start=1):
-            parameters = atom.parameters()
-            if any(parameter.requires_grad for parameter in parameters):
-                break
-            if parameters:
-                number = index
-        return number
+        """Atoms that are frozen, see :func:`num_frozen`."""
+        return num_frozen([not p.requires_grad for p in a.parameters()] for a in self.atoms)
 
     def piece(self, start: int, stop: int) -> Callable[[Middle], Middle]:
         """The atoms from ``start`` up to, not including, ``stop``, as one function."""

@@ -20,6 +20,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.prefix import num_frozen
 from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
@@ -168,19 +169,10 @@ def parameter_names(network: ChainNetwork) -> tuple[tuple[str, ...], ...]:
 
 
 def num_frozen_atoms(parameters: Sequence[Sequence[str]], frozen: Collection[str]) -> int:
-    """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
-
-    What follows it without parameters may be random (dropout), and belongs to the next layer.
+    """Atoms that are frozen, see :func:`~lightning_tspipe.networks.prefix.num_frozen`.
 
     Args:
         parameters: For each atom, the names of its parameters.
         frozen: Names of the parameters that are frozen.
     """
-    last = 0
-    for index, own in enumerate(parameters):
-        names = set(own)
-        if names - set(frozen):
-            break
-        if names:
-            last = index + 1
-    return last
+    return num_frozen([name in frozen for name in own] for own in parameters)
