@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,21 +21,12 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import Late, after_backward
 from lightning_tspipe.planning.relay import MODES, Mode
 from lightning_tspipe.runtime.modes.relay.blocks import BlockOutcome, BlockPair, pair_blocks
+from lightning_tspipe.strategy.training.relaying import RelayTraining
 
 if TYPE_CHECKING:
     _Base = LightningModule
 else:
     _Base = object
-
-
-class Rounds(Protocol):
-    """Runs the rounds of a step on all ranks of a pipeline, instead of here."""
-
-    def run_round(self, number: int) -> Mapping[int, BlockOutcome]:
-        """The losses of the blocks that this rank trains."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
 
 
 @dataclass
@@ -84,7 +75,8 @@ class BlockwiseDistillation(_Base):
     For networks that are not a list of their blocks. They are traced; a block may begin at any
     submodule with a single input tensor: ``{"teacher": ["layer2", "layer3"]}``.
     """
-    rounds: Rounds | None = None
+    rounds: RelayTraining | None = None
+    """Runs the rounds of a step on all ranks of a pipeline, instead of here."""
     _means: _Means | None = None
     _known_pairs: _Pairs | None = None
 

@@ -102,8 +102,7 @@ def decided_on(trainer: Trainer, decide: Callable[[], T], rank: int = 0) -> T:
     found: T | Exception = trainer.strategy.broadcast(box, rank)
     if isinstance(found, Exception):
         raise found
-    decided: T = found
-    return decided
+    return found
 
 
 def is_over(trainer: Trainer) -> bool:
