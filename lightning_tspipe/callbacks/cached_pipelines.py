@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -74,7 +75,6 @@ class CachedPrefix:
         self._known: dict[int, Known] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
         self._tried: set[tuple[int, int]] = set()
-        self._device: torch.device | None = None
 
     @property
     def num_known(self) -> int:
@@ -92,27 +92,24 @@ class CachedPrefix:
         shared = self._shared
         if shared.cache is None or not self._can(calls):
             return False
-        self._versions, self._tried, self._known = {}, set(), {}
+        self._versions, self._tried = {}, set()
         call, device = calls[0], part.device
 
         def measured() -> Worth:
             made = tuple(
                 torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
             )
-            return _worth(shared, (made, {}), call.taken.shape[0], call.seconds())
+            return _worth(shared, made, call.taken.shape[0], call.seconds())
 
         # What was worth it for fewer layers is so for more.
         if not shared.is_on:
             shared.decide(measured)
-        if not shared.is_on:
-            return False
-
-        def function(start: int, stop: int) -> Callable[[Any], Any]:
-            # As the cache calls it: on tensors, beside an empty structure
-            return lambda value: (part.compute(value[0], start, stop), {})
-
-        shared.divide(part.atoms[: part.num_frozen], function)
-        return True
+        if shared.is_on:
+            shared.divide(
+                part.atoms[: part.num_frozen],
+                lambda start, stop: partial(part.compute, start=start, stop=stop),
+            )
+        return bool(shared.is_on)
 
     def _can(self, calls: Sequence[Call]) -> bool:
         """Whether processes can share a cache, and one entry per sample is enough."""
@@ -159,12 +156,11 @@ class CachedPrefix:
             atoms: The first one, and one after the last.
         """
         shared, cache, (number, rows) = self._shared, self._shared.opened, place
-        self._device = part.device
         known, (start, stop) = self._known[number], atoms
-        ids = known.ids[rows]
+        ids = as_ids(known.ids[rows])
         self._check(part, received, atoms)
         if received and atoms == (0, part.num_frozen) and not known.is_checked:
-            passed: Tensors = cache.outputs(ids, (received, {}), shared.segments)[0]
+            passed: Tensors = cache.outputs(ids, received, shared.segments)
             return passed
         behind = cache.behind(ids, shared.segments)
         value = received
@@ -181,7 +177,7 @@ class CachedPrefix:
                 value = self._merged(value, ids, behind, last, is_checked=known.is_checked)
         if stop == part.num_frozen:
             cache.count(behind, shared.segments)
-            cache.keep(ids, (value, {}), shared.segments, behind)
+            cache.keep(ids, value, shared.segments, behind)
         return value
 
     def _merged(
@@ -200,13 +196,12 @@ class CachedPrefix:
         kept = np.flatnonzero(behind == number)
         if value is not None and not len(kept):
             return value
-        chosen = ids[torch.from_numpy(kept)] if isinstance(ids, Tensor) else [ids[k] for k in kept]
-        boundary = self._shared.segments[number - 1].boundary
-        read: Tensors = self._shared.opened.read(chosen, boundary, self._device)[0]
+        shared, chosen = self._shared, [ids[index] for index in kept]
+        boundary, device = shared.segments[number - 1].boundary, shared.trainer.strategy.root_device
+        read: Tensors = shared.opened.read(chosen, boundary, device)
         if is_checked:
             assert value is not None
-            fresh = rows_of(value, kept)
-            self._shared.check_unchanged(read, fresh)
+            shared.check_unchanged(read, rows_of(value, kept))
             return value
         if len(kept) == len(behind):
             return read
