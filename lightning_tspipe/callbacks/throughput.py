@@ -32,29 +32,22 @@ _RECORDED_STEPS = 4
 _MIB = 2**20
 
 
-@dataclass
-class _Totals:
-    """Totals of the run, including the time before it was resumed from a checkpoint."""
-
-    num_batches: int = 0
-    num_samples: int = 0
-    elapsed: float = 0.0
-
-
 class _Batch(NamedTuple):
-    """A batch, with the totals of the run at its end.
+    """A batch, with the totals at its end: of the run, also before it was resumed.
 
     Attributes:
-        elapsed: Seconds of training.
+        num_batches: Batches.
         num_samples: Samples.
+        elapsed: Seconds of training.
         wait: Seconds from the end of the batch before to the start of this one.
         staleness: Number of updates that its teacher was late; None if there is no teacher.
     """
 
-    elapsed: float
-    num_samples: int
-    wait: float
-    staleness: int | None
+    num_batches: int = 0
+    num_samples: int = 0
+    elapsed: float = 0.0
+    wait: float = 0.0
+    staleness: int | None = None
 
 
 @dataclass
@@ -62,9 +55,8 @@ class _Fit:
     """The state of one fit.
 
     Attributes:
-        totals: Totals of the run.
+        batches: What came before the fit, and its last batches; of the first only the end counts.
         measures: Whether this rank does.
-        batches: The last batches; of the first of them only the end counts.
         from_ranks: Metrics that the ranks of a pipeline reported last.
         next_recording: Number of the batch at which steps are recorded for the bubble ratio.
         num_replicas: Replicas of the pipeline, or processes.
@@ -77,9 +69,8 @@ class _Fit:
         last: The metrics of the last full window.
     """
 
-    totals: _Totals = field(default_factory=_Totals)
+    batches: deque[_Batch]
     measures: bool = False
-    batches: deque[_Batch] = field(default_factory=deque)
     from_ranks: dict[str, float] = field(default_factory=dict)
     next_recording: float = math.inf
     num_replicas: int = 1
@@ -146,14 +137,14 @@ class PipelineThroughputMonitor(Callback):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigurationError(f"{name}={value} must be above 0, or None")
-        self._fit, self._restored = _Fit(), _Totals()
+        self._fit, self._restored = _Fit(deque([_Batch()])), _Batch()
 
     def summary(self) -> dict[str, float]:
         """The metrics of the last full window, with the totals; empty on ranks that don't measure.
 
         Contains what is logged, and ``num_batches`` and ``num_samples``.
         """
-        fit, totals = self._fit, self._fit.totals
+        fit, totals = self._fit, self._fit.batches[-1]
         if not fit.measures:
             return {}
         return {
@@ -165,18 +156,19 @@ class PipelineThroughputMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self._fit.totals))
+        totals = self._fit.batches[-1]._asdict()
+        return {name: totals[name] for name in ("num_batches", "num_samples", "elapsed")}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = _Totals(**state_dict)
+        self._restored = _Batch(**state_dict)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipelined, step = pipelined_of(trainer), trainer.global_step
-        self._fit = fit = _Fit(self._restored, steps=(step, step), mark=self.clock())
-        self._restored = _Totals()
-        fit.batches = deque(maxlen=self.window + 1)
+        batches = deque([self._restored], maxlen=self.window + 1)
+        self._fit = fit = _Fit(batches, steps=(step, step), mark=self.clock())
+        self._restored = _Batch()
         callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
         has_timeline = any(isinstance(callback, PipelineTimeline) for callback in callbacks)
         if self.bubble_every_n_batches is not None and not has_timeline:
@@ -219,19 +211,19 @@ class PipelineThroughputMonitor(Callback):
             self._exchange(pipelined, pl_module)
         if not fit.measures:
             return
-        totals = fit.totals
-        totals.elapsed += now - fit.mark
-        fit.mark = now
-        totals.num_batches += 1
-        totals.num_samples += self._batch_size(pipelined, batch)
-        staleness = None
+        before, staleness = fit.batches[-1], None
         if pipelined is not None and pipelined.teacher_ran_ahead is not None:
             staleness = int(pipelined.teacher_ran_ahead and fit.steps[1] > fit.steps[0])
-        fit.batches.append(_Batch(totals.elapsed, totals.num_samples, fit.wait, staleness))
+        num_samples = before.num_samples + self._batch_size(pipelined, batch)
+        elapsed = before.elapsed + (now - fit.mark)
+        fit.mark = now
+        fit.batches.append(
+            _Batch(before.num_batches + 1, num_samples, elapsed, fit.wait, staleness)
+        )
         metrics = self._metrics(trainer, pl_module)
         fit.last = metrics or fit.last
         pl_module.log_dict(
-            {**metrics, "elapsed": totals.elapsed}, on_step=True, on_epoch=False, batch_size=1
+            {**metrics, "elapsed": elapsed}, on_step=True, on_epoch=False, batch_size=1
         )
 
     def _exchange(self, pipelined: Pipelined, pl_module: LightningModule) -> None:
@@ -255,7 +247,7 @@ class PipelineThroughputMonitor(Callback):
     def _metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """The metrics of the window; empty until it is full."""
         fit, pipelined = self._fit, pipelined_of(trainer)
-        if len(fit.batches) <= self.window:
+        if fit.num_batches <= self.window:
             return {}
         before, *batches = fit.batches
         seconds = batches[-1].elapsed - before.elapsed
