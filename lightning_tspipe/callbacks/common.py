@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ Names = str | Sequence[str]
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Restoring(Callback):
     """A callback that replaces things while a fit lasts, and puts them back however it ends.
 
@@ -39,8 +41,7 @@ class Restoring(Callback):
         undo: What puts things back; the last one first.
     """
 
-    def __init__(self) -> None:
-        self.undo = ExitStack()
+    undo: ExitStack = field(default_factory=ExitStack, init=False)
 
     def restore(self) -> None:
         """Put everything back; twice is fine."""

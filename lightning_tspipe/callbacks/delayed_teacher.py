@@ -44,6 +44,7 @@ class _LateWeights:
         modules: The modules by name.
 
     Attributes:
+        modules: See above.
         earlier: Copies by name, which are never changed; None: there are none.
         is_open: Whether forwards read them.
 
@@ -52,6 +53,7 @@ class _LateWeights:
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
         self.earlier: dict[str, Tensor] | None = None
         self._places: dict[str, Place] = {}
         seen: set[int] = set()
@@ -164,9 +166,7 @@ class DelayedTeacherUpdate(Restoring):
             )
         if self.start_step < 0:
             raise ConfigurationError(f"start_step={self.start_step} is negative")
-        super().__init__()
         self.teacher = as_names(self.teacher)
-        self._modules: dict[str, nn.Module] = {}
         self._weights: _LateWeights | None = None
         self._coming: dict[str, Tensor] | None = None  # what is read from the next batch on
         self._restored: dict[str, Tensor] = {}
@@ -177,8 +177,7 @@ class DelayedTeacherUpdate(Restoring):
         if self.delay == 0 or pipelined_of(trainer) is not None:
             return
         refuse_sharding(trainer, "DelayedTeacherUpdate")
-        self._modules = submodules(pl_module, self.teacher, "teacher")
-        self._weights = _LateWeights(self._modules)
+        self._weights = _LateWeights(submodules(pl_module, self.teacher, "teacher"))
         self.undo.callback(self._weights.remove)
 
     @override
@@ -188,7 +187,7 @@ class DelayedTeacherUpdate(Restoring):
         if self._weights is None:
             return
         for name, module in submodules(pl_module, self.teacher, "teacher").items():
-            if module is not self._modules[name]:  # its forwards are not hooked
+            if module is not self._weights.modules[name]:  # its forwards are not hooked
                 raise ConfigurationError(
                     f"{name} was replaced during training; update its weights in place instead "
                     f"(load_state_dict, or MomentumEMA)"
@@ -244,7 +243,7 @@ class DelayedTeacherUpdate(Restoring):
         super().teardown(trainer, pl_module, stage)
         if self._weights is not None:  # for a checkpoint that is saved after the fit
             self._restored = self._coming or self._weights.earlier or {}
-        self._weights, self._coming, self._modules = None, None, {}
+        self._weights = self._coming = None
 
     @override
     def state_dict(self) -> dict[str, Any]:

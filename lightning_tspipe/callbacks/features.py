@@ -226,7 +226,17 @@ class FeatureEvaluator(Restoring):
             to which a pipeline sends none.
         """
         loader, length = self._share(trainer, source)
-        results = _results(trainer, pl_module, self.features, loader)
+        precision, pipelined = trainer.precision_plugin, pipelined_of(trainer)
+        step = feature_step(pl_module, self.features)
+
+        def run(batch: Any) -> Any:
+            return step(precision.convert_input(batch))
+
+        def run_here(batch: Any) -> Any:
+            with precision.forward_context():
+                return run(move_data_to_device(batch, pl_module.device))
+
+        results = map(run_here, loader) if pipelined is None else pipelined.evaluate(run, loader)
         for result in track(trainer, description, results, length):
             yield None if result is None else as_vectors(*result)
 
@@ -245,21 +255,6 @@ class FeatureEvaluator(Restoring):
             length = len(range(len(source))[:stop])  # type: ignore[arg-type]
         number = None if length is None else len(range(first, length, step))
         return _sliced(source, first, stop, step), number
-
-
-def _results(
-    trainer: Trainer, pl_module: LightningModule, features: Features, loader: Iterable[Any]
-) -> Iterator[Any]:
-    step, precision = feature_step(pl_module, features), trainer.precision_plugin
-    pipelined = pipelined_of(trainer)
-    if pipelined is not None:
-        yield from pipelined.evaluate(lambda batch: step(precision.convert_input(batch)), loader)
-        return
-    for batch in loader:
-        moved = move_data_to_device(batch, pl_module.device)
-        with precision.forward_context():
-            result = step(precision.convert_input(moved))
-        yield result
 
 
 def _sliced(items: Iterable[T], *part: int | None) -> Iterator[T]:

@@ -80,7 +80,6 @@ class MomentumEMA(Restoring):
     log_momentum: bool = False
 
     def __post_init__(self) -> None:
-        super().__init__()
         self.student, self.teacher = as_names(self.student), as_names(self.teacher)
         if len(self.student) != len(self.teacher):
             raise ConfigurationError(

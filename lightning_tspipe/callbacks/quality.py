@@ -149,7 +149,6 @@ class KNNEvaluator(FeatureEvaluator):
     name: str = "val_knn"
 
     def __post_init__(self) -> None:
-        super().__init__()
         if self.k < 1 or self.every_n_epochs < 1 or self.temperature <= 0:
             raise ConfigurationError(
                 f"k={self.k} and every_n_epochs={self.every_n_epochs} must be at least 1, "
@@ -251,7 +250,6 @@ class OnlineLinearProbe(FeatureEvaluator):
     name: str = "probe"
 
     def __post_init__(self) -> None:
-        super().__init__()
         if self.num_classes < 2 or self.every_n_epochs < 1 or self.lr <= 0:
             raise ConfigurationError(
                 f"num_classes={self.num_classes} must be at least 2, "
