@@ -56,6 +56,7 @@ class _EachHead(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        """What was seen of each head; which ones have stopped is the module's to save."""
         return {
             name: [value, self._waited[name], name in self._ended]
             for name, value in self.best.items()
@@ -65,7 +66,7 @@ class _EachHead(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = {name: values[0] for name, values in state_dict.items()}
         self._waited = {name: values[1] for name, values in state_dict.items()}
-        self._ended = {name for name, values in state_dict.items() if any(values[2:])}
+        self._ended = {name for name, values in state_dict.items() if values[2]}
         self._is_resumed = True
 
     @override
@@ -134,16 +135,6 @@ class HeadEarlyStopping(_EachHead):
         super().__post_init__()
         if self.patience < 1:
             raise ConfigurationError(f"patience={self.patience}: at least 1")
-
-    # Which heads have stopped is in the module's part of a checkpoint.
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": super().state_dict()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict["best"])
 
     @override
     def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:
