@@ -300,11 +300,7 @@ class OnlineLinearProbe(FeatureEvaluator):
 
         replaced = [(pl_module, "training_step", training_step)]
         self.undo.enter_context(attributes_replaced(replaced))
-
-    @override
-    def restore(self) -> None:
-        super().restore()
-        self._kept = None
+        self.undo.callback(setattr, self, "_kept", None)
 
     @override
     def on_train_batch_end(
