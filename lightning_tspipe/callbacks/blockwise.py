@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,9 +46,6 @@ class _Pairs:
 
     pairs: tuple[BlockPair, ...]
     networks: tuple[Any, Any]
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
 
     @override
     def __reduce__(self) -> Any:
@@ -236,6 +233,7 @@ class BlockwiseDistillation(_Base):
                 scheduler.step()
 
 
+@dataclass(eq=False, repr=False)
 class BlockwiseRelay(Callback):
     """Relays the teacher's activations from device to device, and trains the student's blocks.
 
@@ -265,32 +263,24 @@ class BlockwiseRelay(Callback):
         ConfigurationError: The arguments contradict each other.
     """
 
-    def __init__(  # noqa: PLR0913 - what a user may choose
-        self,
-        mode: Mode = "dpu",
-        *,
-        run_ahead: int = 2,
-        partition: Sequence[int] | None = None,
-        widths: Sequence[int] | None = None,
-        memory_limit: int | str | None = None,
-        sync_batchnorm: Literal["auto"] | bool = "auto",
-        profile_steps: int = 100,
-        profile_cache: str | Path | None = "auto",
-    ) -> None:
-        super().__init__()
-        if mode not in MODES:
-            raise ConfigurationError(f"mode={mode!r}: choose one of {', '.join(MODES)}")
-        if run_ahead < 0:
-            raise ConfigurationError(f"run_ahead={run_ahead!r}: a number of steps, at least 0")
-        if profile_steps < 1:
-            raise ConfigurationError(f"profile_steps={profile_steps!r} must be at least 1")
-        self.mode: Mode = mode
-        self.run_ahead = run_ahead
-        self.partition, self.widths = _by_hand(mode, partition, widths)
-        self.memory_limit = memory_limit
-        self.sync_batchnorm = sync_batchnorm
-        self.profile_steps = profile_steps
-        self.profile_cache = profile_cache
+    mode: Mode = "dpu"
+    _: KW_ONLY
+    run_ahead: int = 2
+    partition: Sequence[int] | None = None
+    widths: Sequence[int] | None = None
+    memory_limit: int | str | None = None
+    sync_batchnorm: Literal["auto"] | bool = "auto"
+    profile_steps: int = 100
+    profile_cache: str | Path | None = "auto"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigurationError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
+        if self.run_ahead < 0:
+            raise ConfigurationError(f"run_ahead={self.run_ahead!r}: a number of steps, at least 0")
+        if self.profile_steps < 1:
+            raise ConfigurationError(f"profile_steps={self.profile_steps!r} must be at least 1")
+        self.partition, self.widths = _by_hand(self.mode, self.partition, self.widths)
         self.plan: Any = None
         """The blocks of each stage and its devices; None before the first batch."""
 

@@ -74,11 +74,7 @@ class DividedNetwork:
 
     def num_frozen(self) -> int:
         """Atoms at the beginning that are frozen."""
-        return num_frozen([[not p.requires_grad for p in atom.parameters()] for atom in self.atoms])
-
-    def tensors(self, stop: int) -> list[Tensor]:
-        """Parameters and buffers of the atoms before ``stop``."""
-        return [t for atom in self.atoms[:stop] for t in (*atom.parameters(), *atom.buffers())]
+        return num_frozen([not p.requires_grad for p in atom.parameters()] for atom in self.atoms)
 
     def piece(self, start: int, stop: int) -> Callable[[Middle], Middle]:
         """The atoms from ``start`` up to, not including, ``stop``, as one function."""

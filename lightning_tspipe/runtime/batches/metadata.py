@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,53 +16,27 @@ from lightning_tspipe.runtime.transport.base import Receipt, Transport
 from lightning_tspipe.runtime.transport.channels import Channel
 
 
-@dataclass(frozen=True)
-class Samples:
-    """The samples of a batch, and what is known of their way through a frozen part.
+class Known(NamedTuple):
+    """What the data rank knows of a batch before it runs, where activations are kept.
 
     Attributes:
-        ids: Of the samples, in order.
-        known: What all of these samples gave behind so many atoms is known, so that nothing before
-            has to run.
+        ids: Of its samples, in order; None where nothing is kept.
+        num_atoms: What all of these samples gave behind so many atoms of a frozen part is known,
+            so that nothing before has to run.
+        rows: Those that go through the trunk of heads; None: all of them.
         is_checked: Whether what is known is compared with what comes out now.
     """
 
-    ids: Any
-    known: int = 0
+    ids: Any = None
+    num_atoms: int = 0
+    rows: tuple[int, ...] | None = None
     is_checked: bool = False
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What is known of a batch's features.
-
-    Attributes:
-        ids: Of its samples.
-        rows: Those that go through the trunk.
-        compares: Whether what is known goes through it too, to see that it is the same.
-    """
-
-    ids: tuple[Hashable, ...]
-    rows: tuple[int, ...]
-    compares: bool = False
-
-
-class Known(NamedTuple):
-    """What the data rank knows of a batch before it runs.
-
-    Attributes:
-        samples: Which samples these are, and how far a frozen part knows them; None without one.
-        kept: Where features are kept, those that are known.
-    """
-
-    samples: Samples | None = None
-    kept: Kept | None = None
 
     def select(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Of the networks' inputs, those that have to go through them."""
-        if self.kept is None or len(self.kept.rows) == len(self.kept.ids):
+        if self.rows is None or len(self.rows) == len(self.ids):
             return tuple(inputs)
-        return tuple(tensor[list(self.kept.rows)] for tensor in inputs)
+        return tuple(tensor[list(self.rows)] for tensor in inputs)
 
 
 NOTHING_KNOWN = Known()
@@ -103,8 +77,8 @@ class StepHeader:
     @property
     def batch_size(self) -> int:
         """Samples of the largest call."""
-        if self.known.kept is not None:
-            return len(self.known.kept.ids)
+        if self.known.rows is not None:
+            return len(self.known.ids)
         return max(spec.shape[0] for spec in self.inputs)
 
     def exchange_fields(

@@ -310,8 +310,7 @@ class Intake:
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        samples, engine = header.known.samples, self._engine
-        key = (header.inputs, 0 if samples is None else samples.known)
+        engine, key = self._engine, (header.inputs, header.known.num_atoms)
         if key not in self._units:
             self._units[key] = StepUnits(engine.captured, engine.placement, *key)
         return self._units[key]

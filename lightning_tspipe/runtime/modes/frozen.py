@@ -22,7 +22,7 @@ from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Kept, Known, StepHeader
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
 from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, StepContext
 from lightning_tspipe.runtime.execution.rank import TrainingMode
 from lightning_tspipe.runtime.stages.captured import Captured, values_of_teacher
@@ -60,12 +60,12 @@ class Prefix(TrainingMode):
     @override
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         front = self._part.front
-        return NOTHING_KNOWN if front is None else Known(samples=front.see(batch, inputs))
+        return NOTHING_KNOWN if front is None else front.see(batch, inputs)
 
     @override
     def expect(self, headers: Mapping[int, StepHeader]) -> None:
         if self._part.front is not None:
-            self._part.front.expect({n: header.known.samples for n, header in headers.items()})
+            self._part.front.expect({n: header.known for n, header in headers.items()})
 
 
 @final
@@ -89,7 +89,7 @@ class Fanout(TrainingMode):
         self._heads = heads
         self._trains = trains
         self._cache = heads.cache if trains else None
-        self._kept: dict[int, Kept | None] = {}
+        self._known: dict[int, Known] = {}
 
     @override
     def layout(self, captured: Captured, placement: Placement) -> Pipeline:
@@ -127,13 +127,13 @@ class Fanout(TrainingMode):
 
     def _give_features(self, losses: Losses, context: StepContext) -> None:
         """The features of a batch of which some were known."""
-        kept = self._kept.get(context.index)
-        if kept is not None:
+        known = self._known.get(context.index, NOTHING_KNOWN)
+        if known.rows is not None:
             assert self._cache is not None
             values = values_of_teacher(losses.plan)
-            made, units = values if kept.rows else [], context.units[0]
+            made, units = values if known.rows else [], context.units[0]
             computed = [losses.stages.value(context.index, units, *value) for value in made]
-            whole = self._cache.whole(kept, computed, losses.device)
+            whole = self._cache.whole(known, computed, losses.device)
             losses.given = dict(zip(values, whole, strict=True))
 
     @override
@@ -144,11 +144,11 @@ class Fanout(TrainingMode):
 
     @override
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
-        return NOTHING_KNOWN if self._cache is None else Known(kept=self._cache.see(batch, inputs))
+        return NOTHING_KNOWN if self._cache is None else self._cache.see(batch, inputs)
 
     @override
     def expect(self, headers: Mapping[int, StepHeader]) -> None:
-        self._kept = {number: header.known.kept for number, header in headers.items()}
+        self._known = {number: header.known for number, header in headers.items()}
 
     @override
     def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:

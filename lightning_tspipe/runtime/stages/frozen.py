@@ -20,7 +20,7 @@ from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.prefix import num_frozen
-from lightning_tspipe.runtime.batches.metadata import Samples
+from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
 
@@ -58,10 +58,10 @@ class Front(Protocol):
             Whether anything is going to be known of it.
         """
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
 
-    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+    def expect(self, batches: Mapping[int, Known]) -> None:
         """The batches, by their numbers, that a step has to do with."""
 
     def run(
@@ -163,4 +163,4 @@ def num_frozen_atoms(parameters: Sequence[Sequence[str]], frozen: Collection[str
         parameters: For each atom, the names of its parameters.
         frozen: Names of the parameters that are frozen.
     """
-    return num_frozen([[name in frozen for name in names] for names in parameters])
+    return num_frozen([name in frozen for name in own] for own in parameters)

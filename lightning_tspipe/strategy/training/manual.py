@@ -34,6 +34,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.networks import swap
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.refusals import refuse
