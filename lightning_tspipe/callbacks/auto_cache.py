@@ -16,8 +16,8 @@ from lightning_tspipe.callbacks.common import pipelined_of, submodules
 from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
-from lightning_tspipe.networks.modules import attributes_replaced
 from lightning_tspipe.networks.prefix import DividedNetwork, Middle
+from lightning_tspipe.networks.swap import attributes_replaced
 
 
 class CachedForward:

@@ -26,7 +26,7 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
-from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import fanout_of, relay_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
 from lightning_tspipe.strategy.setup.refusals import refuse
@@ -51,7 +51,7 @@ class Repacking:
         evaluator: Evaluations, which follow the stages.
     """
 
-    run: ConnectedRun
+    run: Run
     data: Data
     evaluator: Evaluator
     _wanted: int | None = None

@@ -19,7 +19,7 @@ from lightning_tspipe.runtime.batches.random_states import RandomStates
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
-from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
@@ -49,7 +49,7 @@ class Parts:
         pipelined: What callbacks may ask.
     """
 
-    def __init__(self, run: ConnectedRun) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.weights = ModuleWeights(run)
         self.results = StepResults(run)
