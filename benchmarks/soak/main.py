@@ -104,7 +104,11 @@ def soak(mode: str, steps: int, folder: Path) -> list[dict[str, Any]]:
         RuntimeError: It failed.
     """
     command = [sys.executable, str(Path(__file__).resolve()), "--one", mode, "--steps", str(steps)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+        # torch notes its last 2,000 collectives in a ring, which takes 3 MB until it is full.
+        "TORCH_FR_BUFFER_SIZE": "0",
+    }  # fmt: skip
     with (folder / "output").open("wb") as output:
         done = subprocess.run(  # noqa: S603 - this script
             command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT,
