@@ -38,6 +38,8 @@ LIMITS = {"own": 4.0, "shared": 1.0, "files": 4.0, "maps": 20.0, "threads": 0.5}
 A buffer of messages is a file, and one more is made when a rank is further behind than it ever was;
 how far that may be is limited. What grows with every epoch or checkpoint is ten times that.
 """
+INTERNED = 1_000_000
+"""Strings that are interned and dropped before the first batch: a few rebuilds of the table."""
 PACKAGES = ("torch", "lightning")
 
 
@@ -68,6 +70,13 @@ class Watch(Callback):
         self._count = 0
         self._rows: list[dict[str, float]] = []
         self._start = time.monotonic()
+
+    @override
+    def on_train_start(self, *_: Any) -> None:
+        # Python's table of interned strings counts those that are gone until it is rebuilt, which
+        # takes a few MB at some moment of a long run. Here it is rebuilt before the warm-up ends.
+        for number in range(INTERNED):
+            sys.intern(f"soaked {number}")
 
     @override
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

@@ -161,6 +161,25 @@ def test_ctrl_c_waits_for_workers_a_while(hangs: bool, monkeypatch: pytest.Monke
     assert launcher.is_killed.is_set() == hangs
 
 
+class Impatient(Interrupted):
+    """Ctrl-C again, while a worker tidies up."""
+
+    def is_alive(self) -> bool:
+        if self.looks == 0:
+            self.looks += 1
+            raise KeyboardInterrupt
+        return not self.is_killed.is_set()
+
+
+def test_a_second_ctrl_c_kills_the_workers_and_leaves_nothing(tmp_path: Path) -> None:
+    launcher = launcher_over(Impatient)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(print)
+    assert launcher.is_killed.is_set()
+    (ours,) = tmp_path.iterdir()
+    assert [path.name for path in ours.iterdir()] == [".lock"]
+
+
 class Waiting(Workers):
     """Waits for a worker as torch does, whatever its exit code; here, until one is killed."""
 

@@ -256,14 +256,22 @@ class _Workers:
             raise
         finally:
             is_over.set()
-            self._await_workers()
-            job.remove()
+            try:
+                self._await_workers()
+            finally:
+                job.remove()
 
     def _await_workers(self) -> None:
-        """Until all have ended: after Ctrl-C, which they have heard as well, they tidy up."""
-        if not until(lambda: not any(worker.is_alive() for worker in self.procs), _GRACE):
+        """Until all have ended: after Ctrl-C, which they have heard as well, they tidy up.
+
+        Those that have not after a while, or at a second Ctrl-C, are killed.
+        """
+        try:
+            until(lambda: not any(worker.is_alive() for worker in self.procs), _GRACE)
+        finally:
             for worker in self.procs:
-                worker.kill()
+                if worker.is_alive():
+                    worker.kill()
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
         if parent_of(os.environ[HEIR]).is_ending:
