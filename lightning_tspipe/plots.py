@@ -112,12 +112,8 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     subplots = figure.subplots(
         len(heights), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
     )[:, 0]
-    seen = {
-        _key(span)
-        for timeline in timelines.values()
-        for span in timeline.spans
-        if span.end > span.start  # others have no bar
-    }
+    spans = (span for timeline in timelines.values() for span in timeline.spans)
+    seen = {_key(span) for span in spans if span.end > span.start}  # others have no bar
     keys = sorted(seen, key=lambda key: (list(_STYLES).index(key[0]), key[1]))
     windows = aligned(timelines.values())
     for axes, (name, timeline), window in zip(subplots, timelines.items(), windows, strict=True):
@@ -130,11 +126,8 @@ def plot_timelines(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     subplots[-1].set_xlabel("milliseconds; 0: the first steady step begins")
     figure.legend(
         handles=[
-            Patch(
-                facecolor=_colour(op, is_ahead=is_ahead),
-                label=_STYLES[op][0] + (", next batch" if is_ahead else ""),
-            )
-            for op, is_ahead in keys
+            Patch(facecolor=_colour(key), label=_STYLES[key[0]][0] + ", next batch" * key[1])
+            for key in keys
         ],
         loc="outside lower center",
         ncols=min(max(len(keys), 1), 6),
@@ -177,7 +170,8 @@ def _key(span: Span) -> tuple[Op, bool]:
     return Op(span.op), Action.parse(span.action).batch > 0
 
 
-def _colour(op: Op, *, is_ahead: bool) -> tuple[str, float]:
+def _colour(key: tuple[Op, bool]) -> tuple[str, float]:
+    op, is_ahead = key
     return _STYLES[op][1], _AHEAD_OPACITY if is_ahead else 1.0
 
 
@@ -199,7 +193,7 @@ def _draw(
             axes.broken_barh(
                 bars,
                 (rank - _BAR_HEIGHT / 2, _BAR_HEIGHT),
-                facecolor=_colour(key[0], is_ahead=key[1]),
+                facecolor=_colour(key),
                 edgecolor="white",
                 linewidth=0.4,
             )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_tspipe.capture.plan import NetworkName, TensorSpec
-from lightning_tspipe.networks.profiler import estimate_atoms, profile_atoms
+from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.runtime.stages.captured import Captured
@@ -148,16 +148,19 @@ def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
     trainable: bool,
 ) -> list[AtomProfile]:
     """Costs of the first atoms of a network: measured on a device, or by operations per second."""
-    atoms = network.atoms[:num_atoms]
-    common: Any = {"trainable": trainable, "wanted": network.wanted}
     if rate is None:
         inputs = spec.random(torch.Generator().manual_seed(0), device)
-        lender = network if network.is_elsewhere else None
-        longest = _PROFILE_SECONDS
-        return profile_atoms(atoms, inputs, sizes, max_seconds=longest, lender=lender, **common)
-    inputs = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-    with network.on_meta():
-        return estimate_atoms(atoms, inputs, rate, sizes=sizes, **common)
+    else:
+        inputs = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+    return profile_atoms(
+        network.atoms[:num_atoms],
+        inputs,
+        sizes,
+        trainable=trainable,
+        wanted=network.wanted,
+        flops_per_second=rate,
+        max_seconds=_PROFILE_SECONDS,
+    )
 
 
 def moments(group: Mapping[str, Any]) -> int:

@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from lightning_tspipe.runtime.transport import channels
 from lightning_tspipe.runtime.transport.wired import WIRE_TYPES, NcclWire
-from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.lightning.run import Run
 
 NAME = "strict"
 VARIABLE = "TSPIPE_TEST_STRICT"
@@ -177,7 +177,7 @@ def install() -> None:
     """Let the strategies of this process send tensors over the backend."""
     register()
     channels.MAX_COMMUNICATORS = int(os.environ[VARIABLE])
-    ConnectedRun._ordered_backend = property(  # type: ignore[method-assign, assignment]
+    Run._ordered_backend = property(  # type: ignore[method-assign, assignment]
         lambda self: NAME if self.num_ranks > 1 else ""
     )
     close = NcclWire.close
@@ -189,16 +189,16 @@ def install() -> None:
         assert not names & LIVE, f"{sorted(names & LIVE)} of {sorted(names)} are left"
 
     NcclWire.close = close_all  # type: ignore[method-assign]
-    reconnect = ConnectedRun.reconnect
+    reconnect = Run.reconnect
 
-    def reconnect_all(self: ConnectedRun, num_ranks: int) -> None:
+    def reconnect_all(self: Run, num_ranks: int) -> None:
         """Into another mesh: the groups of the one before go."""
         before = _groups() - LIVE
         reconnect(self, num_ranks)
         left = before & _groups()
         assert len(left) == 1, f"of {sorted(before)}, {sorted(left)} are left, and not one world"
 
-    ConnectedRun.reconnect = reconnect_all  # type: ignore[method-assign]
+    Run.reconnect = reconnect_all  # type: ignore[method-assign]
 
 
 def _groups() -> set[str]:

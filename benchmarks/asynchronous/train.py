@@ -26,7 +26,6 @@ from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 from tests.local_transport import LocalNetwork, LocalTransport
@@ -216,7 +215,7 @@ class Run:
 
     def _placed(self, module: Classifier, transport: Transport) -> PipelineEngine:
         cpu, networks = torch.device("cpu"), Networks(("student",), ())
-        here = Rank(module, networks, transport, cpu, Chain())
+        here = Rank(module, networks, transport, cpu)
         captured = here.capture(module.training_step, self._epochs[0][0])
         atoms = captured.networks["student"].atoms
         starts = [0] + [

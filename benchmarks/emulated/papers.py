@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from benchmarks.emulated.rows import ROWS
 from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.profiler import estimate_atoms
+from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 
@@ -68,8 +68,11 @@ def profile(name: str, batch_size: int) -> StepProfile:
     networks = [
         NetworkProfile(
             tuple(
-                estimate_atoms(
-                    atomize(network).atoms, images, FLOPS_PER_SECOND, trainable=is_student
+                profile_atoms(
+                    atomize(network).atoms,
+                    images,
+                    trainable=is_student,
+                    flops_per_second=FLOPS_PER_SECOND,
                 )
             )
         )

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.emulated.world import ACTION_SECONDS, emulated, work_seconds
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.phases import teacher_only
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import graph_seconds
+from lightning_tspipe.simulation.simulator import StepGraph, graph_seconds
 
 BATCH_SIZE = 256
 LINK = (4e-4, 2e9)
@@ -86,7 +84,7 @@ def simulated_seconds(plan: Plan, method: str) -> float:
     pipeline = plan.pipeline
     student = gpipe(replace(pipeline, teacher=None))
     return sum(
-        graph_seconds(StepGraph.of(lower(schedule)), costs)
+        graph_seconds(StepGraph.of(schedule), costs)
         for schedule, costs in (
             (teacher_only(pipeline), plan.costs),
             (student, replace(plan.costs, teacher=())),

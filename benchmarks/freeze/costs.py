@@ -8,7 +8,7 @@ import torch
 from torchvision import models
 
 from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.profiler import estimate_atoms
+from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 
@@ -30,7 +30,8 @@ def vit_b(batch_size: int, step_seconds: float, fraction: float, *, fine: bool) 
     with torch.device("meta"):
         network = models.vit_b_16()
         images = torch.empty(batch_size, 3, 224, 224)
-    parts = estimate_atoms(atomize(network).atoms, images, _FLOPS_PER_SECOND, trainable=True)
+    atoms = atomize(network).atoms
+    parts = profile_atoms(atoms, images, trainable=True, flops_per_second=_FLOPS_PER_SECOND)
     blocks = _joined([[atom] for atom in parts] if fine else _blocks(parts), batch_size)
     total = batch_size * sum(block.forward[1] + block.backward[1] for block in blocks)
     factor = step_seconds / total

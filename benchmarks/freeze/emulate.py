@@ -78,7 +78,7 @@ class KnowsCosts(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         strategy: Any = trainer.strategy
-        strategy.repacking.freezing.learn(self._profile, self._plan, 1)
+        strategy.freezing.learn(self._profile, self._plan, 1)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ class Counts(Callback):
         engine = trainer.strategy.engine
         found = {
             "steps": trainer.fit_loop.total_batch_idx + 1,
-            "forwards": dict(engine.blocks.forwards),
+            "forwards": dict(engine.forwards),
             "bytes_loaded": engine.bytes_loaded,
         }
         file = self._folder / f"rank{engine.rank}.json"

@@ -27,11 +27,10 @@ from lightning_tspipe.caching.entries import (
     layout_of,
     rounded,
     rows_of,
-    split,
     tensors_in,
 )
 from lightning_tspipe.caching.keys import Boundary, as_ids, digests
-from lightning_tspipe.caching.store import Store, StoreHandle, new_arenas
+from lightning_tspipe.caching.store import Store, StoreHandle, new_table
 from lightning_tspipe.errors import ConfigurationError
 
 
@@ -109,11 +108,12 @@ class ActivationCache(Store):
                 f"a cache for {num_samples} samples in {memory} bytes of memory and {disk} bytes "
                 "on disk: give at least one sample, and memory or disk a budget above 0"
             )
-        # Of each sample, a row for its activations and one for its other parts
-        self._open(*new_arenas(2 * num_samples, memory, disk, folder))
-
-    def _open(self, table: Arena, memory: Arena | None, disk: Arena | None) -> None:
-        super().__init__(table, memory, disk)
+        super().__init__(
+            # Of each sample, a row for its activations and one for its other parts
+            new_table(2 * num_samples),
+            Arena.in_memory(memory) if memory else None,
+            Arena.on_disk(folder, disk) if disk else None,
+        )
         self.counts = Counts()
 
     @classmethod
@@ -126,7 +126,8 @@ class ActivationCache(Store):
         table, memory, disk = (part and Arena.attached(part) for part in handle)
         assert table is not None
         cache = cls.__new__(cls)
-        cache._open(table, memory, disk)  # noqa: SLF001 - an object of this class
+        Store.__init__(cache, table, memory, disk)
+        cache.counts = Counts()
         return cache
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,12 +166,10 @@ class ActivationCache(Store):
         parts: list[tuple[Numbers, Any]] = []
         for number in np.unique(behind)[::-1]:
             members = np.flatnonzero(behind == number)
-            done, kept = int(number), None
+            done, value = int(number), None
             if done:
-                kept = self.read_rows(rows[members], segments[done - 1].boundary.token)
-            if kept is not None:
-                value = split(*kept, device)
-            else:
+                value = self.read_rows(rows[members], segments[done - 1].boundary, device)
+            if value is None:
                 done = behind[members] = 0
                 value = inputs if len(members) == len(ids) else rows_of(inputs, members)
                 if self.may_lack_inputs:
@@ -219,14 +218,14 @@ class ActivationCache(Store):
         Raises:
             ConfigurationError: One of them is not, since another process has replaced it.
         """
-        found = self.read_rows(self._rows_of(ids), boundary.token)
+        found = self.read_rows(self._rows_of(ids), boundary, device)
         if found is None:
             raise ConfigurationError(
                 f"an activation that was cached at {boundary.name!r} is no longer there: a sample "
                 "came twice in one epoch. Samplers that repeat samples (replacement=True) don't "
                 "work with a cache"
             )
-        return split(*found, device)
+        return found
 
     def count(self, behind: Numbers, segments: Sequence[Segment]) -> None:
         """Count samples that were looked up; ``behind`` is the result of :meth:`behind`."""
@@ -269,7 +268,7 @@ class ActivationCache(Store):
     def can_skip(self, ids: Sequence[Hashable]) -> list[bool]:
         """Whether the inputs of each sample need not be loaded; prefetches entries from disk."""
         rows = self.find(digests(ids))
-        known = self.is_readable(rows)
+        known = np.isin(self.tokens(rows), np.array(self._known().readable, np.uint64))
         self.prefetch_rows(rows[known])
         return [bool(one) for one in known]
 

@@ -16,7 +16,6 @@ import pickle
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_tspipe.caching.arena import Arena, ArenaHandle
-from lightning_tspipe.caching.entries import Layout, Numbers, join, layout_of, rows_of
+from lightning_tspipe.caching.entries import Layout, Numbers, join, layout_of, rows_of, split
 from lightning_tspipe.caching.keys import Boundary, Words, digests
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import Late
@@ -62,16 +61,11 @@ class _Notes:
     may_lack_inputs: bool = False
 
 
-def new_arenas(
-    num_entries: int, memory: int, disk: int, folder: str | PathLike[str] | None
-) -> tuple[Arena, Arena | None, Arena | None]:
-    """Make empty space for a table, for entries in memory, and for entries on disk.
+def new_table(num_entries: int) -> Arena:
+    """Make empty space for a table.
 
     Args:
         num_entries: Largest number of entries.
-        memory: Bytes of memory.
-        disk: Bytes on disk.
-        folder: A folder on the file system to use; None: the temporary folder.
 
     Raises:
         ConfigurationError: That is more than what is free.
@@ -82,11 +76,7 @@ def new_arenas(
         raise ConfigurationError(
             f"no memory for a table of {num_entries} cached activations: is num_samples right?"
         )
-    return (
-        table,
-        Arena.in_memory(memory) if memory else None,
-        Arena.on_disk(folder, disk) if disk else None,
-    )
+    return table
 
 
 def _close(arenas: Sequence[Arena | None]) -> None:
@@ -242,14 +232,11 @@ class Store:
         """Whether a dataset may have left out inputs; only then they must be checked."""
         return self._known().may_lack_inputs
 
-    def is_readable(self, rows: Numbers) -> NDArray[np.bool_]:
-        """Whether the entry of each row is read instead of its sample's input."""
-        return np.isin(self.tokens(rows), np.array(self._known().readable, np.uint64))
-
     # Entries
 
-    def read_rows(self, rows: Numbers, token: int) -> tuple[Tensor, Layout] | None:
+    def read_rows(self, rows: Numbers, boundary: Boundary, device: torch.device | None) -> Any:
         """The entries in some rows; None if one of them is not there, or changes meanwhile."""
+        token = boundary.token
         layout = self._layout(token)
         if layout is None or (self.tokens(rows) != np.uint64(token)).any():
             return None
@@ -257,7 +244,9 @@ class Store:
         self.prefetch_rows(rows)
         for entry, row in zip(data, rows, strict=True):
             entry.copy_(self._bytes(row)[: layout.size])
-        return None if (self.tokens(rows) != np.uint64(token)).any() else (data, layout)
+        if (self.tokens(rows) != np.uint64(token)).any():
+            return None
+        return split(data, layout, device)
 
     def write(self, words: Words, value: Any, boundary: Boundary) -> int:
         """Store the outputs of samples at a boundary; returns for how many there was space.

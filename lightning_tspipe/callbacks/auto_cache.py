@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,68 +11,52 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_tspipe.caching import measure
-from lightning_tspipe.caching.entries import is_loaded, tensors_in
-from lightning_tspipe.caching.inputs import Path
 from lightning_tspipe.callbacks.cached_pipelines import CachedFeatures
-from lightning_tspipe.callbacks.common import pipelined_of, replaced, submodules
-from lightning_tspipe.callbacks.fit_cache import FitCache, versions_of
+from lightning_tspipe.callbacks.common import pipelined_of, submodules
+from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.networks.prefix import DividedNetwork, Middle
-from lightning_tspipe.strategy.setup.options import parse_bytes
+from lightning_tspipe.networks.swap import attributes_replaced
 
 
 class CachedForward:
-    """Replaces a network's ``forward`` by one that reads what its frozen atoms returned.
+    """A network's ``forward`` that reads what its frozen atoms returned.
 
     Args:
         shared: The cache of this fit.
-        network: The network; its ``forward`` is replaced until :meth:`close`.
+        network: The network, before it gets this ``forward``.
+
+    Attributes:
+        batch: The batch of samples that the network runs on, while a training step lasts.
+        num_calls: Number of calls in this training step; None outside of one.
     """
 
     def __init__(self, shared: FitCache, network: nn.Module) -> None:
+        self.batch: Any = None
+        self.num_calls: int | None = None
         self._shared = shared
         self._divided: DividedNetwork | None = None
         self._versions: list[tuple[int, int]] = []
         self._measured_at = 0
-        self._batch: Any = None
-        self._num_calls: int | None = None  # in this training step; None outside of one
-        self._forward = network.forward
         self._network = network
-        self._undo = replaced(network, "forward", self._call)
+        self._forward = network.forward
+        self._own = {name: value for name, value in vars(network).items() if name == "forward"}
 
-    def close(self) -> None:
-        """Give the network its own ``forward`` back."""
-        self._undo()
-
-    def start_epoch(self) -> None:
-        """Between epochs weights may change in ways that leave no trace."""
-        self._versions = []
-
-    @contextmanager
-    def within(self, batch: Any) -> Iterator[None]:
-        """Tell which batch of samples the network runs on while a training step lasts."""
-        self._batch, self._num_calls = batch, 0
-        try:
-            yield
-        finally:
-            self._batch = self._num_calls = None
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The network's ``forward``; while it runs, the network has its own, to be traced."""
-        # Perhaps a wrapper of this one, by heads for instance
-        above = vars(self._network)["forward"]
-        self._undo()
+        attributes = vars(self._network)
+        above = attributes.pop("forward")  # perhaps a wrapper of this one, by heads for instance
+        attributes |= self._own
         try:
             return self._run(*args, **kwargs)
         finally:
-            self._undo = replaced(self._network, "forward", self._call)
-            vars(self._network)["forward"] = above
+            attributes["forward"] = above
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         shared = self._shared
         is_trained = all(p.requires_grad for p in self._network.parameters())
-        if shared.cache is None or self._num_calls is None or is_trained:
+        if shared.cache is None or self.num_calls is None or is_trained:
             return self._forward(*args, **kwargs)
         if self._divided is None:
             self._divided = DividedNetwork(self._network, shared.name, args, kwargs)
@@ -84,27 +64,24 @@ class CachedForward:
         number = divided.num_frozen()
         if number == 0:
             return self._forward(*args, **kwargs)
-        self._num_calls += 1
-        if self._num_calls > 1:
+        self.num_calls += 1
+        if self.num_calls > 1:
             raise ConfigurationError(
                 f"training_step calls {shared.name!r} several times, and AutoCache has one entry "
                 "per sample: several views usually mean random augmentation. Train without it"
             )
         middle = divided.start(args, kwargs)
-        versions = versions_of(divided.tensors(number))
+        tensors = tensors_of(divided.atoms[:number])
+        # Between epochs weights may change in ways that leave no trace.
+        versions = [(shared.trainer.current_epoch, 0), *versions_of(tensors)]
         if versions != self._versions or number != shared.cuts[-1]:
             self._versions = versions
-            shared.divide(
-                number,
-                lambda start, stop: divided.tensors(stop)[len(divided.tensors(start)) :],
-                divided.piece,
-            )
+            shared.divide(divided.atoms[:number], divided.piece)
         # What was worth it for fewer layers is so for more.
         if not shared.is_on and self._measured_at != number:
             self._measured_at = number
-            shared.check_deterministic(lambda: self._whole(middle), divided.tensors(number))
-            worth = replace(measure(self._whole, middle, **shared.how), load=shared.seconds_saved)
-            shared.decide(shared.trainer.strategy.broadcast(worth))
+            shared.check_deterministic(lambda: self._whole(middle), tensors)
+            shared.decide(lambda: measure(self._whole, middle, **shared.how))
         if not shared.is_on:
             return self._forward(*args, **kwargs)
         return divided.end(divided.piece(number, len(divided.atoms))(self._read(middle)))
@@ -116,14 +93,12 @@ class CachedForward:
 
     def _read(self, middle: Middle) -> Middle:
         shared, cache = self._shared, self._shared.opened
-        ids = shared.ids_of(self._batch)
-        is_first = not shared.is_verified and cache.behind(ids, shared.segments).any()
+        ids = shared.ids_of(self.batch)
+        is_compared = shared.reads_first(cache.behind(ids, shared.segments), middle)
         cached: Middle = cache.outputs(ids, middle, shared.segments)
-        if is_first:
-            if all(map(is_loaded, tensors_in(middle))):
-                with torch.no_grad():
-                    shared.check_unchanged(cached, self._whole(middle))
-            shared.let_skip()
+        if is_compared:
+            with torch.no_grad():
+                shared.check_unchanged(cached, self._whole(middle))
         return cached
 
 
@@ -165,29 +140,6 @@ class AutoCache(FitCache):
             random; a budget exceeds what is free.
     """
 
-    def __init__(  # noqa: PLR0913 - settings by keyword
-        self,
-        network: str | None = None,
-        *,
-        memory: int | str = "auto",
-        disk: int | str = 0,
-        folder: str | os.PathLike[str] | None = None,
-        dtype: torch.dtype | str | None = None,
-        ids: Path | None = None,
-        always: bool = False,
-    ) -> None:
-        super().__init__(
-            # "auto": a share of what is free
-            None if memory == "auto" else parse_bytes(memory),
-            None if disk == "auto" else parse_bytes(disk),
-            folder,
-            _as_dtype(dtype),
-            ids,
-            always,
-        )
-        self.network = network
-        self._reader: CachedForward | CachedFeatures | None = None
-
     @property
     @override
     def state_key(self) -> str:
@@ -210,30 +162,32 @@ class AutoCache(FitCache):
                 f"over {trainer.num_nodes} machines could not read them. Remove the callback"
             )
         self.network = self.name = self.network or ("teacher" if has_heads else "student")
-        submodules(pl_module, self.network, "network")
+        network = submodules(pl_module, self.network, "network")[self.network]
         self.follow(trainer)
         if pipelined is not None:
-            self._reader = features = CachedFeatures(self, pl_module.get_submodule(self.network))
-            pipelined.use_features(features)
+            pipelined.use_features(CachedFeatures(self, network))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if pipelined_of(trainer) is not None:
             return
-        self._reader = reader = CachedForward(self, pl_module.get_submodule(self.name))
+        network = pl_module.get_submodule(self.name)
+        reader = CachedForward(self, network)
         step = pl_module.training_step
 
         @functools.wraps(step)
         def training_step(batch: Any, *args: Any, **kwargs: Any) -> Any:
-            with reader.within(batch):
+            with attributes_replaced([(reader, "batch", batch), (reader, "num_calls", 0)]):
                 return step(batch, *args, **kwargs)
 
-        self.undo += [reader.close, replaced(pl_module, "training_step", training_step)]
+        replaced = (network, "forward", reader.forward), (pl_module, "training_step", training_step)
+        self.undo.enter_context(attributes_replaced(replaced))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._reader is not None:
-            self._reader.start_epoch()
+        pipelined = pipelined_of(trainer)
+        if pipelined is not None:
+            pipelined.look_at_trunk()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -250,12 +204,3 @@ class AutoCache(FitCache):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.cuts = list(state_dict["cuts"])
-
-
-def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = dtype
-    if isinstance(dtype, str):
-        found = getattr(torch, dtype.removeprefix("torch."), dtype)
-    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
-        return found
-    raise ConfigurationError(f"AutoCache(dtype={dtype!r}): give a floating-point type")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -21,21 +21,12 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import Late, after_backward
 from lightning_tspipe.planning.relay import MODES, Mode
 from lightning_tspipe.runtime.modes.relay.blocks import BlockOutcome, BlockPair, pair_blocks
+from lightning_tspipe.runtime.modes.relay.engine import RelayEngine
 
 if TYPE_CHECKING:
     _Base = LightningModule
 else:
     _Base = object
-
-
-class Rounds(Protocol):
-    """Runs the rounds of a step on all ranks of a pipeline, instead of here."""
-
-    def run_round(self, number: int) -> Mapping[int, BlockOutcome]:
-        """The losses of the blocks that this rank trains."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks."""
 
 
 @dataclass
@@ -55,9 +46,6 @@ class _Pairs:
 
     pairs: tuple[BlockPair, ...]
     networks: tuple[Any, Any]
-
-    def __deepcopy__(self, memo: Any) -> None:
-        return None
 
     @override
     def __reduce__(self) -> Any:
@@ -87,7 +75,8 @@ class BlockwiseDistillation(_Base):
     For networks that are not a list of their blocks. They are traced; a block may begin at any
     submodule with a single input tensor: ``{"teacher": ["layer2", "layer3"]}``.
     """
-    rounds: Rounds | None = None
+    rounds: RelayEngine | None = None
+    """Runs the rounds of a step on all ranks of a pipeline, instead of here, while it trains."""
     _means: _Means | None = None
     _known_pairs: _Pairs | None = None
 
@@ -229,7 +218,7 @@ class BlockwiseDistillation(_Base):
         means = self._means or _Means()
         own = {block: found.tolist() for block, found in means.sums.items()}
         sums: dict[int, Any] = {}
-        for told in [own] if self.rounds is None else self.rounds.gather(own):
+        for told in [own] if self.rounds is None else self.rounds.transport.gather_everywhere(own):
             for block, found in told.items():
                 sums[block] = sums.get(block, 0) + np.array(found)
         values = {
@@ -244,6 +233,7 @@ class BlockwiseDistillation(_Base):
                 scheduler.step()
 
 
+@dataclass(eq=False, repr=False)
 class BlockwiseRelay(Callback):
     """Relays the teacher's activations from device to device, and trains the student's blocks.
 
@@ -273,32 +263,24 @@ class BlockwiseRelay(Callback):
         ConfigurationError: The arguments contradict each other.
     """
 
-    def __init__(  # noqa: PLR0913 - what a user may choose
-        self,
-        mode: Mode = "dpu",
-        *,
-        run_ahead: int = 2,
-        partition: Sequence[int] | None = None,
-        widths: Sequence[int] | None = None,
-        memory_limit: int | str | None = None,
-        sync_batchnorm: Literal["auto"] | bool = "auto",
-        profile_steps: int = 100,
-        profile_cache: str | Path | None = "auto",
-    ) -> None:
-        super().__init__()
-        if mode not in MODES:
-            raise ConfigurationError(f"mode={mode!r}: choose one of {', '.join(MODES)}")
-        if run_ahead < 0:
-            raise ConfigurationError(f"run_ahead={run_ahead!r}: a number of steps, at least 0")
-        if profile_steps < 1:
-            raise ConfigurationError(f"profile_steps={profile_steps!r} must be at least 1")
-        self.mode: Mode = mode
-        self.run_ahead = run_ahead
-        self.partition, self.widths = _by_hand(mode, partition, widths)
-        self.memory_limit = memory_limit
-        self.sync_batchnorm = sync_batchnorm
-        self.profile_steps = profile_steps
-        self.profile_cache = profile_cache
+    mode: Mode = "dpu"
+    _: KW_ONLY
+    run_ahead: int = 2
+    partition: Sequence[int] | None = None
+    widths: Sequence[int] | None = None
+    memory_limit: int | str | None = None
+    sync_batchnorm: Literal["auto"] | bool = "auto"
+    profile_steps: int = 100
+    profile_cache: str | Path | None = "auto"
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigurationError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
+        if self.run_ahead < 0:
+            raise ConfigurationError(f"run_ahead={self.run_ahead!r}: a number of steps, at least 0")
+        if self.profile_steps < 1:
+            raise ConfigurationError(f"profile_steps={self.profile_steps!r} must be at least 1")
+        self.partition, self.widths = _by_hand(self.mode, self.partition, self.widths)
         self.plan: Any = None
         """The blocks of each stage and its devices; None before the first batch."""
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -40,13 +41,13 @@ from lightning_tspipe.caching.entries import (
     rows_of,
 )
 from lightning_tspipe.caching.keys import as_ids
-from lightning_tspipe.callbacks.common import decided_on, pipelined_of
-from lightning_tspipe.callbacks.fit_cache import FitCache, versions_of
+from lightning_tspipe.callbacks.common import pipelined_of
+from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.runtime.batches.metadata import Kept, Samples
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known
 from lightning_tspipe.runtime.stages.frozen import Call, FrozenPart
 from lightning_tspipe.runtime.transport.base import Transport
 
@@ -59,7 +60,7 @@ _SIZES = 8
 def _worth(shared: FitCache, value: Any, num_samples: int, seconds: float) -> Worth:
     """What was measured for reading a batch, which takes so many seconds to compute."""
     worth = measure_reading(value, num_samples, **shared.how)
-    return replace(worth, compute=seconds / num_samples, load=shared.seconds_saved)
+    return replace(worth, compute=seconds / num_samples)
 
 
 class CachedPrefix:
@@ -71,10 +72,9 @@ class CachedPrefix:
 
     def __init__(self, shared: FitCache) -> None:
         self._shared = shared
-        self._samples: dict[int, Samples] = {}
+        self._known: dict[int, Known] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
         self._tried: set[tuple[int, int]] = set()
-        self._device: torch.device | None = None
 
     @property
     def num_known(self) -> int:
@@ -92,19 +92,24 @@ class CachedPrefix:
         shared = self._shared
         if shared.cache is None or not self._can(calls):
             return False
-        self._versions, self._tried, self._samples = {}, set(), {}
-        if not shared.is_on:
-            self._measure(calls[0], part.device)
-        if not shared.is_on:
-            return False
-        tensors = _tensors_of(part, shared.trainer.lightning_module)
+        self._versions, self._tried = {}, set()
+        call, device = calls[0], part.device
 
-        def function(start: int, stop: int) -> Callable[[Any], Any]:
-            # As the cache calls it: on tensors, beside an empty structure
-            return lambda value: (part.compute(value[0], start, stop), {})
+        def measured() -> Worth:
+            made = tuple(
+                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
+            )
+            return _worth(shared, made, call.taken.shape[0], call.seconds())
 
-        shared.divide(part.num_frozen, tensors, function)
-        return True
+        # What was worth it for fewer layers is so for more.
+        if not shared.is_on:
+            shared.decide(measured)
+        if shared.is_on:
+            shared.divide(
+                part.atoms[: part.num_frozen],
+                lambda start, stop: partial(part.compute, start=start, stop=stop),
+            )
+        return bool(shared.is_on)
 
     def _can(self, calls: Sequence[Call]) -> bool:
         """Whether processes can share a cache, and one entry per sample is enough."""
@@ -124,40 +129,20 @@ class CachedPrefix:
             log.info("activations are not cached: %s", why)
         return not why
 
-    def _measure(self, call: Call, device: torch.device) -> None:
-        """Decide whether reading is faster than computing, as measured on rank 0.
-
-        What was worth it for fewer layers is so for more.
-        """
-        shared = self._shared
-        if shared.decides_unmeasured:
-            shared.is_on = True
-            return
-
-        def measured() -> Worth:
-            made = tuple(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
-            )
-            return _worth(shared, (made, {}), call.taken.shape[0], call.seconds())
-
-        shared.decide(decided_on(shared.trainer, measured))
-
     # While it runs
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank: look up the samples of a batch, given the inputs of its calls."""
         shared = self._shared
         ids = shared.ids_of(batch)
         behind = shared.opened.behind(ids, shared.segments)
-        if behind.any() and not shared.is_verified:
-            shared.let_skip()
-            if all(map(is_loaded, inputs)):
-                return Samples(ids, is_checked=True)
-        return Samples(ids, shared.cuts[int(behind.min())])
+        if shared.reads_first(behind, inputs):
+            return Known(ids, is_checked=True)
+        return Known(ids, shared.cuts[int(behind.min())])
 
-    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+    def expect(self, batches: Mapping[int, Known]) -> None:
         """Set the batches of a step, by their numbers."""
-        self._samples = {number: x for number, x in batches.items() if x is not None}
+        self._known = dict(batches)
 
     def run(
         self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
@@ -171,18 +156,17 @@ class CachedPrefix:
             atoms: The first one, and one after the last.
         """
         shared, cache, (number, rows) = self._shared, self._shared.opened, place
-        self._device = part.device
-        samples, (start, stop) = self._samples[number], atoms
-        ids = samples.ids[rows]
+        known, (start, stop) = self._known[number], atoms
+        ids = as_ids(known.ids[rows])
         self._check(part, received, atoms)
-        if received and atoms == (0, part.num_frozen) and not samples.is_checked:
-            passed: Tensors = cache.outputs(ids, (received, {}), shared.segments)[0]
+        if received and atoms == (0, part.num_frozen) and not known.is_checked:
+            passed: Tensors = cache.outputs(ids, received, shared.segments)
             return passed
         behind = cache.behind(ids, shared.segments)
         value = received
         if not received:
             value = self._merged(None, ids, behind, start)
-        elif start == 0 and not samples.is_checked and cache.may_lack_inputs:
+        elif start == 0 and not known.is_checked and cache.may_lack_inputs:
             value = _filled(received, behind > 0)
         for first, last in pairwise([start, *(c for c in shared.cuts if start < c < stop), stop]):
             if first == last:
@@ -190,10 +174,10 @@ class CachedPrefix:
             value = part.compute(value, first, last)
             if last in shared.cuts:
                 value = rounded(value, shared.dtype)
-                value = self._merged(value, ids, behind, last, is_checked=samples.is_checked)
+                value = self._merged(value, ids, behind, last, is_checked=known.is_checked)
         if stop == part.num_frozen:
             cache.count(behind, shared.segments)
-            cache.keep(ids, (value, {}), shared.segments, behind)
+            cache.keep(ids, value, shared.segments, behind)
         return value
 
     def _merged(
@@ -212,13 +196,12 @@ class CachedPrefix:
         kept = np.flatnonzero(behind == number)
         if value is not None and not len(kept):
             return value
-        chosen = ids[torch.from_numpy(kept)] if isinstance(ids, Tensor) else [ids[k] for k in kept]
-        boundary = self._shared.segments[number - 1].boundary
-        read: Tensors = self._shared.opened.read(chosen, boundary, self._device)[0]
+        shared, chosen = self._shared, [ids[index] for index in kept]
+        boundary, device = shared.segments[number - 1].boundary, shared.trainer.strategy.root_device
+        read: Tensors = shared.opened.read(chosen, boundary, device)
         if is_checked:
             assert value is not None
-            fresh = rows_of(value, kept)
-            self._shared.check_unchanged(read, fresh)
+            shared.check_unchanged(read, rows_of(value, kept))
             return value
         if len(kept) == len(behind):
             return read
@@ -230,7 +213,7 @@ class CachedPrefix:
     def _check(self, part: FrozenPart, received: Tensors, atoms: tuple[int, int]) -> None:
         """Refuse random layers, and weights that have changed since they were frozen."""
         if atoms not in self._versions:
-            found = _tensors_of(part, self._shared.trainer.lightning_module)(*atoms)
+            found = tensors_of(part.atoms[slice(*atoms)])
             self._versions[atoms] = found, versions_of(found)
         tensors, before = self._versions[atoms]
         if before != versions_of(tensors):
@@ -241,22 +224,6 @@ class CachedPrefix:
         if received and atoms not in self._tried and all(map(is_loaded, received)):
             self._tried.add(atoms)
             self._shared.check_deterministic(lambda: part.compute(received, *atoms), tensors)
-
-
-def _tensors_of(part: FrozenPart, module: nn.Module) -> Any:
-    """A function that returns the parameters and buffers of a range of atoms."""
-    own: dict[str, Tensor] = {}
-    own.update(module.named_parameters(remove_duplicate=False))
-    own.update(module.named_buffers(remove_duplicate=False))
-
-    def of(start: int, stop: int) -> list[Tensor]:
-        return [
-            own[name]
-            for atom in part.atoms[start:stop]
-            for name in (*atom.parameter_names, *atom.buffer_names)
-        ]
-
-    return of
 
 
 def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
@@ -289,16 +256,10 @@ class CachedFeatures:
                 f"AutoCache caches what the trunk returns, and {where} is in train mode, where "
                 "dropout and batch statistics change its output each time: call self.teacher.eval()"
             )
-        shared.is_on = True if shared.decides_unmeasured else None
         self._shared = shared
         self._trunk = trunk
         self._writes = False
-
-    def start_epoch(self) -> None:
-        """Between epochs weights may change in ways that leave no trace; every rank calls it."""
-        pipelined = pipelined_of(self._shared.trainer)
-        assert pipelined is not None
-        pipelined.look_at_trunk()
+        self._worth: Any = None  # on the data rank, once it is measured
 
     def consider(self, seconds: float, features: Sequence[Tensor]) -> None:
         """On the data rank: measure whether reading is faster than running the trunk.
@@ -308,7 +269,7 @@ class CachedFeatures:
             features: Placeholders for the features of a batch.
         """
         values = [tensor.cpu() for tensor in features]
-        self._shared.worth = _worth(self._shared, values, len(values[0]), seconds)
+        self._worth = _worth(self._shared, values, len(values[0]), seconds)
 
     def place(self, transport: Transport, pipeline: Pipeline) -> None:
         """Follow the weights of the trunk, at the first batch and at each epoch; all ranks call it.
@@ -318,12 +279,8 @@ class CachedFeatures:
         shared = self._shared
         tensors = (*self._trunk.parameters(), *self._trunk.buffers())
         own = fingerprint(*(tensor for tensor in tensors if not tensor.is_meta))
-        gathered = transport.gather_object((own, shared.worth))
-        told = None
-        if gathered is not None:
-            digest = hashlib.blake2b("".join(part for part, _ in gathered).encode(), digest_size=16)
-            told = digest.hexdigest(), gathered[pipeline.data_rank][1]
-        whole, shared.worth = transport.broadcast_object(told, 0)
+        gathered = transport.broadcast_object(transport.gather_object(own), 0)
+        whole = hashlib.blake2b("".join(gathered).encode(), digest_size=16).hexdigest()
         boundary = Boundary("trunk", whole, shared.dtype)
         before, shared.segments = shared.segments, [Segment(boundary, self._trunk)]
         self._writes = transport.rank == min(pipeline.loss_ranks)
@@ -335,56 +292,54 @@ class CachedFeatures:
             if transport.rank == pipeline.data_rank:
                 shared.cache.let_skip([])
         if shared.is_on is None:
-            assert shared.worth is not None
-            shared.decide(shared.worth)
+            shared.decide(lambda: self._worth, pipeline.data_rank)
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank: the samples of a batch that must go through the trunk."""
         shared, cache = self._shared, self._shared.cache
         if cache is None or not shared.is_on:
-            return None
+            return NOTHING_KNOWN
         ids = as_ids(shared.ids_of(batch))
         _check_calls(inputs, len(ids))
-        known = cache.behind(ids, shared.segments)
-        cache.count(known, shared.segments)
-        if not shared.is_verified and known.any():
+        behind = cache.behind(ids, shared.segments)
+        cache.count(behind, shared.segments)
+        if not shared.is_verified and behind.any():
             shared.is_verified = True
-            return Kept(tuple(ids), tuple(range(len(ids))), compares=True)
-        missing = np.flatnonzero(known == 0).tolist()
+            return Known(ids, rows=tuple(range(len(ids))), is_checked=True)
+        missing = np.flatnonzero(behind == 0).tolist()
         size = -(-len(ids) // _SIZES)
         if missing and cache.may_lack_inputs:
             check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
         padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
-        return Kept(tuple(ids), (*missing, *missing[:1] * padding))
+        return Known(ids, rows=(*missing, *missing[:1] * padding))
 
-    def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def whole(self, known: Known, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """On a rank with heads: the features of a batch, read or computed."""
-        first = {row: index for index, row in reversed(list(enumerate(kept.rows)))}
-        made, known = sorted(first), sorted(set(range(len(kept.ids))) - first.keys())
+        rows = known.rows or ()
+        number = len(set(rows))  # one may come again and again, behind the others
+        others = sorted(set(range(len(known.ids))).difference(rows))
         parts: list[tuple[Any, list[Tensor]]] = []
-        if made:
-            index = [first[row] for row in made]
-            values = [rounded(rows_of(t, index), self._shared.dtype) for t in computed]
-            parts.append((made, values))
-        if known:
-            parts.append((known, self._read(kept, known, device)))
+        if number:
+            values = rows_of(list(computed), range(number))
+            parts.append((rows[:number], rounded(values, self._shared.dtype)))
+        if others:
+            parts.append((others, self._read(known.ids, others, device)))
         whole: list[Tensor] = assembled(parts)
         if self._writes:
             cache, segments = self._shared.opened, self._shared.segments
-            behind = cache.behind(kept.ids, segments)
-            if kept.compares:  # and from now on inputs need not be loaded
-                known = np.flatnonzero(behind).tolist()
+            behind = cache.behind(known.ids, segments)
+            if known.is_checked:  # and from now on inputs need not be loaded
+                kept = np.flatnonzero(behind).tolist()
                 self._shared.check_unchanged(
-                    self._read(kept, known, device), [tensor[known] for tensor in computed]
+                    self._read(known.ids, kept, device), [tensor[kept] for tensor in computed]
                 )
                 cache.let_skip(segments)
-            cache.keep(kept.ids, whole, segments, behind)
+            cache.keep(known.ids, whole, segments, behind)
         return whole
 
-    def _read(self, kept: Kept, rows: Sequence[int], device: torch.device) -> list[Tensor]:
-        ids = [kept.ids[row] for row in rows]
+    def _read(self, ids: Any, rows: Sequence[int], device: torch.device) -> list[Tensor]:
         boundary = self._shared.segments[0].boundary
-        return list(self._shared.opened.read(ids, boundary, device))
+        return list(self._shared.opened.read([ids[row] for row in rows], boundary, device))
 
 
 def _check_calls(inputs: Sequence[Tensor], num_samples: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -31,20 +33,19 @@ Names = str | Sequence[str]
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class Restoring(Callback):
     """A callback that replaces things while a fit lasts, and puts them back however it ends.
 
     Attributes:
-        undo: Functions that put something back; the last one is called first.
+        undo: What puts things back; the last one first.
     """
 
-    def __init__(self) -> None:
-        self.undo: list[Callable[[], None]] = []
+    undo: ExitStack = field(default_factory=ExitStack, init=False)
 
     def restore(self) -> None:
         """Put everything back; twice is fine."""
-        while self.undo:
-            self.undo.pop()()
+        self.undo.close()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -59,20 +60,6 @@ class Restoring(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.restore()
-
-
-def replaced(owner: object, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Replace a method of one object; returns the function that undoes it."""
-    own = vars(owner).get(name)
-    vars(owner)[name] = function
-
-    def undo() -> None:
-        if own is None:
-            vars(owner).pop(name, None)
-        else:
-            vars(owner)[name] = own
-
-    return undo
 
 
 def pipelined_of(trainer: Trainer) -> Pipelined | None:
@@ -116,8 +103,7 @@ def decided_on(trainer: Trainer, decide: Callable[[], T], rank: int = 0) -> T:
     found: T | Exception = trainer.strategy.broadcast(box, rank)
     if isinstance(found, Exception):
         raise found
-    decided: T = found
-    return decided
+    return found
 
 
 def is_over(trainer: Trainer) -> bool:

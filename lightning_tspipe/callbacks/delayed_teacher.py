@@ -11,6 +11,7 @@ DDP::
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_tspipe.callbacks.common import (
-    Callback,
     Names,
     Place,
     Restoring,
@@ -44,13 +44,16 @@ class _LateWeights:
         modules: The modules by name.
 
     Attributes:
+        modules: See above.
         earlier: Copies by name, which are never changed; None: there are none.
+        is_open: Whether forwards read them.
 
     Raises:
         ConfigurationError: Modules without a single parameter.
     """
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
+        self.modules = modules
         self.earlier: dict[str, Tensor] | None = None
         self._places: dict[str, Place] = {}
         seen: set[int] = set()
@@ -64,7 +67,7 @@ class _LateWeights:
             raise ConfigurationError(f"the teacher {', '.join(modules)} has no parameters")
         self._live: list[tuple[Tensor, Tensor]] = []
         self._entered: list[nn.Module] = []
-        self._is_open = self._reads_earlier = False
+        self.is_open = False
         self._handles: list[Any] = []
         for part in {part for module in modules.values() for part in module.modules()}:
             self._handles.append(part.register_forward_pre_hook(self._enter))
@@ -74,21 +77,12 @@ class _LateWeights:
         """Remove the hooks; the modules are as before."""
         for handle in self._handles:
             handle.remove()
-        self.close()
+        self.is_open = False
 
     @torch.no_grad()
     def copies(self) -> dict[str, Tensor]:
         """Copies of the current weights by name."""
         return {name: place.tensor.detach().clone() for name, place in self._places.items()}
-
-    def open(self, *, reads_earlier: bool) -> None:
-        """Let forwards read the earlier weights, if there are any and they are wanted."""
-        self._is_open = True
-        self._reads_earlier = reads_earlier
-
-    def close(self) -> None:
-        """Let forwards read the current weights."""
-        self._is_open = self._reads_earlier = False
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Make the weights of a checkpoint the earlier ones.
@@ -105,7 +99,7 @@ class _LateWeights:
         self.earlier = {n: state[n].to(place.tensor.device) for n, place in self._places.items()}
 
     def _enter(self, module: nn.Module, _args: object) -> None:
-        if not self._entered and self._reads_earlier and self.earlier is not None:
+        if not self._entered and self.is_open and self.earlier is not None:
             for name, place in self._places.items():
                 tensor = place.tensor
                 # Buffers that a forward updates must be current.
@@ -124,7 +118,7 @@ class _LateWeights:
         while self._live:
             tensor, data = self._live.pop()
             tensor.data = data
-        if self._is_open:
+        if self.is_open:
             apply_to_collection(output, Tensor, _check_forward_only)
 
 
@@ -137,6 +131,7 @@ def _check_forward_only(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@dataclass(eq=False, repr=False)
 class DelayedTeacherUpdate(Restoring):
     """Lets the teacher forward of batch n read the weights at the end of batch n-1's backward.
 
@@ -160,18 +155,18 @@ class DelayedTeacherUpdate(Restoring):
             closures per step; a strategy that shards parameters.
     """
 
-    def __init__(self, delay: int = 1, start_step: int = 0, teacher: Names = "teacher") -> None:
-        if delay not in {0, 1}:
+    delay: int = 1
+    start_step: int = 0
+    teacher: Names = "teacher"
+
+    def __post_init__(self) -> None:
+        if self.delay not in {0, 1}:
             raise ConfigurationError(
-                f"delay={delay!r}: a teacher is 1 update late (the pipeline) or 0 (none)"
+                f"delay={self.delay!r}: a teacher is 1 update late (the pipeline) or 0 (none)"
             )
-        if start_step < 0:
-            raise ConfigurationError(f"start_step={start_step} is negative")
-        super().__init__()
-        self.delay = delay
-        self.start_step = start_step
-        self.teacher = as_names(teacher)
-        self._modules: dict[str, nn.Module] = {}
+        if self.start_step < 0:
+            raise ConfigurationError(f"start_step={self.start_step} is negative")
+        self.teacher = as_names(self.teacher)
         self._weights: _LateWeights | None = None
         self._coming: dict[str, Tensor] | None = None  # what is read from the next batch on
         self._restored: dict[str, Tensor] = {}
@@ -182,9 +177,8 @@ class DelayedTeacherUpdate(Restoring):
         if self.delay == 0 or pipelined_of(trainer) is not None:
             return
         refuse_sharding(trainer, "DelayedTeacherUpdate")
-        self._modules = submodules(pl_module, self.teacher, "teacher")
-        self._weights = _LateWeights(self._modules)
-        self.undo.append(self._weights.remove)
+        self._weights = _LateWeights(submodules(pl_module, self.teacher, "teacher"))
+        self.undo.callback(self._weights.remove)
 
     @override
     def on_train_batch_start(
@@ -193,7 +187,7 @@ class DelayedTeacherUpdate(Restoring):
         if self._weights is None:
             return
         for name, module in submodules(pl_module, self.teacher, "teacher").items():
-            if module is not self._modules[name]:  # its forwards are not hooked
+            if module is not self._weights.modules[name]:  # its forwards are not hooked
                 raise ConfigurationError(
                     f"{name} was replaced during training; update its weights in place instead "
                     f"(load_state_dict, or MomentumEMA)"
@@ -204,7 +198,9 @@ class DelayedTeacherUpdate(Restoring):
         elif self._restored:
             self._weights.load(self._restored)
         self._restored = {}
-        self._weights.open(reads_earlier=trainer.global_step >= self.start_step)
+        if trainer.global_step < self.start_step:
+            self._weights.earlier = None
+        self._weights.is_open = True
 
     @override
     def on_before_backward(
@@ -215,7 +211,7 @@ class DelayedTeacherUpdate(Restoring):
         self._num_backwards += 1
         if not pl_module.automatic_optimization:
             return  # more forwards and backwards of this batch may follow
-        self._weights.close()
+        self._weights.is_open = False
         if self._num_backwards > 1:
             raise ConfigurationError(
                 "the optimizer runs training_step several times per batch (LBFGS, SAM): 'one "
@@ -235,7 +231,7 @@ class DelayedTeacherUpdate(Restoring):
     ) -> None:
         if self._weights is None:
             return
-        self._weights.close()
+        self._weights.is_open = False
         if self._num_backwards == 0:  # none to wait for
             self._coming = self._weights.copies()
         # The next epoch starts with the newest teacher.
@@ -247,7 +243,7 @@ class DelayedTeacherUpdate(Restoring):
         super().teardown(trainer, pl_module, stage)
         if self._weights is not None:  # for a checkpoint that is saved after the fit
             self._restored = self._coming or self._weights.earlier or {}
-        self._weights, self._coming, self._modules = None, None, {}
+        self._weights = self._coming = None
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -265,7 +261,7 @@ class DelayedTeacherUpdate(Restoring):
         self._restored = dict(state_dict.get("snapshot", {}))
 
 
-class WeightPrediction(Callback):
+class WeightPrediction(Restoring):
     """Lets forwards that run ahead read an averaged teacher predicted one update ahead.
 
     Under ``schedule="tspipe"`` a teacher is one update late. It changes slowly, so its last change
@@ -294,6 +290,7 @@ class WeightPrediction(Callback):
                 "its last change does not predict the next. Remove one of them"
             )
         pipelined.predicts_teacher = True
+        self.undo.callback(setattr, pipelined, "predicts_teacher", False)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -311,9 +308,3 @@ class WeightPrediction(Callback):
             ]
             names = ("teacher_distance", "teacher_distance_predicted")
             log_at_epoch_end(trainer, pl_module, dict(zip(names, means, strict=True)))
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pipelined = pipelined_of(trainer)
-        if pipelined is not None:  # the next fit may be without this callback
-            pipelined.predicts_teacher = False

@@ -185,31 +185,19 @@ def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
 class FeatureEvaluator(Restoring):
     """Classifies labelled images by their features, at the end of training epochs.
 
-    Args:
+    Attributes:
         queries: Labelled images that are classified; None: none.
         features: The features.
         every_n_epochs: Evaluate after each n-th epoch, and after the last one.
         batch_size: For datasets; loaders have their own.
         limit: Largest number of batches of a source, of all members together.
-        name: Part of the metrics' names.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - what both evaluations have
-        self,
-        queries: Source | None,
-        features: Features,
-        every_n_epochs: int,
-        batch_size: int,
-        name: str,
-        limit: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.queries = queries
-        self.features = features
-        self.every_n_epochs = every_n_epochs
-        self.batch_size = batch_size
-        self.name = name
-        self.limit = limit
+    queries: Source | None
+    features: Features
+    every_n_epochs: int
+    batch_size: int
+    limit: int | None = None
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -238,7 +226,17 @@ class FeatureEvaluator(Restoring):
             to which a pipeline sends none.
         """
         loader, length = self._share(trainer, source)
-        results = _results(trainer, pl_module, self.features, loader)
+        precision, pipelined = trainer.precision_plugin, pipelined_of(trainer)
+        step = feature_step(pl_module, self.features)
+
+        def run(batch: Any) -> Any:
+            return step(precision.convert_input(batch))
+
+        def run_here(batch: Any) -> Any:
+            with precision.forward_context():
+                return run(move_data_to_device(batch, pl_module.device))
+
+        results = map(run_here, loader) if pipelined is None else pipelined.evaluate(run, loader)
         for result in track(trainer, description, results, length):
             yield None if result is None else as_vectors(*result)
 
@@ -257,21 +255,6 @@ class FeatureEvaluator(Restoring):
             length = len(range(len(source))[:stop])  # type: ignore[arg-type]
         number = None if length is None else len(range(first, length, step))
         return _sliced(source, first, stop, step), number
-
-
-def _results(
-    trainer: Trainer, pl_module: LightningModule, features: Features, loader: Iterable[Any]
-) -> Iterator[Any]:
-    step, precision = feature_step(pl_module, features), trainer.precision_plugin
-    pipelined = pipelined_of(trainer)
-    if pipelined is not None:
-        yield from pipelined.evaluate(lambda batch: step(precision.convert_input(batch)), loader)
-        return
-    for batch in loader:
-        moved = move_data_to_device(batch, pl_module.device)
-        with precision.forward_context():
-            result = step(precision.convert_input(moved))
-        yield result
 
 
 def _sliced(items: Iterable[T], *part: int | None) -> Iterator[T]:

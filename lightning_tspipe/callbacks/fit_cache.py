@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,11 +29,14 @@ from lightning_tspipe.caching import (
 )
 from lightning_tspipe.caching.arena import available_disk, available_memory, megabytes
 from lightning_tspipe.caching.cache import Counts
-from lightning_tspipe.caching.entries import tensors_in
+from lightning_tspipe.caching.entries import Numbers, is_loaded, tensors_in
 from lightning_tspipe.caching.inputs import Path, ids_of
 from lightning_tspipe.caching.store import StoreHandle
-from lightning_tspipe.callbacks.common import Restoring, decided_on, pipelined_of, replaced
+from lightning_tspipe.callbacks.common import Restoring, decided_on, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.strategy.setup.options import parse_bytes
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -42,54 +45,63 @@ _SHARE = 4
 """A budget that is not given is this fraction of what is free."""
 
 
-@dataclass(eq=False, repr=False)
 class FitCache(Restoring):
     """A cache of what a network's frozen layers return by sample, while a fit lasts.
 
-    It is made with the training loader, before its workers start.
+    It is made with the training loader, before its workers start. The settings are those of
+    ``AutoCache``.
 
     Attributes:
         memory: Bytes of each machine's shared memory; None: a quarter of its free memory.
         disk: Bytes of each machine's disk; None: a quarter of the free space.
-        folder: A folder on the file system to use; None: the system's temporary folder.
-        dtype: Type in which floating-point numbers are stored; None: their own.
-        ids: Number or key of the sample ids in a batch; None: where ``WithIds`` puts them.
-        always: Cache without measuring whether it is worth it.
         is_required: Whether it is an error if nothing can be cached, instead of a line in the log.
         name: Name of the network, for messages.
         cache: The cache; None before and after the fit, and where nothing can be cached.
         cuts: Numbers of frozen atoms, one for each step of freezing. They belong to the run, since
             a cache with a ``dtype`` rounds at each of them.
         segments: The frozen layers in this fit, cut there.
-        seconds_saved: Seconds to load and decode a sample, if a hit saves them; else 0.
         worth: What was measured in this fit, or in the last one; None before.
         is_on: Whether activations are cached; None before that is decided.
         is_verified: Whether activations that were read have been compared with computed ones.
     """
 
-    memory: int | None
-    disk: int | None
-    folder: str | os.PathLike[str] | None
-    dtype: torch.dtype | None
-    ids: Path | None
-    always: bool
-    is_required: bool = True
-    name: str = ""
-    cache: ActivationCache | None = None
-    cuts: list[int] = field(default_factory=lambda: [0])
-    segments: list[Segment] = field(default_factory=list)
-    seconds_saved: float = 0.0
-    worth: Worth | None = None
-    is_on: bool | None = None
-    is_verified: bool = False
-    _trainer: Trainer | None = None
-    _dataset: Any = None
-    _on_host: Any = None
-    _epoch: int | None = None
-    _is_given_up: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(  # noqa: PLR0913 - settings by keyword
+        self,
+        network: str | None = None,
+        *,
+        memory: int | str = "auto",
+        disk: int | str = 0,
+        folder: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | str | None = None,
+        ids: Path | None = None,
+        always: bool = False,
+    ) -> None:
         super().__init__()
+        self.network = network
+        # "auto": a share of what is free
+        self.memory = None if memory == "auto" else parse_bytes(memory)
+        self.disk = None if disk == "auto" else parse_bytes(disk)
+        self.folder = folder
+        self.dtype = _as_dtype(dtype)
+        self.ids = ids
+        self.always = always
+        self.is_required = True
+        self.name = ""
+        self.cache: ActivationCache | None = None
+        self._dataset: Any = None
+        self._begin(None)
+
+    def _begin(self, trainer: Trainer | None) -> None:
+        """Begin a fit, of which nothing is known."""
+        self.cuts, self.segments = [0], list[Segment]()
+        self.worth: Worth | None = None
+        self.is_on: bool | None = None
+        self.is_verified = False
+        self._trainer = trainer
+        self._epoch: int | None = None
+        self._is_given_up = False
+        self._seconds_saved = 0.0  # to load and decode a sample, if a hit saves them
+        self._on_host: Any = WeakTensorKeyDictionary()
 
     # Before the first batch
 
@@ -110,10 +122,7 @@ class FitCache(Restoring):
     def follow(self, trainer: Trainer) -> None:
         """Open the cache with the training loader of this fit; every rank calls it."""
         self.restore()
-        self._trainer, self._is_given_up = trainer, False
-        self.cuts, self.segments = [0], []
-        self.worth, self.is_on, self.is_verified = None, None, False
-        self._on_host = WeakTensorKeyDictionary()
+        self._begin(trainer)
         strategy: Any = trainer.strategy
         module: Any = trainer.lightning_module
         process, transfer = strategy.process_dataloader, module.transfer_batch_to_device
@@ -133,10 +142,11 @@ class FitCache(Restoring):
                     self._on_host[ids] = ids_of(batch, self.ids).clone(), ids._version  # noqa: SLF001
             return moved
 
-        self.undo += [
-            replaced(strategy, "process_dataloader", process_dataloader),
-            replaced(module, "transfer_batch_to_device", to_device),
+        replaced = [
+            (strategy, "process_dataloader", process_dataloader),
+            (module, "transfer_batch_to_device", to_device),
         ]
+        self.undo.enter_context(attributes_replaced(replaced))
 
     def _serve(self, trainer: Trainer, loader: Any) -> None:
         """Let the loader of an epoch leave out inputs whose activations are cached."""
@@ -165,7 +175,7 @@ class FitCache(Restoring):
 
         def make() -> StoreHandle:
             self.cache = self._made(getattr(loader, "dataset", None), check=trainer.is_global_zero)
-            self.seconds_saved = _seconds_to_load(loader)
+            self._seconds_saved = _seconds_to_load(loader)
             return self.cache.handle
 
         try:
@@ -271,41 +281,58 @@ class FitCache(Restoring):
         """Keyword arguments for measuring how long reading takes."""
         return {"dtype": self.dtype, "disk": self.disk != 0, "folder": self.folder}
 
-    def decide(self, worth: Worth) -> None:
-        """Cache where reading is faster than computing; every rank with the same numbers."""
-        always = self.decides_unmeasured
-        in_memory, on_disk = (always or faster for faster in (worth.by_memory, worth.by_disk))
-        self.opened.use(memory=in_memory, disk=on_disk)
+    def decide(self, measured: Callable[[], Worth], rank: int = 0) -> None:
+        """Cache where reading is faster than computing; every rank calls it.
+
+        Args:
+            measured: Measures both, on one rank.
+            rank: That rank.
+        """
+        if self.decides_unmeasured:
+            self.is_on = True
+            return
+        worth = decided_on(
+            self.trainer, lambda: replace(measured(), load=self._seconds_saved), rank
+        )
         self.worth = worth
-        self.is_on = in_memory or (on_disk and self.disk != 0)
+        self.opened.use(memory=worth.by_memory, disk=worth.by_disk)
+        self.is_on = worth.by_memory or (worth.by_disk and self.disk != 0)
         if self.trainer.is_global_zero:
             log.info("activations are %s: %s", "cached" if self.is_on else "not cached", worth)
 
     def divide(
-        self,
-        number: int,
-        tensors: Callable[[int, int], Sequence[Tensor]],
-        function: Callable[[int, int], Callable[[Any], Any]],
+        self, atoms: Sequence[Atom], function: Callable[[int, int], Callable[[Any], Any]]
     ) -> None:
         """Make segments of the frozen atoms: one for each step of freezing.
 
         Args:
-            number: Atoms that are frozen now.
-            tensors: Parameters and buffers of the atoms from the first number up to the second.
-            function: Runs these atoms.
+            atoms: Those that are frozen now.
+            function: Runs the atoms from the first number up to the second.
         """
+        number = len(atoms)
         self.cuts = [cut for cut in self.cuts if cut < number] + [number]
         spans = list(pairwise(self.cuts))
-        prints = fingerprints([tensors(*span) for span in spans])
+        prints = fingerprints([tensors_of(atoms[start:stop]) for start, stop in spans])
         self.segments = [
-            Segment(
-                Boundary(f"{self.name}, {span[1]} atoms", text, self.dtype),
-                function(*span),
-            )
-            for span, text in zip(spans, prints, strict=True)
+            Segment(Boundary(f"{self.name}, {stop} atoms", text, self.dtype), function(start, stop))
+            for (start, stop), text in zip(spans, prints, strict=True)
         ]
         if self.is_verified:
             self.let_skip()
+
+    def reads_first(self, behind: Numbers, inputs: Any) -> bool:
+        """Whether cached activations are read for the first time, and can be compared.
+
+        From then on inputs need not be loaded.
+
+        Args:
+            behind: The numbers of segments behind which the samples of a batch are cached.
+            inputs: Their inputs, which another process may have let datasets leave out.
+        """
+        if self.is_verified or not behind.any():
+            return False
+        self.let_skip()
+        return all(map(is_loaded, tensors_in(inputs)))
 
     def check_deterministic(self, run: Callable[[], Any], tensors: Sequence[Tensor]) -> None:
         """Run frozen layers twice and compare.
@@ -379,6 +406,20 @@ def _seconds_to_load(loader: Any) -> float:
         dataset[index]
     workers = max(1, getattr(loader, "num_workers", 0))
     return (time.perf_counter() - started) / num / workers
+
+
+def _as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = dtype
+    if isinstance(dtype, str):
+        found = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise ConfigurationError(f"AutoCache(dtype={dtype!r}): give a floating-point type")
+
+
+def tensors_of(atoms: Sequence[Atom]) -> list[Tensor]:
+    """The parameters and buffers of some atoms."""
+    return [tensor for atom in atoms for tensor in (*atom.parameters(), *atom.buffers())]
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -146,6 +146,7 @@ class FreezeAndRepack(Restoring):
             return
         if pipelined_of(trainer) is not None:
             self.cache.follow(trainer)
+            self.undo.callback(self.cache.restore)
             return
         if not self.cache.is_required:
             names = self.student or ("student",)
@@ -252,12 +253,6 @@ class FreezeAndRepack(Restoring):
         if may_log(trainer):
             pl_module.log_dict(metrics, batch_size=1, rank_zero_only=True)
 
-    @override
-    def restore(self) -> None:
-        super().restore()
-        if self.cache is not None:
-            self.cache.restore()
-
     def _decide(self, trainer: Trainer) -> Decision:
         """The policy's decision, made on rank 0 and known to all ranks."""
         squares = self._all_squares(trainer)
@@ -277,8 +272,7 @@ class FreezeAndRepack(Restoring):
         """Squared gradient norms, summed over the epoch; complete on a pipeline's loss rank."""
         own = [0.0] * len(self._layers) if self._squares is None else self._squares.tolist()
         pipelined = pipelined_of(trainer)
-        parts = [own] if pipelined is None else pipelined.gather(own)
-        parts = [own] if parts is None else parts
+        parts = [own] if pipelined is None else pipelined.gather(own) or [own]
         if self._restored:
             parts = [*parts, self._restored]
         return [sum(values) for values in zip(*parts, strict=True)]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import LightningModule, Trainer
@@ -20,19 +21,21 @@ log = logging.getLogger("lightning_tspipe")
 Mode = Literal["min", "max"]
 
 
+@dataclass(eq=False, repr=False)
 class _EachHead(Callback):
     """Checks one metric of each head after every validation, or else after every training epoch."""
 
-    decides_by_metrics = True
+    decides_by_metrics: ClassVar[bool] = True
 
-    def __init__(self, monitor: str, mode: Mode, min_delta: float = 0.0) -> None:
-        if mode not in {"min", "max"}:
-            raise ConfigurationError(f"mode={mode!r}: 'min' or 'max'")
-        if min_delta < 0:
-            raise ConfigurationError(f"min_delta={min_delta} is negative")
-        self.monitor = monitor
-        self.mode = mode
-        self.min_delta = min_delta
+    monitor: str = "val_loss"
+    mode: Mode = "min"
+    min_delta: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        if self.mode not in {"min", "max"}:
+            raise ConfigurationError(f"mode={self.mode!r}: 'min' or 'max'")
+        if self.min_delta < 0:
+            raise ConfigurationError(f"min_delta={self.min_delta} is negative")
         self.best: dict[str, float] = {}  # of each head
         self._waited: dict[str, int] = {}  # checks since then
         self._ended: set[str] = set()
@@ -53,6 +56,7 @@ class _EachHead(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
+        """What was seen of each head; which ones have stopped is the module's to save."""
         return {
             name: [value, self._waited[name], name in self._ended]
             for name, value in self.best.items()
@@ -62,7 +66,7 @@ class _EachHead(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = {name: values[0] for name, values in state_dict.items()}
         self._waited = {name: values[1] for name, values in state_dict.items()}
-        self._ended = {name for name, values in state_dict.items() if any(values[2:])}
+        self._ended = {name for name, values in state_dict.items() if values[2]}
         self._is_resumed = True
 
     @override
@@ -110,6 +114,7 @@ def _student(pl_module: LightningModule) -> StudentFanout:
     return pl_module.student  # type: ignore[return-value] # see ``setup``
 
 
+@dataclass(eq=False, repr=False)
 class HeadEarlyStopping(_EachHead):
     """Stops each head that no longer improves; the run ends with the last head.
 
@@ -121,34 +126,15 @@ class HeadEarlyStopping(_EachHead):
         min_delta: Smallest difference that counts as an improvement.
     """
 
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        mode: Mode = "min",
-        *,
-        patience: int = 3,
-        min_delta: float = 0.0,
-    ) -> None:
-        super().__init__(monitor, mode, min_delta)
-        if patience < 1:
-            raise ConfigurationError(f"patience={patience}: at least 1")
-        self.patience = patience
-        self.stopped: dict[str, str] = {}
+    _: KW_ONLY
+    patience: int = 3
+    min_delta: float = 0.0
 
     @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": super().state_dict(), "stopped": dict(self.stopped)}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict["best"])
-        self.stopped = dict(state_dict["stopped"])
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for name, reason in self.stopped.items():  # of a run that is resumed
-            _student(pl_module).stop(name, reason)
-        super().on_train_start(trainer, pl_module)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.patience < 1:
+            raise ConfigurationError(f"patience={self.patience}: at least 1")
 
     @override
     def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:
@@ -157,11 +143,11 @@ class HeadEarlyStopping(_EachHead):
             student.stop(name, reason)
             if trainer.is_global_zero:
                 log.info("head %s stops in epoch %d: %s", name, trainer.current_epoch, reason)
-        self.stopped = dict(student.stopped)
         if len(student.stopped) == len(student.names):
             trainer.should_stop = True
 
 
+@dataclass(eq=False, repr=False)
 class HeadCheckpoint(_EachHead):
     """Saves each head whenever it is at its best, to ``dirpath/<head>.ckpt``.
 
@@ -174,15 +160,8 @@ class HeadCheckpoint(_EachHead):
             over several machines a head is saved on the machine that trains it.
     """
 
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        mode: Mode = "min",
-        *,
-        dirpath: str | Path | None = None,
-    ) -> None:
-        super().__init__(monitor, mode)
-        self.dirpath = None if dirpath is None else Path(dirpath)
+    _: KW_ONLY
+    dirpath: str | Path | None = None
 
     @override
     def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:
@@ -190,7 +169,8 @@ class HeadCheckpoint(_EachHead):
         first = trainer.is_global_zero if pipelined is None else pipelined.replica == 0
         if self._waited[name] or not first or name not in student.here:
             return
-        folder = self.dirpath or Path(trainer.default_root_dir) / "heads"
+        default = Path(trainer.default_root_dir) / "heads"
+        folder = default if self.dirpath is None else Path(self.dirpath)
         state = student.heads[name].state_dict()
         content = {
             "state_dict": {

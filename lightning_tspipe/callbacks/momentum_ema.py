@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import compress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,7 @@ def cosine_momentum(step: int, num_steps: int, start: float, end: float) -> floa
     return end - (end - start) * (math.cos(math.pi * step / (num_steps - 1)) + 1) / 2
 
 
+@dataclass(eq=False, repr=False)
 class MomentumEMA(Restoring):
     """``teacher = m * teacher + (1 - m) * student`` after every optimizer step.
 
@@ -71,34 +72,32 @@ class MomentumEMA(Restoring):
             submodule, a teacher parameter without a student parameter of its name and shape.
     """
 
-    def __init__(
-        self,
-        momentum: Momentum = 0.996,
-        student: Names = "student",
-        teacher: Names = "teacher",
-        buffers: BuffersPolicy = "keep",
-        *,
-        log_momentum: bool = False,
-    ) -> None:
-        super().__init__()
-        self.student = as_names(student)
-        self.teacher = as_names(teacher)
+    momentum: Momentum = 0.996
+    student: Names = "student"
+    teacher: Names = "teacher"
+    buffers: BuffersPolicy = "keep"
+    _: KW_ONLY
+    log_momentum: bool = False
+
+    def __post_init__(self) -> None:
+        self.student, self.teacher = as_names(self.student), as_names(self.teacher)
         if len(self.student) != len(self.teacher):
             raise ConfigurationError(
                 f"every student submodule needs its teacher: student={self.student}, "
                 f"teacher={self.teacher}"
             )
-        if buffers not in {"keep", "copy", "average"}:
-            raise ConfigurationError(f"buffers={buffers!r}: choose 'keep', 'copy' or 'average'")
-        _check_momentum(momentum)
-        self.momentum = momentum
-        self.buffers = buffers
-        self.log_momentum = log_momentum
+        if self.buffers not in {"keep", "copy", "average"}:
+            raise ConfigurationError(
+                f"buffers={self.buffers!r}: choose 'keep', 'copy' or 'average'"
+            )
+        _check_momentum(self.momentum)
         self._num_steps = -1
         self._global_step = 0
         self._has_stepped = False
+        self._is_watching = False  # optimizers, whose steps a gradient scaler may skip
         self._parameters: list[Pair] = []
-        self._buffers: list[Pair] = []
+        self._buffers: list[Pair] = []  # that are averaged
+        self._copied: list[Pair] = []
 
     def momentum_at(self, step: int, num_steps: int) -> float:
         """The momentum of update ``step`` (from 0) of ``num_steps``.
@@ -134,35 +133,39 @@ class MomentumEMA(Restoring):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         students = submodules(pl_module, self.student, "student")
         teachers = submodules(pl_module, self.teacher, "teacher")
-        self._parameters, self._buffers = [], []
+        self._parameters, self._buffers, self._copied = [], [], []
         for names in zip(self.student, self.teacher, strict=True):
             pair = (names[0], students[names[0]]), (names[1], teachers[names[1]])
             self._parameters += _pairs(*pair, is_buffer=False)
-            if self.buffers != "keep":
-                self._buffers += _pairs(*pair, is_buffer=True)
+            for buffer in [] if self.buffers == "keep" else _pairs(*pair, is_buffer=True):
+                kind = buffer[1].tensor.dtype
+                averages = self.buffers == "average" and (kind.is_floating_point or kind.is_complex)
+                (self._buffers if averages else self._copied).append(buffer)
         self._num_steps = self._planned_steps(trainer)
         self._global_step = trainer.global_step
-        self._has_stepped = False
+        self._has_stepped = self._is_watching = False
         self.restore()
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
-                self.undo.append(optimizer.register_step_post_hook(self._on_optimizer_step).remove)
+                hook = optimizer.register_step_post_hook(self._on_optimizer_step)
+                self.undo.callback(hook.remove)
+                self._is_watching = True
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if trainer.global_step <= self._global_step:
+            return
         # Lightning counts steps that the gradient scaler skips, and the optimizer's own hook does
         # not see them: only both together mean that the student has changed.
-        advanced = trainer.global_step > self._global_step
-        if advanced and (self._has_stepped or not self.undo):
+        if self._has_stepped or not self._is_watching:
             value = self.momentum_at(trainer.global_step - 1, self._num_steps)
             self.update(value)
             if self.log_momentum and may_log(trainer):
                 pl_module.log("ema_momentum", value, batch_size=1)
-        if advanced:
-            self._global_step = trainer.global_step
-            self._has_stepped = False
+        self._global_step = trainer.global_step
+        self._has_stepped = False
 
     @torch.no_grad()
     def update(self, momentum: float) -> None:
@@ -171,16 +174,10 @@ class MomentumEMA(Restoring):
         Raises:
             ConfigurationError: This rank owns only one tensor of a pair.
         """
-        _average(_owned(self._parameters), momentum)
-        buffers = _owned(self._buffers)
-        is_averaged = [
-            self.buffers == "average" and (teacher.is_floating_point() or teacher.is_complex())
-            for teacher, _ in buffers
-        ]
-        _average(list(compress(buffers, is_averaged)), momentum)
-        for (teacher, student), is_done in zip(buffers, is_averaged, strict=True):
-            if not is_done:
-                teacher.copy_(student)
+        for averaged in (self._parameters, self._buffers):
+            _average(_owned(averaged), momentum)
+        for teacher, student in _owned(self._copied):
+            teacher.copy_(student)
 
     def _planned_steps(self, trainer: Trainer) -> int:
         if isinstance(self.momentum, float | int):

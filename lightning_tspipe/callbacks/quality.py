@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -14,12 +15,7 @@ from torch.nn.functional import cross_entropy, normalize
 from torch.nn.utils import skip_init
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import (
-    may_log,
-    pipelined_of,
-    replaced,
-    submodules,
-)
+from lightning_tspipe.callbacks.common import pipelined_of, submodules
 from lightning_tspipe.callbacks.features import (
     DataParallelGroup,
     FeatureEvaluator,
@@ -31,6 +27,7 @@ from lightning_tspipe.callbacks.features import (
     hits_of,
 )
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.swap import attributes_replaced
 
 _SIMILARITIES_AT_ONCE = 2**24
 
@@ -111,6 +108,7 @@ class Neighbours:
         return scores.scatter_add_(1, self.labels, weights)
 
 
+@dataclass(eq=False, repr=False)
 class KNNEvaluator(FeatureEvaluator):
     """Logs the weighted k-NN accuracy of the features at the end of training epochs.
 
@@ -138,30 +136,24 @@ class KNNEvaluator(FeatureEvaluator):
         ConfigurationError: An argument out of range, a missing submodule, an empty bank.
     """
 
-    def __init__(  # noqa: PLR0913 - two data sources, then settings by keyword
-        self,
-        bank: Source,
-        queries: Source,
-        features: Features = "student",
-        *,
-        k: int = 20,
-        temperature: float = 0.07,
-        num_classes: int | None = None,
-        every_n_epochs: int = 1,
-        batch_size: int = 256,
-        limit: int | None = None,
-        name: str = "val_knn",
-    ) -> None:
-        if k < 1 or every_n_epochs < 1 or temperature <= 0:
+    bank: Source
+    queries: Source
+    features: Features = "student"
+    _: KW_ONLY
+    k: int = 20
+    temperature: float = 0.07
+    num_classes: int | None = None
+    every_n_epochs: int = 1
+    batch_size: int = 256
+    limit: int | None = None
+    name: str = "val_knn"
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.every_n_epochs < 1 or self.temperature <= 0:
             raise ConfigurationError(
-                f"k={k} and every_n_epochs={every_n_epochs} must be at least 1, "
-                f"temperature={temperature} above 0"
+                f"k={self.k} and every_n_epochs={self.every_n_epochs} must be at least 1, "
+                f"temperature={self.temperature} above 0"
             )
-        super().__init__(queries, features, every_n_epochs, batch_size, name, limit)
-        self.bank = bank
-        self.k = k
-        self.temperature = temperature
-        self.num_classes = num_classes
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -176,12 +168,11 @@ class KNNEvaluator(FeatureEvaluator):
             ``{name}_top1`` and ``{name}_top5`` as fractions; empty on a pipeline's ranks other
             than the loss rank.
         """
-        assert self.queries is not None
-        group, pipelined = DataParallelGroup(trainer), pipelined_of(trainer)
+        group = DataParallelGroup(trainer)
         with evaluating(pl_module), group.buffers_of_first(pl_module):
             queries = list(_normalised(self.computed(trainer, pl_module, self.queries, "k-NN")))
             bank = self.computed(trainer, pl_module, self.bank, "k-NN")
-            if pipelined is not None and not pipelined.is_loss_rank:
+            if not _has_features(trainer):
                 for _ in bank:
                     """The loss rank compares; the others only compute."""
                 return {}
@@ -200,6 +191,12 @@ class KNNEvaluator(FeatureEvaluator):
         return accuracies(self.name, hits_of(scores, labels))
 
 
+def _has_features(trainer: Trainer) -> bool:
+    """Whether this rank gets features, since it computes losses."""
+    pipelined = pipelined_of(trainer)
+    return pipelined is None or pipelined.is_loss_rank
+
+
 def _normalised(
     results: Iterator[tuple[Tensor, Tensor] | None],
 ) -> Iterator[tuple[Tensor, Tensor]]:
@@ -207,6 +204,7 @@ def _normalised(
     return ((normalize(found[0], dim=1), found[1]) for found in results if found is not None)
 
 
+@dataclass(eq=False, repr=False)
 class OnlineLinearProbe(FeatureEvaluator):
     """Trains a linear classifier on detached features while the module trains; logs its accuracy.
 
@@ -239,30 +237,25 @@ class OnlineLinearProbe(FeatureEvaluator):
             not call, labels that do not belong to the features.
     """
 
-    def __init__(  # noqa: PLR0913 - the task, then settings by keyword
-        self,
-        num_classes: int,
-        queries: Source | None = None,
-        features: str = "student",
-        *,
-        labels: int | Callable[[Any], Tensor] = 1,
-        lr: float = 0.1,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        every_n_epochs: int = 1,
-        batch_size: int = 256,
-        name: str = "probe",
-    ) -> None:
-        if num_classes < 2 or every_n_epochs < 1 or lr <= 0:
+    num_classes: int
+    queries: Source | None = None
+    features: str = "student"
+    _: KW_ONLY
+    labels: int | Callable[[Any], Tensor] = 1
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    every_n_epochs: int = 1
+    batch_size: int = 256
+    name: str = "probe"
+
+    def __post_init__(self) -> None:
+        if self.num_classes < 2 or self.every_n_epochs < 1 or self.lr <= 0:
             raise ConfigurationError(
-                f"num_classes={num_classes} must be at least 2, every_n_epochs={every_n_epochs} at "
-                f"least 1, lr={lr} above 0"
+                f"num_classes={self.num_classes} must be at least 2, "
+                f"every_n_epochs={self.every_n_epochs} at least 1, lr={self.lr} above 0"
             )
-        super().__init__(queries, features, every_n_epochs, batch_size, name)
-        self.num_classes = num_classes
-        self.labels = labels
         self.classifier: nn.Linear | None = None
-        self._settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
         self._optimizer: torch.optim.Optimizer | None = None
         self._restored: dict[str, Any] = {}
         self._kept: tuple[Tensor, Tensor] | None = None
@@ -274,7 +267,6 @@ class OnlineLinearProbe(FeatureEvaluator):
         They are read within the step, where a pipeline sees that they are needed and sends them to
         the loss rank.
         """
-        assert isinstance(self.features, str)
         watched = submodules(pl_module, self.features, "features")[self.features]
         step = pl_module.training_step
 
@@ -306,19 +298,16 @@ class OnlineLinearProbe(FeatureEvaluator):
             self._kept = seen[0].detach().clone(), labels.clone()
             return result
 
-        self.undo.append(replaced(pl_module, "training_step", training_step))
-
-    @override
-    def restore(self) -> None:
-        super().restore()
-        self._kept = None
+        replaced = [(pl_module, "training_step", training_step)]
+        self.undo.enter_context(attributes_replaced(replaced))
+        self.undo.callback(setattr, self, "_kept", None)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         kept, self._kept = self._kept, None
-        if not (self._is_here(trainer) and kept is not None):
+        if not (_has_features(trainer) and kept is not None):
             return
         loss = self._learn(trainer, *kept)
         pl_module.log(f"train_{self.name}_loss", loss, on_step=True, on_epoch=False, batch_size=1)
@@ -338,7 +327,7 @@ class OnlineLinearProbe(FeatureEvaluator):
             for result in self.computed(trainer, pl_module, self.queries, "probe"):
                 if result is not None and self.classifier is not None:
                     hits += hits_of(self.classifier(result[0]), result[1])
-        if not self._is_here(trainer) or self.classifier is None:
+        if not _has_features(trainer) or self.classifier is None:
             return {}
         return accuracies(f"val_{self.name}", torch.stack(group.gather(hits)).sum(dim=0))
 
@@ -355,11 +344,6 @@ class OnlineLinearProbe(FeatureEvaluator):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._restored = state_dict
         self.classifier = self._optimizer = None
-
-    @staticmethod
-    def _is_here(trainer: Trainer) -> bool:
-        """Whether this rank has features, since it computes losses."""
-        return pipelined_of(trainer) is None or may_log(trainer)
 
     def _learn(self, trainer: Trainer, features: Tensor, labels: Tensor) -> Tensor:
         """Take one step on a batch; returns the loss before it."""
@@ -394,7 +378,9 @@ class OnlineLinearProbe(FeatureEvaluator):
             )  # fmt: skip
             for parameter in self.classifier.parameters():
                 nn.init.zeros_(parameter)
-            self._optimizer = torch.optim.SGD(self.classifier.parameters(), **self._settings)  # type: ignore[arg-type]
+            self._optimizer = torch.optim.SGD(
+                self.classifier.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay
+            )
             if self._restored:
                 self.classifier.load_state_dict(self._restored["classifier"])
                 self._optimizer.load_state_dict(self._restored["optimizer"])

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
-from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import LightningModule, Trainer
 from typing_extensions import override
 
@@ -23,7 +24,6 @@ from lightning_tspipe.caching.entries import tensors_in
 from lightning_tspipe.callbacks.common import Callback, may_log, pipelined_of
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.plots import plot_timelines
-from lightning_tspipe.simulation.figures import figures
 from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.training.pipelined import Pipelined
 
@@ -31,13 +31,22 @@ _RECORDED_STEPS = 4
 _MIB = 2**20
 
 
-@dataclass
-class _Totals:
-    """Totals of the run, including the time before it was resumed from a checkpoint."""
+class _Batch(NamedTuple):
+    """A batch, with the totals at its end: of the run, also before it was resumed.
+
+    Attributes:
+        num_batches: Batches.
+        num_samples: Samples.
+        elapsed: Seconds of training.
+        wait: Seconds from the end of the batch before to the start of this one.
+        staleness: Number of updates that its teacher was late; None if there is no teacher.
+    """
 
     num_batches: int = 0
     num_samples: int = 0
     elapsed: float = 0.0
+    wait: float = 0.0
+    staleness: int | None = None
 
 
 @dataclass
@@ -45,13 +54,10 @@ class _Fit:
     """The state of one fit.
 
     Attributes:
-        totals: Totals of the run.
-        rates: Lightning's calculator; None on ranks that don't measure.
-        waits: For each of the last batches, seconds from the end of the batch before to its start.
-        staleness: For each of the last batches, the number of updates that the teacher was late.
+        batches: What came before the fit, and its last batches; of the first only the end counts.
+        measures: Whether this rank does.
         from_ranks: Metrics that the ranks of a pipeline reported last.
-        records: Whether steps are recorded for the bubble ratio.
-        recorded_at: Number of the batch at which that began last; None before.
+        next_recording: Number of the batch at which steps are recorded for the bubble ratio.
         num_replicas: Replicas of the pipeline, or processes.
         num_batches: Batches of this fit, on every rank.
         reading: Seconds that this rank had read data when it reported last.
@@ -62,13 +68,10 @@ class _Fit:
         last: The metrics of the last full window.
     """
 
-    totals: _Totals = field(default_factory=_Totals)
-    rates: Throughput | None = None
-    waits: deque[float] = field(default_factory=deque)
-    staleness: deque[int] = field(default_factory=deque)
+    batches: deque[_Batch]
+    measures: bool = False
     from_ranks: dict[str, float] = field(default_factory=dict)
-    records: bool = False
-    recorded_at: int | None = None
+    next_recording: float = math.inf
     num_replicas: int = 1
     num_batches: int = 0
     reading: float = 0.0
@@ -79,6 +82,7 @@ class _Fit:
     last: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False)
 class PipelineThroughputMonitor(Callback):
     """Logs the training throughput over a rolling window of batches.
 
@@ -117,40 +121,30 @@ class PipelineThroughputMonitor(Callback):
         ConfigurationError: A window of fewer than 2 batches, or another number that is not above 0.
     """
 
-    def __init__(  # noqa: PLR0913 - settings by keyword
-        self,
-        window: int = 20,
-        batch_size_fn: Callable[[Any], int] | None = None,
-        *,
-        bubble_every_n_batches: int | None = 200,
-        flops_per_sample: float | None = None,
-        peak_flops: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        if window < 2:
-            raise ConfigurationError(f"window={window}: an average needs at least 2 batches")
-        for name, value in (
-            ("bubble_every_n_batches", bubble_every_n_batches),
-            ("flops_per_sample", flops_per_sample),
-            ("peak_flops", peak_flops),
-        ):
+    window: int = 20
+    batch_size_fn: Callable[[Any], int] | None = None
+    _: KW_ONLY
+    bubble_every_n_batches: int | None = 200
+    flops_per_sample: float | None = None
+    peak_flops: float | None = None
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        if self.window < 2:
+            raise ConfigurationError(f"window={self.window}: an average needs at least 2 batches")
+        for name in ("bubble_every_n_batches", "flops_per_sample", "peak_flops"):
+            value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigurationError(f"{name}={value} must be above 0, or None")
-        self.window = window
-        self.batch_size_fn = batch_size_fn
-        self.bubble_every_n_batches = bubble_every_n_batches
-        self.flops_per_sample = flops_per_sample
-        self.peak_flops = peak_flops
-        self.clock = clock
-        self._fit, self._restored = _Fit(), _Totals()
+        self._fit, self._restored = _Fit(deque([_Batch()])), _Batch()
 
     def summary(self) -> dict[str, float]:
         """The metrics of the last full window, with the totals; empty on ranks that don't measure.
 
         Contains what is logged, and ``num_batches`` and ``num_samples``.
         """
-        fit, totals = self._fit, self._fit.totals
-        if fit.rates is None:
+        fit, totals = self._fit, self._fit.batches[-1]
+        if not fit.measures:
             return {}
         return {
             **fit.last,
@@ -161,31 +155,30 @@ class PipelineThroughputMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self._fit.totals))
+        totals = self._fit.batches[-1]._asdict()
+        return {name: totals[name] for name in ("num_batches", "num_samples", "elapsed")}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = _Totals(**state_dict)
+        self._restored = _Batch(**state_dict)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pipelined, step = pipelined_of(trainer), trainer.global_step
-        self._fit = fit = _Fit(self._restored, steps=(step, step), mark=self.clock())
-        self._restored = _Totals()
-        fit.waits = deque(maxlen=self.window)
-        fit.staleness = deque(maxlen=self.window)
-        fit.records = self.bubble_every_n_batches is not None and not any(
-            isinstance(callback, PipelineTimeline)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
+        batches = deque([self._restored], maxlen=self.window + 1)
+        self._fit = fit = _Fit(batches, steps=(step, step), mark=self.clock())
+        self._restored = _Batch()
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        has_timeline = any(isinstance(callback, PipelineTimeline) for callback in callbacks)
+        if self.bubble_every_n_batches is not None and not has_timeline:
+            fit.next_recording = self.window
         fit.num_replicas = trainer.world_size
         if pipelined is not None:
             fit.reading = pipelined.seconds_reading
             fit.num_replicas = pipelined.data_parallel_size
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
-        if may_log(trainer):
-            fit.rates = Throughput(world_size=fit.num_replicas, window_size=self.window + 1)
+        fit.measures = may_log(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -203,10 +196,8 @@ class PipelineThroughputMonitor(Callback):
         fit.wait = self.clock() - fit.mark
         fit.steps = (fit.steps[1], trainer.global_step)
         pipelined, every = pipelined_of(trainer), self.bubble_every_n_batches
-        if pipelined is None or every is None or not fit.records or fit.num_batches < self.window:
-            return
-        if fit.recorded_at is None or fit.num_batches - fit.recorded_at >= every:
-            fit.recorded_at = fit.num_batches
+        if pipelined is not None and every is not None and fit.num_batches >= fit.next_recording:
+            fit.next_recording = fit.num_batches + every
             pipelined.record(_RECORDED_STEPS)
 
     @override
@@ -217,30 +208,27 @@ class PipelineThroughputMonitor(Callback):
         fit.num_batches += 1
         if pipelined is not None:
             self._exchange(pipelined, pl_module)
-        if fit.rates is None:
+        if not fit.measures:
             return
-        totals = fit.totals
-        totals.elapsed += now - fit.mark
-        fit.mark = now
-        totals.num_batches += 1
-        totals.num_samples += self._batch_size(pipelined, batch)
-        fit.waits.append(fit.wait)
+        before, staleness = fit.batches[-1], None
         if pipelined is not None and pipelined.teacher_ran_ahead is not None:
-            updated = fit.steps[1] > fit.steps[0]
-            fit.staleness.append(int(pipelined.teacher_ran_ahead and updated))
-        fit.rates.update(
-            time=totals.elapsed, batches=totals.num_batches, samples=totals.num_samples
+            staleness = int(pipelined.teacher_ran_ahead and fit.steps[1] > fit.steps[0])
+        num_samples = before.num_samples + self._batch_size(pipelined, batch)
+        elapsed = before.elapsed + (now - fit.mark)
+        fit.mark = now
+        fit.batches.append(
+            _Batch(before.num_batches + 1, num_samples, elapsed, fit.wait, staleness)
         )
-        metrics = self._metrics(trainer, pl_module, fit.rates.compute())
+        metrics = self._metrics(trainer, pl_module)
         fit.last = metrics or fit.last
         pl_module.log_dict(
-            {**metrics, "elapsed": totals.elapsed}, on_step=True, on_epoch=False, batch_size=1
+            {**metrics, "elapsed": elapsed}, on_step=True, on_epoch=False, batch_size=1
         )
 
     def _exchange(self, pipelined: Pipelined, pl_module: LightningModule) -> None:
         """Send the loss rank what it cannot know by itself; every rank calls it."""
         fit = self._fit
-        if fit.records and pipelined.has_recording:
+        if fit.next_recording < math.inf and pipelined.has_recording:
             pipelined.timeline()
         if fit.num_batches % self.window:
             return
@@ -255,26 +243,26 @@ class PipelineThroughputMonitor(Callback):
                 **memory,
             }
 
-    def _metrics(
-        self, trainer: Trainer, pl_module: LightningModule, rates: dict[str, float]
-    ) -> dict[str, float]:
-        if "device/samples_per_sec" not in rates:  # the window is not full yet
-            return {}
+    def _metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """The metrics of the window; empty until it is full."""
         fit, pipelined = self._fit, pipelined_of(trainer)
-        samples_per_second = rates["device/samples_per_sec"] * fit.num_replicas
-        metrics = {
-            "samples_per_second": samples_per_second,
-            "step_time": 1.0 / rates["device/batches_per_sec"],
-        }
+        if fit.num_batches <= self.window:
+            return {}
+        before, *batches = fit.batches
+        seconds = batches[-1].elapsed - before.elapsed
+        num_samples = batches[-1].num_samples - before.num_samples
+        samples_per_second = num_samples / seconds * fit.num_replicas
+        metrics = {"samples_per_second": samples_per_second, "step_time": seconds / self.window}
         if pipelined is None:
-            metrics["data_wait_time"] = fmean(fit.waits)
+            metrics["data_wait_time"] = fmean(batch.wait for batch in batches)
             metrics["peak_memory"] = _peak_memory(pl_module.device)
         else:
             metrics |= fit.from_ranks
             if pipelined.bubble_ratio is not None:
                 metrics["bubble_ratio"] = pipelined.bubble_ratio
-            if fit.staleness:
-                metrics["teacher_staleness"] = fmean(fit.staleness)
+            known = [batch.staleness for batch in batches if batch.staleness is not None]
+            if known:
+                metrics["teacher_staleness"] = fmean(known)
         if fit.flops is None:
             fit.flops = self._share_per_sample(trainer, pl_module, pipelined)
         if fit.flops:
@@ -326,6 +314,7 @@ def _known_peak_flops(device: torch.device, precision: str) -> float | None:
         return get_available_flops(device, types.get(precision[:2], torch.float32))
 
 
+@dataclass(eq=False, repr=False)
 class PipelineTimeline(Callback):
     """Records a window of steps, saves it as ``timeline.json`` and ``timeline.png``, logs metrics.
 
@@ -353,16 +342,16 @@ class PipelineTimeline(Callback):
         ConfigurationError: A negative step or an empty window.
     """
 
-    def __init__(
-        self, start_step: int = 5, num_steps: int = 3, path: str | Path | None = None
-    ) -> None:
-        if start_step < 0 or num_steps < 1:
+    start_step: int = 5
+    num_steps: int = 3
+    path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if self.start_step < 0 or self.num_steps < 1:
             raise ConfigurationError(
-                f"start_step={start_step} must be at least 0, num_steps={num_steps} at least 1"
+                f"start_step={self.start_step} must be at least 0, num_steps={self.num_steps} at "
+                "least 1"
             )
-        self.start_step = start_step
-        self.num_steps = num_steps
-        self.path = path
         self._awaits = False  # a window that began and was not collected
         self._timeline: Timeline | None = None
         self._folder: Path | None = None  # known once the window was collected
@@ -421,7 +410,7 @@ class PipelineTimeline(Callback):
         self._timeline = timeline
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "timeline.json").write_text(timeline.to_json(), encoding="utf-8")
-        metrics = {f"timeline/{name}": value for name, value in figures(timeline).items()}
+        metrics = {f"timeline/{name}": value for name, value in timeline.figures().items()}
         # Not by ``pl_module.log``, which drops what falls between two of ``log_every_n_steps``.
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)

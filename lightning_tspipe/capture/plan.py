@@ -169,7 +169,6 @@ class StepPlan:
         chains: Network to its links.
         used: Network to the values that the step reads (beyond feeding the next block).
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
-        num_batch_leaves: Leaves of the batch.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
         has_late_effects: Whether it does after its last call; then not before.
         mixes: Whether, before the last call, values of the batch meet other tensors or move to a
@@ -182,7 +181,6 @@ class StepPlan:
     chains: dict[NetworkName, tuple[Link, ...]]
     used: dict[NetworkName, tuple[ValueRef, ...]]
     batch_fields: tuple[int, ...]
-    num_batch_leaves: int
     has_effects: bool
     has_late_effects: bool = False
     mixes: bool = False
@@ -196,11 +194,3 @@ class StepPlan:
     def calls_of(self, network: NetworkName) -> tuple[int, ...]:
         """Indices of the calls of one network, in order."""
         return tuple(i for i, call in enumerate(self.calls) if call.network == network)
-
-    def describe(self) -> str:
-        """The plan in words; equal on all ranks if they traced the same step."""
-        lines = [f"{len(self.calls)} calls, batch fields {list(self.batch_fields)}"]
-        for network, chain in self.chains.items():
-            lines.append(f"{network}: {' -> '.join(map(str, chain))}; used {self.used[network]}")
-        lines += [f"{call.network} {call.input.shape} {call.grad}" for call in self.calls]
-        return "\n".join(lines)

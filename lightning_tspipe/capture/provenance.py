@@ -58,8 +58,6 @@ def writes_in_place(name: str) -> bool:
 class BatchLeaf:
     """Where a value comes from: a leaf of the batch."""
 
-    index: int
-
 
 @dataclass(frozen=True)
 class NetworkParameter:
@@ -155,11 +153,17 @@ class DrawCounter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.count += torch.Tag.nondeterministic_seeded in func.tags
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
         return func(*args, **(kwargs or {}))
+
+
+def _is_off(func: Any, args: Any) -> bool:
+    """Whether it is an attention, which draws for its dropout only, without dropout."""
+    schema = func._schema.arguments  # noqa: SLF001 - there is no public way to the names
+    given = {argument.name: argument.default_value for argument in schema}
+    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return "dropout_p" in given and not given["dropout_p"]
 
 
 class ProvenanceMode(TorchFunctionMode):
@@ -167,10 +171,11 @@ class ProvenanceMode(TorchFunctionMode):
 
     Attributes:
         reads: (value whose numbers were looked at, number of blocks called before, user's line).
-        writes: (value written in place, number of blocks called before, user's line).
-        gradient_writes: The same for parameters whose gradient was set (to None).
+        writes: (value written in place, number of blocks called before, user's line, whether only
+            its gradient was set: cleared).
         gradient_reads: The user's lines that looked at the gradient of a parameter.
         is_paused: Whether nothing is recorded for a while.
+        num_blocks: Pipelined blocks that were called so far.
         draws: To be entered as well, so that random numbers are noticed.
         draws_samples: Whether tensors of random numbers were drawn, rather than single ones.
         draws_on_device: Whether random numbers were drawn on a device that the step named: it may
@@ -181,22 +186,18 @@ class ProvenanceMode(TorchFunctionMode):
         super().__init__()
         self._values: dict[int, Value] = {}
         self.is_paused = False
-        self._num_blocks = 0
+        self.num_blocks = 0
         self.reads: list[tuple[Value, int, str]] = []
-        self.writes: list[tuple[Value, int, str]] = []
-        self.gradient_writes: list[tuple[Value, int, str]] = []
+        self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
         self.draws_samples = self.draws_on_device = False
         self.draws = DrawCounter()
 
-    def mark_block(self) -> None:
-        """A pipelined block was called."""
-        self._num_blocks += 1
-
-    def mixing(self) -> list[Value]:
-        """The values that were computed from several tensors, or moved, before the last block."""
-        found = (v for v in self._values.values() if v.mixes and v.num_blocks < self._num_blocks)
-        return list(found)
+    @property
+    def mixes(self) -> bool:
+        """Whether values of the batch were mixed with others, or moved, before the last block."""
+        found = (v for v in self._values.values() if v.mixes and v.num_blocks < self.num_blocks)
+        return any(not source.is_parameter for value in found for source in value.sources())
 
     def track(self, tensor: Tensor, source: object) -> Value:
         """Make ``tensor`` a source."""
@@ -213,9 +214,7 @@ class ProvenanceMode(TorchFunctionMode):
             if isinstance(leaf, Tensor) and (value := self.lookup(leaf)) is not None:
                 value.read = True
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
@@ -232,10 +231,9 @@ class ProvenanceMode(TorchFunctionMode):
             function = None
             if len(tensors) == 1 and isinstance(result, Tensor):
                 function = _rebind(func, args, kwargs)
-            mixes = len(tensors) > 1 or func in MOVES
-            self._record(
-                Value(tensors[0], None, parents, function, name, mixes=mixes), args, result
-            )
+            made = Value(tensors[0], None, parents, function, name, num_blocks=self.num_blocks)
+            made.mixes = len(tensors) > 1 or func in MOVES
+            self._record(made, args, result)
         if self.draws.count > num_draws:
             # A meta tensor would draw nothing, and all that is drawn later would differ.
             for parent in parents:
@@ -256,16 +254,10 @@ class ProvenanceMode(TorchFunctionMode):
                 continue
             parent.read = True
             if not writes:
-                self.reads.append((parent, self._num_blocks, current_line()))
+                self.reads.append((parent, self.num_blocks, current_line()))
         for output in outputs:
             # An EMA written into a parameter stays there: it is not a use of its result.
-            value = replace(
-                made,
-                tensor=output,
-                consumers=[],
-                feeds_block=to_parameter,
-                num_blocks=self._num_blocks,
-            )
+            value = replace(made, tensor=output, consumers=[], feeds_block=to_parameter)
             self._values[id(output)] = value
             for parent in made.parents:
                 parent.consumers.append(value)
@@ -273,12 +265,11 @@ class ProvenanceMode(TorchFunctionMode):
     def _record_write(self, name: str, args: tuple[Any, ...]) -> bool:
         """Note the targets of a write; whether they are parameters."""
         line = current_line()
-        writes = self.gradient_writes if name == _SETS_GRADIENT else self.writes
         to_parameter = False
         targets = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
         for target in targets:
             if isinstance(target, Tensor) and (value := self.lookup(target)) is not None:
-                writes.append((value, self._num_blocks, line))
+                self.writes.append((value, self.num_blocks, line, name == _SETS_GRADIENT))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
 

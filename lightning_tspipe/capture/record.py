@@ -16,12 +16,7 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
-from lightning_tspipe.capture.provenance import (
-    BatchLeaf,
-    BlockOutput,
-    ProvenanceMode,
-    Value,
-)
+from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, ProvenanceMode, Value
 from lightning_tspipe.errors import CaptureError
 
 
@@ -52,7 +47,7 @@ class StepRecord:
     mode: ProvenanceMode = field(default_factory=ProvenanceMode)
     calls: list[Call] = field(default_factory=list)
     interceptions: list[Interception] = field(default_factory=list)
-    outputs: list[tuple[BlockOutput, Value]] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
 
     def plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
         """What a pipeline needs to know of the step.
@@ -72,47 +67,41 @@ class StepRecord:
         self._check_reads(parameters)
         self._check_batch_writes([value for value in fields if value is not None])
         has_effects, has_late_effects = self._check_writes()
-        chains = self._chains()
-        used = self._used()
         calls = tuple(
             CallPlan(c.network, TensorSpec.of(c.input), len(c.links), self._has_grad(i))
             for i, c in enumerate(self.calls)
         )
-        for call in calls:
-            if call.network == "teacher" and call.grad:
-                raise CaptureError(
-                    "the teacher's output requires gradients. A teacher is forward-only: set "
-                    "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
-                    "a network that is trained belongs to the student"
-                )
+        if any(call.network == "teacher" and call.grad for call in calls):
+            raise CaptureError(
+                "the teacher's output requires gradients. A teacher is forward-only: set "
+                "requires_grad_(False) on its parameters or call it under torch.no_grad(); "
+                "a network that is trained belongs to the student"
+            )
         return StepPlan(
             calls=calls,
             interceptions=tuple(self.interceptions),
-            chains=chains,
-            used=used,
+            chains=self._chains(),
+            used=self._used(),
             batch_fields=tuple(
                 index
                 for index, value in enumerate(fields)
                 if value is not None and (value.is_needed or self.mode.draws_on_device)
             ),
-            num_batch_leaves=len(fields),
             has_effects=has_effects,
             has_late_effects=has_late_effects,
-            mixes=any(
-                not source.is_parameter
-                for value in self.mode.mixing()
-                for source in value.sources()
-            ),
+            mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
         )
 
     def _has_grad(self, call: int) -> bool:
-        return any(v.tensor.requires_grad for s, v in self.outputs if s.call == call and v.is_used)
+        outputs = (value for value in self.outputs if value.source.call == call)
+        return any(value.tensor.requires_grad for value in outputs if value.is_used)
 
     def _used(self) -> dict[NetworkName, tuple[ValueRef, ...]]:
         used: dict[NetworkName, set[ValueRef]] = {call.network: set() for call in self.calls}
-        for source, value in self.outputs:
+        for value in self.outputs:
             if value.is_used:
+                source = value.source
                 refs = used[self.calls[source.call].network]
                 refs.add(ValueRef(source.position, source.slot))
         return {network: tuple(sorted(refs)) for network, refs in used.items()}
@@ -159,9 +148,9 @@ class StepRecord:
     def _check_batch_writes(self, fields: list[Value]) -> None:
         """The beginning of a step runs more than once on its batch."""
         memory = {value.tensor.untyped_storage().data_ptr() for value in fields}
-        for value, when, line in self.mode.writes:
+        for value, when, line, clears in self.mode.writes:
             of_batch = any(isinstance(source.source, BatchLeaf) for source in value.sources())
-            if when >= len(self.interceptions) or not of_batch:
+            if clears or when >= len(self.interceptions) or not of_batch:
                 continue
             if value.tensor.untyped_storage().data_ptr() in memory:
                 raise CaptureError(
@@ -172,25 +161,23 @@ class StepRecord:
     def _check_writes(self) -> tuple[bool, bool]:
         """Whether pipelined parameters change before the last call, and whether after it."""
         last = len(self.interceptions)
-        writes, clears = (
-            [
-                (source.source.network, when >= last, line)
-                for value, when, line in found
-                for source in value.sources()
-                if source.is_parameter
-            ]
-            for found in (self.mode.writes, self.mode.gradient_writes)
-        )
-        early = any(not is_late for _, is_late, _ in writes + clears)
-        for network, is_late, line in writes:
-            if is_late and (early or network == "student" or not self.is_automatic):
+        writes = [
+            (source.source.network, when >= last, line, clears)
+            for value, when, line, clears in self.mode.writes
+            for source in value.sources()
+            if source.is_parameter
+        ]
+        early = any(not is_late for _, is_late, *_ in writes)
+        for network, is_late, line, clears in writes:
+            is_refused = early or network == "student" or not self.is_automatic
+            if is_late and not clears and is_refused:
                 raise CaptureError(
                     f"the step changes a pipelined parameter after its last call to a pipelined "
                     f"network, at {line}, and {self._why_not_late(network, early=early)}. Move the "
                     "line before the last call, into on_train_batch_end, or use "
                     "lightning_tspipe.MomentumEMA"
                 )
-        return early, any(is_late for _, is_late, _ in writes + clears)
+        return early, any(is_late for _, is_late, *_ in writes)
 
     def _why_not_late(self, network: NetworkName, *, early: bool) -> str:
         if network == "student":

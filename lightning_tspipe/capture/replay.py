@@ -9,9 +9,9 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.location import explained
 from lightning_tspipe.capture.plan import Interception, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.provenance import MOVES, name_of, writes_in_place
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Outputs = Callable[[int, ValueRef], Tensor]
@@ -69,11 +69,7 @@ class StepRunner:
         names += networks.local
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
-        self.forget_tensors()
-        self._replaying: tuple[_Replay, ExitStack, MetaWins | None] | None = None
-
-    def forget_tensors(self) -> None:
-        """Parameters moved: make new stand-ins."""
+        self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
 
@@ -148,20 +144,20 @@ class StepRunner:
             "There the batch has shapes but no values: keep only the EMA before the calls, or use "
             "lightning_tspipe.MomentumEMA",
         )
-        with self._answered(prologue, seed), torch.enable_grad():
+        with self._answered(prologue, seed) as answers, torch.enable_grad():
             try:
                 with nullcontext() if prologue.real else failed:
                     step(batch)
             except _PrologueDoneError:
                 return
-        prologue.check_count()
+        answers.check_count()
 
     @contextmanager
-    def _answered(self, prologue: _Prologue, seed: int) -> Iterator[None]:
+    def _answered(self, prologue: _Prologue, seed: int) -> Iterator[_Answers]:
         """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
-        stubs = swap.forwards_replaced(self._stubs(prologue))
-        with swap.random_stream(seed), stubs, swap.silenced(self._module):
-            yield
+        answers = _Answers(self._plan, prologue.reply)
+        with swap.random_stream(seed), self._stubs(answers), swap.silenced(self._module):
+            yield answers
 
     def replay(self, step: Step, batch: Any, seed: int, outputs: Outputs) -> Any:
         """The whole step, with the networks' outputs.
@@ -178,7 +174,7 @@ class StepRunner:
         Raises:
             CaptureError: The step went another way than when it was traced.
         """
-        player = _Replay(self._plan, outputs)
+        player = _Answers(self._plan, partial(self._returned, outputs))
         mode = self._meta_mode()
         with ExitStack() as inside:
             self._enter_replay(player, inside, seed)
@@ -191,10 +187,22 @@ class StepRunner:
         player.check_count()
         return result
 
-    def _enter_replay(self, player: _Replay, inside: ExitStack, seed: int | None) -> None:
+    def _returned(
+        self, outputs: Outputs, interception: Interception, _tensors: list[Tensor]
+    ) -> Callable[[int, TensorSpec], Tensor]:
+        """What a block really returned in a call."""
+        call, used = interception.call, self._plan.used[self._plan.calls[interception.call].network]
+
+        def output(slot: int, spec: TensorSpec) -> Tensor:
+            ref = ValueRef(interception.position, slot)
+            return outputs(call, ref) if ref in used else spec.empty("meta")
+
+        return output
+
+    def _enter_replay(self, player: _Answers, inside: ExitStack, seed: int | None) -> None:
         inside.enter_context(swap.random_stream(seed))
         inside.enter_context(self._hide_pipelined())
-        inside.enter_context(swap.forwards_replaced(self._stubs(player)))
+        inside.enter_context(self._stubs(player))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -220,39 +228,47 @@ class StepRunner:
     def _meta_mode(self) -> AbstractContextManager[Any]:
         return MetaWins() if self._plan.mixes else nullcontext()
 
-    def _stubs(self, answers: _Answers) -> dict[nn.Module, Callable[..., Any]]:
-        def stub(name: str) -> Callable[..., Any]:
-            return lambda *args, **kwargs: answers.answer(name, args, kwargs)
-
-        return {block: stub(name) for name, block in self._blocks.items()}
+    def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
+        blocks = self._blocks.items()
+        return swap.forwards_replaced({block: partial(answers, name) for name, block in blocks})
 
 
-class _Answers(ABC):
-    """Answers the calls of blocks in the order of the plan."""
+class _Answers:
+    """Answers the calls of blocks in the order of the plan.
 
-    def __init__(self, plan: StepPlan) -> None:
+    Args:
+        plan: The plan.
+        reply: Gives, of a call with some tensors, those that the block would return: by slot, and
+            what was there at the trace.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        reply: Callable[[Interception, list[Tensor]], Callable[[int, TensorSpec], Tensor]],
+    ) -> None:
         self._plan = plan
-        self.count = 0
+        self._reply = reply
+        self._count = 0
 
-    def answer(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.count >= len(self._plan.interceptions):
+    def __call__(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        if self._count >= len(self._plan.interceptions):
             raise CaptureError(
                 f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
             )
-        interception = self._plan.interceptions[self.count]
+        interception = self._plan.interceptions[self._count]
         if interception.block != name:
             raise CaptureError(
                 f"the step calls {name!r} where it called {interception.block!r} when it was "
                 f"traced. {_REMEDY}"
             )
         arguments = Arguments.of(args, kwargs)
-        known = interception.arguments
-        if str(arguments) != str(known) or not known.takes(arguments):  # lengths may differ
+        if not interception.arguments.takes(arguments):
             raise CaptureError(
                 f"the step calls {name!r} with other arguments, {arguments}, than when it was "
                 "traced. What is no tensor must be the same in each call"
             )
-        self.count += 1
+        self._count += 1
         value = self._reply(interception, tensors_of(args, kwargs))
         leaves = [
             value(slot, leaf) if isinstance(leaf, TensorSpec) else leaf
@@ -262,37 +278,31 @@ class _Answers(ABC):
 
     def check_count(self) -> None:
         """Refuse a step that has made fewer calls than when it was traced."""
-        if self.count != len(self._plan.interceptions):
+        if self._count != len(self._plan.interceptions):
             raise CaptureError(
-                f"the step made {self.count} calls of pipelined blocks, but "
+                f"the step made {self._count} calls of pipelined blocks, but "
                 f"{len(self._plan.interceptions)} when it was traced. {_REMEDY}"
             )
 
-    @abstractmethod
-    def _reply(
-        self, interception: Interception, tensors: list[Tensor]
-    ) -> Callable[[int, TensorSpec], Tensor]:
-        """The tensors that the block would return, by slot and what was there at the trace."""
 
-
-class _Prologue(_Answers):
+class _Prologue:
     """Answers without meaning, for what the step computes between its calls."""
 
     def __init__(self, plan: StepPlan, *, real: bool, ends_early: bool = True) -> None:
-        super().__init__(plan)
+        self._plan = plan
         self.real = real
         self._ends_early = ends_early
         self.inputs: list[Tensor] = []
         self._sizes: dict[int, int] = {}
 
-    def _reply(
+    def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
         traced = self._plan.calls[interception.call].input.shape[:1]
         if interception.position == 0:
             self.inputs.append(interception.arguments.pack(tensors).detach())
             self._sizes[interception.call] = tensors[0].shape[0] if traced else 0
-        if self._ends_early and self.count == len(self._plan.interceptions):
+        if self._ends_early and interception is self._plan.interceptions[-1]:
             raise _PrologueDoneError
         device = tensors[0].device if self.real else torch.device("meta")
         size = self._sizes[interception.call]
@@ -302,27 +312,6 @@ class _Prologue(_Answers):
             return torch.zeros((), dtype=spec.dtype, device=device).expand(shape)
 
         return stand_in
-
-
-class _Replay(_Answers):
-    """Answers what the networks really returned."""
-
-    def __init__(self, plan: StepPlan, outputs: Outputs) -> None:
-        super().__init__(plan)
-        self._outputs = outputs
-
-    def _reply(
-        self,
-        interception: Interception,
-        tensors: list[Tensor],  # noqa: ARG002
-    ) -> Callable[[int, TensorSpec], Tensor]:
-        used = self._plan.used[self._plan.calls[interception.call].network]
-
-        def output(slot: int, spec: TensorSpec) -> Tensor:
-            ref = ValueRef(interception.position, slot)
-            return self._outputs(interception.call, ref) if ref in used else spec.empty("meta")
-
-        return output
 
 
 class MetaWins(TorchFunctionMode):
@@ -345,9 +334,7 @@ class MetaWins(TorchFunctionMode):
         super().__init__()
         self.is_on = True
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import (
     Block,
@@ -30,6 +29,7 @@ from lightning_tspipe.capture.plan import (
 from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, NetworkParameter, Value
 from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 
 Step = Callable[[Any], Any]
@@ -119,8 +119,8 @@ class Tracer:
             swap.random_stream(seed),
         ):
             fields = [
-                mode.track(leaf, BatchLeaf(i)) if isinstance(leaf, Tensor) else None
-                for i, leaf in enumerate(pytree.tree_leaves(batch))
+                mode.track(leaf, BatchLeaf()) if isinstance(leaf, Tensor) else None
+                for leaf in pytree.tree_leaves(batch)
             ]
             parameters = self._track_parameters()
             with failed, mode, mode.draws:
@@ -143,31 +143,25 @@ class Tracer:
         for name, block in self._blocks.items():
             for path, child in block.named_modules():
                 full = f"{name}.{path}" if path else name
-                if full in self._blocks or (child not in stubs and self._parts):
-                    self._network_of.setdefault(full, self._network_of[name])
+                if full in self._blocks or child not in stubs:
+                    if self._parts:
+                        self._network_of.setdefault(full, self._network_of[name])
                     stubs[child] = partial(self._called, full, child, child.forward)
-                elif child not in stubs:
-                    stubs[child] = partial(self._refuse, full, name, child.forward)
         return stubs
-
-    def _refuse(
-        self, name: str, block: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Stands for the forward of a part of a block."""
-        if self._running_block:
-            return forward(*args, **kwargs)
-        raise CaptureError(
-            f"the step calls {name!r}, a part of the pipelined network {block!r}, past its "
-            f"forward, at {current_line()}. Call self.{block}(...) as a whole, or declare the "
-            f"parts in their order: TSPipeStrategy({self._network_of[block]}=[{name!r}, ...])"
-        )
 
     def _called(
         self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Stands for the forward of a block."""
+        """Stands for the forward of a block, or of a part of one."""
         if self._running_block or self._is_entered(block):
             return forward(*args, **kwargs)
+        if name not in self._network_of:
+            whole = next(each for each in self._blocks if name.startswith(f"{each}."))
+            raise CaptureError(
+                f"the step calls {name!r}, a part of the pipelined network {whole!r}, past its "
+                f"forward, at {current_line()}. Call self.{whole}(...) as a whole, or declare the "
+                f"parts in their order: TSPipeStrategy({self._network_of[whole]}=[{name!r}, ...])"
+            )
         tensors = tensors_of(args, kwargs)
         if not tensors:
             raise CaptureError(
@@ -187,16 +181,15 @@ class Tracer:
         name = block.name
         network = self._network_of[name]
         value = self._packed(block, tensors)
-        known = self._record.mode.lookup(value)
-        sources = known.sources() if known is not None else []
+        known = self._record.mode.lookup(value) or Value(value)
+        known.feeds_block = True
+        sources = known.sources()
         previous = [v for v in sources if isinstance(v.source, BlockOutput)]
-        if known is not None:
-            known.feeds_block = True
         if not previous:
             self._check_input(name, value, sources)
             self._record.calls.append(Call(network, value, [block]))
             return len(self._record.calls) - 1, 0
-        chain = known.glue_from_source() if known is not None else None
+        chain = known.glue_from_source()
         index = previous[0].source.call
         call = self._record.calls[index]
         if chain is None or call.network != network:
@@ -207,8 +200,7 @@ class Tracer:
                 "module of the network"
             )
         source, glue = chain
-        at_end = source.source.position == len(call.links) - 1 and source.source.slot == 0
-        if not at_end:
+        if source.source.position != len(call.links) - 1 or source.source.slot != 0:
             raise CaptureError(
                 f"{name!r} branches off the middle of the network, at {current_line()}: "
                 f"{self._describe(source)} already feeds {call.links[-1]}. Make one module of the "
@@ -275,10 +267,10 @@ class Tracer:
                 answer = spec.random(self._generator, self._device)
                 self._record.mode.is_paused = False
                 answer.requires_grad_(spec.requires_grad)
-                source = BlockOutput(call, position, slot)
-                self._record.outputs.append((source, self._record.mode.track(answer, source)))
+                value = self._record.mode.track(answer, BlockOutput(call, position, slot))
+                self._record.outputs.append(value)
             answers.append(answer)
-        self._record.mode.mark_block()
+        self._record.mode.num_blocks += 1
         return pytree.tree_unflatten(answers, structure)
 
     def _track_parameters(self) -> list[Value]:

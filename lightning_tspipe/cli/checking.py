@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import (
-    Callback,
-    LightningDataModule,
-    LightningModule,
-    Trainer,
-    seed_everything,
-)
+from lightning.fabric import seed_everything
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -59,8 +54,8 @@ class Options:
     teacher: list[str] | None = None
 
 
-@dataclass
-class Record:
+@dataclass(eq=False)
+class Record(Callback):
     """Results of a run.
 
     Attributes:
@@ -72,6 +67,36 @@ class Record:
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor):
+            self.losses.append(float(loss))
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        self.gradients.append(
+            {
+                name: parameter.grad.detach().cpu().clone()
+                for name, parameter in pl_module.named_parameters()
+                if parameter.grad is not None and parameter.grad.any()  # None equals zeros
+            }
+        )
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, TSPipeStrategy) and strategy.engine is not None:
+            found = strategy.engine.transport.gather_object(self.gradients)
+            steps = zip(*(found or []), strict=True)
+            self.gradients = [{k: g for part in step for k, g in part.items()} for step in steps]
+        state = strategy.lightning_module_state_dict()
+        self.weights = {name: tensor.detach().cpu().double() for name, tensor in state.items()}
 
 
 def run(options: Options) -> None:
@@ -104,8 +129,7 @@ def run(options: Options) -> None:
         _say(f"the same over {options.devices} devices, schedule {options.schedule} ...")
     actual = _train(module, batches, [], strategy=strategy, devices=options.devices)
     if is_first:
-        report = compare(expected, actual)
-        _say(report)
+        _say(compare(expected, actual))
         if late and strategy.pipelined.teacher_ran_ahead is not None:  # the step calls it
             _say("(the teacher is one update late in both: DelayedTeacherUpdate on one device)")
 
@@ -119,8 +143,7 @@ def compare(expected: Record, actual: Record) -> str:
     lines = ["step  one device         pipelined          difference  of gradients"]
     found: list[tuple[str, float]] = []
     for step, (one, other) in enumerate(zip(expected.losses, actual.losses, strict=True)):
-        losses = torch.tensor([one, other], dtype=torch.float64)
-        difference = _relative(losses[0], losses[1])
+        difference = _relative(*torch.tensor([one, other], dtype=torch.float64))
         found.append((f"the losses of step {step}", difference))
         largest = 0.0
         if step < len(expected.gradients):  # fewer, if gradients are accumulated
@@ -163,84 +186,39 @@ def _largest_difference(
     return max(differences.items(), key=lambda item: item[1], default=("", 0.0))
 
 
-@dataclass(eq=False)
-class _Recorder(Callback):
-    record: Record = field(default_factory=Record)
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
-    ) -> None:
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor):
-            self.record.losses.append(float(loss))
-
-    @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        self.record.gradients.append(
-            {
-                name: parameter.grad.detach().cpu().clone()
-                for name, parameter in pl_module.named_parameters()
-                if parameter.grad is not None and parameter.grad.any()  # None equals zeros
-            }
-        )
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.record.gradients = _of_all_ranks(trainer, self.record.gradients)
-        state = trainer.strategy.lightning_module_state_dict()
-        self.record.weights = {
-            name: tensor.detach().cpu().double() for name, tensor in state.items()
-        }
-
-
-def _of_all_ranks(trainer: Trainer, gradients: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Gather the gradients of every rank's stages on rank 0."""
-    strategy = trainer.strategy
-    if not isinstance(strategy, TSPipeStrategy) or strategy.engine is None:
-        return gradients
-    found = strategy.engine.transport.gather_object(gradients)
-    steps = zip(*(found or []), strict=True)
-    return [{name: g for part in parts for name, g in part.items()} for parts in steps]
-
-
 def _train(
     module: LightningModule,
     batches: Batches,
     callbacks: Sequence[Callback],
     **arguments: Any,  # noqa: ANN401 - of the Trainer
 ) -> Record:
-    recorder = _Recorder()
+    record = Record()
     seed_everything(0, verbose=False)
     trainer = Trainer(
         accelerator="cpu",
         max_steps=len(batches),
-        callbacks=[*callbacks, recorder],
+        callbacks=[*callbacks, record],
         **QUIET,
         **arguments,
     )
     trainer.fit(module, batches)
-    return recorder.record
+    return record
 
 
 def _first_batches(data: Data, number: int) -> Batches:
+    loader: Any = data
     if isinstance(data, LightningDataModule):
         data.prepare_data()
         data.setup("fit")
-        loader: Iterable[Any] = data.train_dataloader()
-    else:
-        loader = data
+        loader = data.train_dataloader()
     batches = list(islice(loader, number))
     if len(batches) < number:
         raise ConfigurationError(f"the training data has {len(batches)} batches, not {number}")
-    return Batches(pytree.tree_map(_as_double, batch) for batch in batches)
+    return Batches(pytree.tree_map_only(Tensor, _as_double, batch) for batch in batches)
 
 
-def _as_double(value: Any) -> Any:  # noqa: ANN401 - a leaf of a batch
-    is_real = isinstance(value, Tensor) and value.is_floating_point()
-    return value.to(torch.float64) if is_real else value
+def _as_double(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _say(text: str) -> None:

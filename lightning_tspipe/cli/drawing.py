@@ -74,7 +74,9 @@ def run_simulation(options: SimulationOptions) -> None:
 
 def run_timeline(options: TimelineOptions) -> None:
     """Draw a recorded run, and the plan's timeline below it."""
-    measured = _timeline(read(options.recording))
+    measured = Timeline.from_json(read(options.recording))
+    if not measured.spans:
+        raise ConfigurationError("the timeline is empty: no step was recorded")
     if options.plan is None:
         _show({_MEASURED: measured}, measured.pipeline, options)
         return
@@ -111,16 +113,3 @@ def _show(timelines: dict[str, Timeline], pipeline: Pipeline | None, options: Dr
         options.trace.write_text(json.dumps(trace), encoding="utf-8")
     if options.image is not None:
         plot_timelines(timelines, options.image)
-
-
-def _timeline(text: str) -> Timeline:
-    try:
-        timeline = Timeline.from_json(text)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"not a timeline ({type(error).__name__}: {error}); the callback PipelineTimeline "
-            "writes timeline.json"
-        ) from error
-    if not timeline.spans:
-        raise ConfigurationError("the timeline is empty: no step was recorded")
-    return timeline

@@ -61,9 +61,8 @@ def run(options: Options) -> None:
     if options.like is not None:
         ordered = not any(is_sharded(newest(path)) for path in options.checkpoint)
         weights, missing = renamed(weights, _shapes_of(options.like), ordered=ordered)
-    output = options.output
-    if output is None:
-        output = newest(options.checkpoint[0]).with_name("+".join(parts) or "module")
+    beside = newest(options.checkpoint[0]).with_name("+".join(parts) or "module")
+    output = options.output or beside
     suffixes = (output.suffix,) if output.suffix in {*_SUFFIXES, ".pth"} else _SUFFIXES
     number = sum(tensor.numel() for tensor in weights.values())
     for suffix in suffixes:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import UserList
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from typing_extensions import override
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.cluster import Link
@@ -33,6 +34,8 @@ QUIET: dict[str, Any] = {
 """Arguments of a Trainer that only runs a few training steps."""
 
 Data = Iterable[Any] | LightningDataModule
+Batches = UserList[Any]
+"""A loader of given batches; Lightning would take a list for several loaders."""
 
 
 def load(target: str) -> tuple[LightningModule, Data]:
@@ -73,8 +76,7 @@ def call(target: str, default: str, kind: type, wanted: Sequence[str]) -> Sequen
             f"{path}:NAME"
         )
     found = function()
-    is_all = isinstance(found, tuple) and len(found) == len(wanted)
-    if not is_all or not isinstance(found[0], kind):
+    if not (isinstance(found, tuple) and len(found) == len(wanted) and isinstance(found[0], kind)):
         raise ConfigurationError(f"{target} returned {type(found).__name__}: it must return {what}")
     return cast("Sequence[Any]", found)
 
@@ -103,14 +105,13 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
-def measure(  # noqa: PLR0913 - what to measure, where, and how
+def measure(
     module: LightningModule,
     data: Data,
     *,
     accelerator: str = "auto",
-    student: list[str] | None = None,
-    teacher: list[str] | None = None,
     flops_per_second: float | None = None,
+    **options: Any,  # noqa: ANN401 - of the strategy
 ) -> StepProfile:
     """Train one step on one device, and measure what its networks cost there.
 
@@ -118,16 +119,15 @@ def measure(  # noqa: PLR0913 - what to measure, where, and how
         module: The module to train.
         data: Its training data.
         accelerator: Accelerator to measure on.
-        student: Names of the trained submodules.
-        teacher: Names of the forward-only submodules.
         flops_per_second: Speed of a device that is not here, to calculate costs instead of
             measuring.
+        options: Of ``TSPipeStrategy``: the names of the networks.
 
     Raises:
         CaptureError: The step cannot be captured.
         ConfigurationError: The networks are not found.
     """
-    strategy = TSPipeStrategy(student=student, teacher=teacher)
+    strategy = TSPipeStrategy(**options)
 
     def profiled(*_: object) -> StepProfile:
         engine = strategy.engine
@@ -152,15 +152,12 @@ def after_one_step(
     """
     found: list[T] = []
 
-    class Measure(Callback):
-        @override
-        def on_train_batch_end(
-            self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-        ) -> None:
-            found.append(measure(trainer, batch))
-            trainer.should_stop = True
+    def look(trainer: Trainer, _module: object, _outputs: object, batch: object, _: int) -> None:
+        found.append(measure(trainer, batch))
+        trainer.should_stop = True
 
-    trainer = Trainer(devices=1, max_steps=1, callbacks=[Measure()], **QUIET, **arguments)
+    callback = LambdaCallback(on_train_batch_end=look)
+    trainer = Trainer(devices=1, max_steps=1, callbacks=[callback], **QUIET, **arguments)
     trainer.fit(module, **data_arguments(data))
     if not found:
         raise ConfigurationError("the training data has no batch: there is nothing to measure")
@@ -182,8 +179,7 @@ def measure_link(accelerator: str = "auto") -> Link | None:
     except MisconfigurationException:
         return None
     assert strategy.launcher is not None
-    latency, bandwidth = strategy.launcher.launch(_link_of, trainer)
-    return Link(latency, bandwidth)
+    return Link(*strategy.launcher.launch(_link_of, trainer))
 
 
 def _link_of(trainer: Trainer) -> tuple[float, float]:
@@ -193,19 +189,6 @@ def _link_of(trainer: Trainer) -> tuple[float, float]:
     latency, bandwidth = strategy.transport.link
     strategy.teardown()
     return latency, bandwidth
-
-
-class Batches:
-    """A loader of given batches; Lightning would take a list for several loaders."""
-
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self._batches = list(batches)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches)
 
 
 def data_arguments(data: Data) -> dict[str, Any]:

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tspipe.cli import modules, relaying
-from lightning_tspipe.cli.quantities import (
-    format_seconds,
-    parse_bandwidth,
-    parse_flops,
-    parse_memories,
-    parse_seconds,
-    parse_speeds,
-)
+from lightning_tspipe.cli import modules, quantities, relaying
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
-from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
-from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.runtime.transport.base import NOMINAL
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
 from lightning_tspipe.strategy.setup.options import parse_bytes
 
+Outcome = Plan | str
+"""The best plan of a schedule, or the reason why there is none."""
+
 _FASTER = 1.01
 """A schedule must be faster by this factor than one with less staleness to be recommended."""
 
 
-def _with_unit(metavar: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
+def _parsed(metavar: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
     return field(default=None, metadata={"metavar": metavar, "parse": parse})
+
+
+def _parse_replicas(text: str) -> int | Literal["auto"]:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigurationError(f"--replicas {text}: give 'auto', or a number of at least 1")
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -77,22 +79,22 @@ class Options:
     target: str
     devices: int = field(metadata={"required": True})
     nodes: int = 1
-    replicas: str | None = field(default=None, metadata={"metavar": "auto|4"})
+    replicas: int | Literal["auto"] | None = _parsed("auto|4", _parse_replicas)
     batch: int | None = None
     schedule: str = field(
         default="all", metadata={"choices": ("all", *SCHEDULES, ASYNCHRONOUS, "relay")}
     )
     weights: str = field(default="pipeoptim", metadata={"choices": POLICIES})
-    memory: int | None = _with_unit("32GiB", parse_bytes)
-    state: int | None = _with_unit("8GiB", parse_bytes)
-    memories: tuple[float, ...] | None = _with_unit("32GiB,16GiB", parse_memories)
-    link: float | None = _with_unit("50GB/s", parse_bandwidth)
-    latency: float | None = _with_unit("20us", parse_seconds)
-    inter_node_link: float | None = _with_unit("25GB/s", parse_bandwidth)
-    inter_node_latency: float | None = _with_unit("30us", parse_seconds)
+    memory: int | None = _parsed("32GiB", parse_bytes)
+    state: int | None = _parsed("8GiB", parse_bytes)
+    memories: tuple[float, ...] | None = _parsed("32GiB,16GiB", quantities.parse_memories)
+    link: float | None = _parsed("50GB/s", quantities.parse_bandwidth)
+    latency: float | None = _parsed("20us", quantities.parse_seconds)
+    inter_node_link: float | None = _parsed("25GB/s", quantities.parse_bandwidth)
+    inter_node_latency: float | None = _parsed("30us", quantities.parse_seconds)
     speed: float = 1.0
-    speeds: tuple[float, ...] | None = _with_unit("1,1,0.5,0.5", parse_speeds)
-    flops: float | None = _with_unit("60TFLOP/s", parse_flops)
+    speeds: tuple[float, ...] | None = _parsed("1,1,0.5,0.5", quantities.parse_speeds)
+    flops: float | None = _parsed("60TFLOP/s", quantities.parse_flops)
     microbatches: int | None = None
     activation_checkpointing: str | None = field(
         default=None, metadata={"nargs": "?", "const": "always", "choices": ("always", "auto")}
@@ -102,6 +104,11 @@ class Options:
     accelerator: str = "auto"
     save: Path | None = field(default=None, metadata={"metavar": "plan.json"})
     save_profile: Path | None = field(default=None, metadata={"metavar": "profile.json"})
+
+    @property
+    def num_replicas(self) -> int | Literal["auto"]:
+        """As given; by default 1 on one node, the fastest number on several."""
+        return self.replicas or (1 if self.nodes == 1 else "auto")
 
 
 def run(options: Options) -> None:
@@ -118,22 +125,22 @@ def run(options: Options) -> None:
     names: tuple[str, ...] = SCHEDULES if options.schedule == "all" else (options.schedule,)
     if len(names) > 1 and profile.teacher is None:
         names = tuple(name for name in names if name != "gpipe")
-    outcomes = []
+    outcomes: dict[str, Outcome] = {}
     for name in names:
         print(f"planning {name} ...", file=sys.stderr)  # noqa: T201
-        outcomes.append(_outcome(name, profile, cluster, options))
-    best = recommended([outcome for outcome in outcomes if outcome.plan is not None])
-    if best is None or best.plan is None:
-        reasons = "; ".join(dict.fromkeys(outcome.failure for outcome in outcomes))
-        if _num_replicas(options) == 1 and profile.student.num_atoms < options.devices:
+        outcomes[name] = _outcome(name, profile, cluster, options)
+    best = recommended([plan for plan in outcomes.values() if isinstance(plan, Plan)])
+    if best is None:
+        reasons = "; ".join(dict.fromkeys(map(str, outcomes.values())))
+        if options.num_replicas == 1 and profile.student.num_atoms < options.devices:
             reasons += ". Or divide the devices into several pipelines: --replicas auto"
         raise PartitionError(reasons)
     print(table(outcomes, best, options.speed))  # noqa: T201 - the command's output
-    print(f"\n{best.plan}")  # noqa: T201
+    print(f"\n{best}")  # noqa: T201
     if options.speed != 1.0:
         print(f"(times as measured here; the devices are {options.speed:g} times as fast)")  # noqa: T201
     if options.save is not None:
-        options.save.write_text(best.plan.to_json(), encoding="utf-8")
+        options.save.write_text(best.to_json(), encoding="utf-8")
         nodes = f", num_nodes={options.nodes}" if options.nodes > 1 else ""
         print(  # noqa: T201
             f'\nsaved; Trainer(strategy=TSPipeStrategy(plan="{options.save}"), '
@@ -141,63 +148,47 @@ def run(options: Options) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A schedule, with its best plan or the reason why there is none."""
-
-    schedule: str
-    plan: Plan | None
-    failure: str = ""
-
-    @property
-    def staleness(self) -> int:
-        """Number of updates that the teacher is late; with 1f1b, the student's first stage."""
-        if self.plan is not None and self.schedule == ASYNCHRONOUS:
-            return self.plan.pipeline.num_ranks - 1
-        has_teacher = self.plan is not None and self.plan.pipeline.teacher is not None
-        return int(runs_ahead(self.schedule) and has_teacher)
+def staleness(plan: Plan) -> int:
+    """Number of updates that the teacher is late; with 1f1b, the student's first stage."""
+    if plan.schedule == ASYNCHRONOUS:
+        return plan.pipeline.num_ranks - 1
+    return int(runs_ahead(plan.schedule) and plan.pipeline.teacher is not None)
 
 
-def recommended(outcomes: list[Outcome]) -> Outcome | None:
+def recommended(plans: Sequence[Plan]) -> Plan | None:
     """The fastest; of equally fast ones, that with the smaller staleness."""
-    if not outcomes:
-        return None
-
-    def seconds(outcome: Outcome) -> float:
-        assert outcome.plan is not None
-        return outcome.plan.step_seconds
-
-    fastest = min(map(seconds, outcomes))
-    near = [outcome for outcome in outcomes if seconds(outcome) <= fastest * _FASTER]
-    return min(near, key=lambda outcome: (outcome.staleness, seconds(outcome)))
+    fastest = min((plan.step_seconds for plan in plans), default=0.0)
+    near = [plan for plan in plans if plan.step_seconds <= fastest * _FASTER]
+    return min(near, key=lambda plan: (staleness(plan), plan.step_seconds), default=None)
 
 
-def table(outcomes: list[Outcome], best: Outcome | None, speed: float = 1.0) -> str:
+def table(outcomes: Mapping[str, Outcome], best: Plan | None, speed: float = 1.0) -> str:
     """One row per schedule; the recommended one is marked."""
     rows: list[tuple[str, ...]] = [
         ("", "schedule", "replicas", "stages", "micro-batches", "step", "samples/s", "bubble",
          "staleness", "memory"),
     ]  # fmt: skip
-    for outcome in outcomes:
-        plan, late = outcome.plan, outcome.staleness
-        if plan is None:
-            rows.append(("", outcome.schedule, *["-"] * 8))
+    failures = []
+    for name, plan in outcomes.items():
+        if isinstance(plan, str):
+            rows.append(("", name, *["-"] * 8))
+            failures.append(f"{name}: {plan}")
             continue
+        late = staleness(plan)
         rows.append((
-            "*" if outcome is best else "",
-            outcome.schedule,
+            "*" if plan is best else "",
+            name,
             str(plan.num_replicas),
             str(plan.pipeline.student.num_stages),
             str(plan.num_microbatches),
-            format_seconds(plan.step_seconds / speed),
+            quantities.format_seconds(plan.step_seconds / speed),
             f"{plan.samples_per_second * speed:.0f}",
             f"{plan.bubble_ratio:.0%}",
             f"{late} update{'s' * (late > 1)}" if late else "none",
             megabytes(max(plan.memory_bytes)),
         ))  # fmt: skip
-    if all(one.plan is None or one.plan.num_replicas == 1 for one in outcomes):
+    if all(isinstance(plan, str) or plan.num_replicas == 1 for plan in outcomes.values()):
         rows = [(*row[:2], *row[3:]) for row in rows]
-    failures = [f"{one.schedule}: {one.failure}" for one in outcomes if one.plan is None]
     return "\n".join([*aligned(rows), *failures])
 
 
@@ -239,15 +230,17 @@ def _link(options: Options) -> Link:
     if is_here and options.devices > 1:
         print("measuring the link between two devices ...", file=sys.stderr)  # noqa: T201
         measured = modules.measure_link(options.accelerator)
-    found = measured or NOMINAL
-    link = Link(
-        found.latency if options.latency is None else options.latency,
-        found.bandwidth if options.link is None else options.link,
-    )
+    link = _as_said(measured or NOMINAL, options.latency, options.link)
     if not said:
         how = "assumed" if measured is None else "measured between two of this machine"
         print(f"link between two devices: {link} ({how}; --link, --latency)", file=sys.stderr)  # noqa: T201
     return link
+
+
+def _as_said(link: Link, latency: float | None, bandwidth: float | None) -> Link:
+    """A link with what the user says of it."""
+    found = link if latency is None else link._replace(latency=latency)
+    return found if bandwidth is None else found._replace(bandwidth=bandwidth)
 
 
 def _cluster(options: Options, link: Link) -> Cluster:
@@ -269,51 +262,31 @@ def _cluster(options: Options, link: Link) -> Cluster:
     def scaled(latency: float, bandwidth: float) -> Link:
         return Link(latency * options.speed, bandwidth / options.speed)
 
-    latency, bandwidth = options.inter_node_latency, options.inter_node_link
+    between_nodes = _as_said(link, options.inter_node_latency, options.inter_node_link)
     return Cluster(
         options.devices,
         scaled(*link),
         speeds=options.speeds or (),
         memories=options.memories or (),
         num_nodes=options.nodes,
-        inter_node_link=scaled(
-            link.latency if latency is None else latency,
-            link.bandwidth if bandwidth is None else bandwidth,
-        ),
+        inter_node_link=scaled(*between_nodes),
     )
 
 
-def _num_replicas(options: Options) -> int | Literal["auto"]:
-    """The number of replicas: by default 1 on one node, the fastest on several.
-
-    Raises:
-        ConfigurationError: It is not at least 1.
-    """
-    wished = options.replicas or ("1" if options.nodes == 1 else "auto")
-    if wished == "auto":
-        return "auto"
-    if not wished.isdecimal() or int(wished) < 1:
-        raise ConfigurationError(f"--replicas {wished}: give 'auto', or a number of at least 1")
-    return int(wished)
-
-
 def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options) -> Outcome:
-    chosen: dict[str, Any] = {}
-    if options.microbatches is not None:
-        chosen["num_microbatches"] = options.microbatches
     best: Callable[[StepProfile], Plan] = partial(
         plan_cluster,
         cluster=cluster,
-        num_replicas=_num_replicas(options),
+        num_replicas=options.num_replicas,
         schedule=name,
         weights=options.weights,
         memory_limit=options.memory,
         state_limit=options.state,
-        **chosen,
+        num_microbatches="auto" if options.microbatches is None else options.microbatches,
     )
     try:
         if options.activation_checkpointing == "auto":
-            return Outcome(name, keep_or_recompute(profile, best)[1])
-        return Outcome(name, best(profile))
+            return keep_or_recompute(profile, best)[1]
+        return best(profile)
     except PartitionError as error:
-        return Outcome(name, None, str(error))
+        return str(error)

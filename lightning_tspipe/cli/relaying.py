@@ -23,7 +23,6 @@ from lightning_tspipe.planning.relay import (
 )
 from lightning_tspipe.planning.table import aligned
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import Alone
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
@@ -60,7 +59,7 @@ def run(
     def measured(trainer: Trainer, batch: Tensor) -> RelayProfile:
         device = module.block_input(batch).device
         context = trainer.strategy.precision_plugin.forward_context
-        here = Rank(module, NETWORKS, Alone(), device, Chain(), context=context)
+        here = Rank(module, NETWORKS, Alone(), device, context=context)
         callback, options = BlockwiseRelay(profile_steps=_STEPS), SetupOptions(costs="measured")
         optimizers = list(map(plain_optimizer, trainer.optimizers))
         planner = BlockPlanner(here, callback, options, batch, optimizers)

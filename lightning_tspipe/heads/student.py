@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.swap import attributes_replaced
 
 
 class StudentFanout(nn.Module):
@@ -90,7 +91,7 @@ class StudentFanout(nn.Module):
         """While inside, it is the turn of one head."""
         if name not in self.heads:
             raise ConfigurationError(f"no head {name!r}; there are {', '.join(self.names)}")
-        return self._with(active=name)
+        return attributes_replaced([(self, "active", name)])
 
     def trains(
         self, names: Sequence[str], *, rehearses: bool = False
@@ -101,18 +102,9 @@ class StudentFanout(nn.Module):
             names: The heads.
             rehearses: Whether the values mean nothing.
         """
-        return self._with(here=tuple(names), stopped={}, rehearses=rehearses)
-
-    @contextmanager
-    def _with(self, **values: Any) -> Iterator[None]:
-        """While inside, some attributes have other values."""
-        own = vars(self)  # an attribute of a module is set slowly, and this is done in each step
-        before = {name: own[name] for name in values}
-        own |= values
-        try:
-            yield
-        finally:
-            own |= before
+        return attributes_replaced([
+            (self, "here", tuple(names)), (self, "stopped", {}), (self, "rehearses", rehearses),
+        ])  # fmt: skip
 
     def stop(self, name: str, reason: str) -> None:
         """Train a head no further."""

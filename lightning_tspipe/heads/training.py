@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.late import Late, after_backward
+from lightning_tspipe.networks import swap
 
 STOPPED = "stopped_heads"
 """Where a checkpoint has them, with the reasons."""

@@ -1,4 +1,4 @@
-"""The one dependency relation: lowering, validation, simulation and the executor all use it.
+"""The one dependency relation: messages, validation, simulation and the executor all use it.
 
 Within one batch (arrows point from what must happen first)::
 

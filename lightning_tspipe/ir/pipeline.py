@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
@@ -51,13 +49,6 @@ class NetworkLayout:
     output_stages: frozenset[int]
     groups: tuple[tuple[int, ...], ...] = ()
 
-    @classmethod
-    def shared(cls, groups: Sequence[Sequence[int]]) -> NetworkLayout:
-        """Stages that several ranks share, of a network that is called once."""
-        ranks = tuple(group[0] for group in groups)
-        stages = frozenset(range(len(groups)))
-        return cls(ranks, 1, 1, stages, tuple(tuple(group) for group in groups))
-
     @property
     def num_stages(self) -> int:
         """Number of stages."""
@@ -79,12 +70,6 @@ class NetworkLayout:
     def holders(self, stage: int) -> tuple[int, ...]:
         """All ranks that hold a stage."""
         return self.groups[stage] if self.groups else (self.ranks[stage],)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> NetworkLayout:
-        """Read a network from what :meth:`Pipeline.to_dict` wrote."""
-        read = {"ranks": tuple(data["ranks"]), "output_stages": frozenset(data["output_stages"])}
-        return cls(**data | read | {"groups": tuple(map(tuple, data.get("groups", ())))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,25 +145,3 @@ class Pipeline:
         if action.unit is None:
             return action.stage
         return self.layout(action.op).holder(action.stage, action.unit)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain values for JSON."""
-        data = asdict(self) | {"coupling": self.coupling.value}
-        for name in ("student", "teacher"):
-            if data[name] is not None:
-                data[name]["output_stages"] = sorted(data[name]["output_stages"])
-        return data
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Pipeline:
-        """Read what :meth:`to_dict` wrote.
-
-        Raises:
-            KeyError: A network is missing.
-            TypeError: Another field is missing.
-        """
-        networks = {
-            name: data[name] and NetworkLayout.from_dict(data[name])
-            for name in ("student", "teacher")
-        }
-        return cls(**data | networks | {"coupling": Coupling(data.get("coupling", "chain"))})

@@ -1,14 +1,40 @@
-"""A schedule: for each rank, its actions of one step, in order."""
+"""A schedule: for each rank, its actions of one step, in order, and what ranks send each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.dependencies import Dependency, depends_on
 from lightning_tspipe.ir.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Message(Dependency):
+    """A payload sent between ranks: after its producer, and before its consumer runs.
+
+    Messages of one channel arrive in the order of sending.
+
+    Attributes:
+        source: Sending rank.
+        target: Receiving rank.
+    """
+
+    source: int
+    target: int
+
+    @property
+    def channel(self) -> tuple[int, int, str, bool]:
+        """Source, target, payload, and whether it belongs to the teacher."""
+        teacher = Op.TEACHER in {self.producer.op, self.consumer.op}
+        return (self.source, self.target, self.payload, teacher)
+
+    def __str__(self) -> str:
+        return f"{self.producer}>{self.consumer}@{self.target}"
 
 
 @dataclass(frozen=True)
@@ -28,12 +54,48 @@ class Schedule:
     @cached_property
     def split(self) -> frozenset[int]:
         """Student stages whose backward runs as I and W."""
-        return frozenset(
-            action.stage
-            for actions in self.ranks
-            for action in actions
-            if action.op is Op.INPUT_BACKWARD
+        actions = chain.from_iterable(self.ranks)
+        return frozenset(action.stage for action in actions if action.op is Op.INPUT_BACKWARD)
+
+    @cached_property
+    def needs(self) -> dict[Action, tuple[Dependency, ...]]:
+        """Dependencies of each action, on the same rank or on others."""
+        return {
+            action: depends_on(action, self.pipeline, self.split)
+            for action in chain.from_iterable(self.ranks)
+        }
+
+    @cached_property
+    def messages(self) -> tuple[Message, ...]:
+        """A message for each dependency between ranks, in an order that is each channel's order.
+
+        A forward that runs steps early sends its output in the step that runs it, although the next
+        stage or the loss reads it in a later step; so messages are found from the producers.
+        """
+        consumers = _consumers(self)
+        return tuple(
+            Message(producer, need.consumer, need.payload, rank, target)
+            for rank, actions in enumerate(self.ranks)
+            for producer in actions
+            for need in consumers.get(producer, ())
+            if (target := self.pipeline.rank_of(need.consumer)) != rank and need.payload != "saved"
         )
+
+    @cached_property
+    def sends(self) -> dict[Action, tuple[Message, ...]]:
+        """Messages sent right after each producer."""
+        by_producer: dict[Action, tuple[Message, ...]] = {}
+        for message in self.messages:
+            by_producer[message.producer] = (*by_producer.get(message.producer, ()), message)
+        return by_producer
+
+    @cached_property
+    def receives(self) -> dict[int, tuple[Message, ...]]:
+        """Messages that each rank receives, in the order in which they must be posted."""
+        return {
+            rank: tuple(message for message in self.messages if message.target == rank)
+            for rank in range(self.pipeline.num_ranks)
+        }
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
@@ -49,6 +111,43 @@ class Schedule:
         if len(lines) != pipeline.num_ranks:
             raise ScheduleError(f"{len(lines)} lines for {pipeline.num_ranks} ranks")
         return cls(pipeline, tuple(tuple(map(Action.parse, line.split())) for line in lines))
+
+
+def _consumers(schedule: Schedule) -> dict[Action, list[Dependency]]:
+    """Dependencies on each producer, including those of actions that a later step runs."""
+    pipeline = schedule.pipeline
+    actions = set(chain.from_iterable(schedule.ranks))
+    found: dict[Action, list[Dependency]] = {}
+    for action in sorted(actions | _later(pipeline, actions), key=_stable):
+        for dependency in depends_on(action, pipeline, schedule.split):
+            if not (action.batch > 0 and _waits_for_its_step(dependency)):
+                found.setdefault(dependency.producer, []).append(dependency)
+    return found
+
+
+def _waits_for_its_step(dependency: Dependency) -> bool:
+    """Whether it is sent in the step of its batch; only the teacher's inputs are sent ahead."""
+    student = dependency.consumer.op is Op.FORWARD
+    return dependency.payload == "batch" or (dependency.payload == "input" and student)
+
+
+def _later(pipeline: Pipeline, actions: Collection[Action]) -> set[Action]:
+    """Possible consumers in later steps: losses, and forwards of the batches that run ahead."""
+    batches = {action.batch for action in actions}
+    networks = ((Op.FORWARD, pipeline.student), (Op.TEACHER, pipeline.teacher))
+    return {Action(Op.LOSS, rank, batch=b) for rank in pipeline.loss_ranks for b in batches} | {
+        Action(op, stage, unit, batch)
+        for op, network in networks
+        if network is not None
+        for stage in range(network.num_stages)
+        for unit in network.units_of(stage)
+        for batch in batches - {0}
+    }
+
+
+def _stable(action: Action) -> tuple[int, str, int, int]:
+    unit = -1 if action.unit is None else action.unit
+    return (action.batch, action.op.value, action.stage, unit)
 
 
 def walk(

@@ -26,7 +26,6 @@ from itertools import chain, product
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.dependencies import depends_on
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule, walk
 
@@ -169,16 +168,14 @@ def _check_order(schedule: Schedule) -> None:
 
 def _needs(schedule: Schedule) -> dict[Action, set[Action]]:
     """Dependencies of each action within this step, without those that ran in a step before."""
-    present = {action for actions in schedule.ranks for action in actions}
     early = _EARLY if schedule.asynchronous else {Op.TEACHER}
     return {
         action: {
             need.producer
-            for need in depends_on(action, schedule.pipeline, schedule.split)
-            if need.producer.op not in early or need.producer in present
+            for need in needs
+            if need.producer.op not in early or need.producer in schedule.needs
         }
-        for actions in schedule.ranks
-        for action in actions
+        for action, needs in schedule.needs.items()
     }
 
 

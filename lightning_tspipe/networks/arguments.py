@@ -121,7 +121,12 @@ class Arguments:
         )
 
     def takes(self, other: Arguments) -> bool:
-        """Whether the tensors of another call can be packed and unpacked by these."""
+        """Whether another call is like this one, and its tensors can be packed by these.
+
+        Constants must be the same; lengths of tensors may differ.
+        """
+        if str(self) != str(other):
+            return False
         if len(self.tensors) == 1:
             return True
         if [kind.dtype for kind in self.tensors] != [kind.dtype for kind in other.tensors]:

@@ -71,16 +71,16 @@ def atomize(module: nn.Module, name: str = "", arguments: Arguments = ONE_TENSOR
         pieces = [("", _traced(module, name, arguments))]
         if len(arguments.tensors) > 1:
             pieces.insert(0, ("", Atomized((unpacking_atom(arguments),), outputs=())))
-        return _canonical(module, _concatenated(pieces))
+        return _whole(module, pieces)
     parts = _parts(module, name)
     if parts is not None:
         pieces = [(key, _atomize_part(child, f"{name}.{key}".strip("."))) for key, child in parts]
         if all(piece.output_spec.is_leaf() for _, piece in pieces[:-1]):
             silent = [(key, _silenced(piece)) for key, piece in pieces[:-1]]
-            return _canonical(module, _concatenated([*silent, pieces[-1]]))
+            return _whole(module, [*silent, pieces[-1]])
     elif is_leaf(module, ignore_hooks=True):
         return Atomized((module_atom(module),))
-    return _canonical(module, _traced(module, name, arguments))
+    return _whole(module, [("", _traced(module, name, arguments))])
 
 
 def _parts(module: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
@@ -121,9 +121,19 @@ def _silenced(piece: Atomized) -> Atomized:
     return replace(piece, atoms=tuple(atoms))
 
 
-def _concatenated(pieces: Sequence[tuple[str, Atomized]]) -> Atomized:
-    atoms, outputs, _ = concatenate(pieces)
-    return Atomized(atoms, outputs[-1], pieces[-1][1].output_spec)
+def _whole(module: nn.Module, pieces: Sequence[tuple[str, Atomized]]) -> Atomized:
+    """Make one network of its pieces; names are those of its ``named_parameters()``."""
+    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+
+    def named(tensors: Iterable[Tensor]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors))
+
+    joined, outputs, _ = concatenate(pieces)
+    atoms = (
+        replace(a, parameter_names=named(a.parameters()), buffer_names=named(a.buffers()))
+        for a in joined
+    )
+    return Atomized(tuple(atoms), outputs[-1], pieces[-1][1].output_spec)
 
 
 def concatenate(
@@ -137,13 +147,12 @@ def concatenate(
     Returns:
         The atoms, for each network where its outputs are, and one after the last atom of each.
     """
-    atoms, places = join_atoms([_prefixed(a, key) for key, piece in pieces for a in piece.atoms])
+    atoms, where = join_atoms([_prefixed(a, key) for key, piece in pieces for a in piece.atoms])
+    places = iter(where)
     outputs: list[tuple[OutputRef, ...]] = []
     ends: list[int] = []
-    first = 0
     for _, piece in pieces:
-        own = places[first : first + len(piece.atoms)]
-        first += len(piece.atoms)
+        own = [next(places) for _ in piece.atoms]
         ends.append(own[-1].atom + 1)
         outputs.append(
             tuple(OutputRef(own[r.atom].atom, own[r.atom].slot + r.slot) for r in piece.outputs)
@@ -160,29 +169,6 @@ def _prefixed(atom: Atom, prefix: str) -> Atom:
         parameter_names=tuple(f"{prefix}.{name}" for name in atom.parameter_names),
         buffer_names=tuple(f"{prefix}.{name}" for name in atom.buffer_names),
     )
-
-
-def _canonical(module: nn.Module, atomized: Atomized) -> Atomized:
-    """Give a parameter that has several names the one of ``named_parameters()``."""
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in tensors}
-
-    def canonical(old: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(names[name] for name in old))
-
-    atoms = (
-        replace(
-            atom,
-            parameter_names=canonical(atom.parameter_names),
-            buffer_names=canonical(atom.buffer_names),
-        )
-        for atom in atomized.atoms
-    )
-    return replace(atomized, atoms=tuple(atoms))
 
 
 def join_atoms(atoms: Sequence[Atom]) -> tuple[tuple[Atom, ...], tuple[OutputRef, ...]]:
@@ -246,7 +232,7 @@ class AtomChain:
 
     def run(
         self, received: Tensors, start: int, stop: int
-    ) -> tuple[Tensors, list[tuple[int, int, Tensor]]]:
+    ) -> tuple[Tensors, dict[OutputRef, Tensor]]:
         """Run the atoms from ``start`` up to, not including, ``stop``.
 
         Args:
@@ -256,7 +242,7 @@ class AtomChain:
 
         Returns:
             What the next atom gets (nothing behind the last atom of a network that returns a
-            structure), and the wanted outputs as (atom, slot, tensor).
+            structure), and the wanted outputs.
 
         Raises:
             PartitionError: A module passed on something that is no tensor.
@@ -264,7 +250,7 @@ class AtomChain:
         if (start, stop) not in self._steps:
             self._steps[start, stop] = self._plan(start, stop)
         values = received
-        found: list[tuple[int, int, Tensor]] = []
+        found: dict[OutputRef, Tensor] = {}
         # What fails within a function may leave gradients switched off.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             for segment, refs in self._steps[start, stop]:
@@ -273,9 +259,8 @@ class AtomChain:
                     function = self._compiler(function)
                 values, emitted = function(values)
                 tensors = (*emitted, *values) if segment.returns_value else emitted
-                for ref, tensor in zip(refs, tensors, strict=True):
-                    if self.wanted is None or ref in self.wanted:
-                        found.append((ref.atom, ref.slot, tensor))
+                pairs = zip(refs, tensors, strict=True)
+                found |= {r: t for r, t in pairs if self.wanted is None or r in self.wanted}
         for value in values:
             if not isinstance(value, Tensor):
                 raise PartitionError(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_tspipe.networks.modules import forwards_replaced
+from lightning_tspipe.networks.swap import forwards_replaced
 
 
 class DeferredStatistics:
@@ -98,7 +98,11 @@ class DeferredStatistics:
 
 
 class _Layer:
-    """One BatchNorm layer, and where its statistics go meanwhile."""
+    """One BatchNorm layer, and where its statistics go meanwhile.
+
+    Its forward is replaced by a method of one and the same object each time: with anything made
+    anew, a compiled stage would be compiled once more in each call.
+    """
 
     def __init__(self, module: _BatchNorm) -> None:
         self.observed: Observed = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,17 +26,12 @@ class Compiler:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self._compiled: dict[RangeFunction, RangeFunction] = {}
+        self._compiled = cache(self._guarded)
         self._failed = False
 
     def __call__(self, function: RangeFunction) -> RangeFunction:
         """The compiled function."""
-        if self._failed:
-            return function
-        known = self._compiled.get(function)
-        if known is None:
-            known = self._compiled[function] = self._guarded(function)
-        return known
+        return function if self._failed else self._compiled(function)
 
     def _guarded(self, function: RangeFunction) -> RangeFunction:
         compiled = torch.compile(function, **self._options)

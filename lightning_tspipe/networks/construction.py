@@ -68,8 +68,8 @@ class _Note:
     start: int | None = None
 
 
-class Construction:
-    """Notes of how modules were built on the meta device.
+class Construction(TorchDispatchMode):
+    """Notes of how modules were built on the meta device; operations that ask for values get them.
 
     Attributes:
         random_states: torch's random state at the beginning of each recording, and wherever a seed
@@ -86,6 +86,7 @@ class Construction:
     """
 
     def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.random_states: list[Tensor] = []
         self._notes: list[_Note] = []
         self._memories: dict[int, Any] = {}  # so that no address is used twice
@@ -95,7 +96,7 @@ class Construction:
     def record(self) -> Iterator[None]:
         """While inside, tensors are made on the meta device, and what happens to them is noted."""
         self._start()
-        with _META, _Functions(self), _Recorder(self):
+        with _META, _Functions(self), self:
             yield
 
     def _start(self) -> None:
@@ -123,8 +124,7 @@ class Construction:
         places = [self._place(tensor) for tensor in tensors]
         kept = {place.memory for place in places}
         chosen, last_use = self._leading_to(kept)
-        random = [index for index in chosen if self._notes[index].is_random]
-        last_draw = max(random, default=-1)
+        last_draw = max((index for index in chosen if self._notes[index].is_random), default=-1)
         memories: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for index, note in enumerate(self._notes):
@@ -158,19 +158,28 @@ class Construction:
         return number
 
     def _place(self, tensor: Tensor) -> _Place:
-        size, stride = tuple(tensor.shape), tensor.stride()
-        memory = self._memory(tensor)
-        return _Place(memory, tensor.dtype, size, stride, int(tensor.storage_offset()))
+        memory, size = self._memory(tensor), tuple(tensor.shape)
+        return _Place(memory, tensor.dtype, size, tensor.stride(), int(tensor.storage_offset()))
 
-    def note(
-        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        kwargs = kwargs or {}
+        if _asks_for_values(func, args, kwargs):
+            args, kwargs = pytree.tree_map(self._value, (args, kwargs))
+            return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _value(self, leaf: Any) -> Any:
+        return self.values([leaf])[0] if isinstance(leaf, Tensor) and leaf.is_meta else leaf
+
+    def _note(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operation was called; nothing is noted if it only made a view, or no meta tensor."""
         reads = self._memories_of((args, kwargs))
         outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
-        is_new = (t.is_meta and self._memory(t) not in reads for t in outputs)
         made = tuple(
-            self._place(t) if new else None for t, new in zip(outputs, is_new, strict=True)
+            self._place(t) if t.is_meta and self._memory(t) not in reads else None for t in outputs
         )
         writes = self._memories_of(_written(function, args, kwargs))
         writes |= {place.memory for place in made if place is not None}
@@ -199,31 +208,6 @@ class Construction:
         return _CPU if isinstance(leaf, torch.device) and leaf == _META else leaf
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes every operation; those that ask for values get them."""
-
-    def __init__(self, construction: Construction) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._construction = construction
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        kwargs = kwargs or {}
-        if _asks_for_values(func, args, kwargs):
-            args, kwargs = pytree.tree_map(self._value, (args, kwargs))
-            return func(*args, **kwargs)
-        result = func(*args, **kwargs)
-        self._construction.note(func, args, kwargs, result)
-        return result
-
-    def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            return self._construction.values([leaf])[0]
-        return leaf
-
-
 class _Functions(TorchFunctionMode):
     """Notes what operations on the meta device would not show.
 
@@ -235,9 +219,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._construction = construction
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         if func in _CONSTANTS and not any(isinstance(a, Tensor) for a in args):

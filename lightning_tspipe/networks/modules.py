@@ -1,16 +1,15 @@
-"""Modules from outside: what can be said without tracing them, and attributes for a while."""
+"""Modules from outside: what can be said without tracing them; their attributes, put back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from lightning_tspipe.networks.huggingface import INSTALLED_MARK, is_recording
 
-_MISSING = object()
 _CONTAINERS = (list, dict, set)
 # What tracing leaves behind, and who notes what modules return, is no state of theirs.
 _IGNORED = ("_tensor_constant", "_forward_hooks", INSTALLED_MARK)
@@ -59,34 +58,6 @@ def is_leaf(module: nn.Module, *, ignore_hooks: bool = False) -> bool:
     if type(module).__module__.startswith(("torch.nn", "torch.ao.nn")):
         return True
     return not any(True for _ in module.children())
-
-
-@contextmanager
-def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While inside, objects have other attributes.
-
-    Args:
-        replacements: (object, name, value); none twice.
-    """
-    replacements = list(replacements)
-    previous = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
-    for owner, name, value in replacements:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for (owner, name, _), original in zip(replacements, previous, strict=True):
-            if original is _MISSING:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
-
-
-def forwards_replaced(
-    forwards: Mapping[nn.Module, Callable[..., Any]],
-) -> AbstractContextManager[None]:
-    """While inside, calling one of the modules runs the given function instead of its forward."""
-    return attributes_replaced((module, "forward", made) for module, made in forwards.items())
 
 
 @contextmanager

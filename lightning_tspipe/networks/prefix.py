@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,23 @@ from lightning_tspipe.networks.atoms import AtomChain, atomize
 
 Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 """What passes on between two atoms, and the parts of the return value that are known there."""
+
+
+def num_frozen(atoms: Iterable[Sequence[bool]]) -> int:
+    """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
+
+    What follows it without parameters may be random (dropout), and belongs to the next layer.
+
+    Args:
+        atoms: For each atom, whether each of its parameters is frozen.
+    """
+    last = 0
+    for number, frozen in enumerate(atoms, start=1):
+        if not all(frozen):
+            break
+        if frozen:
+            last = number
+    return last
 
 
 class DividedNetwork:
@@ -48,7 +65,7 @@ class DividedNetwork:
             ConfigurationError: The call is unlike the first one.
         """
         now = Arguments.of(args, kwargs)
-        if now.structure != self._arguments.structure or not self._arguments.takes(now):
+        if not self._arguments.takes(now):
             raise ConfigurationError(
                 f"{self._name} was called with {self._arguments} and now with {now}: cached layers "
                 "must be called in one way"
@@ -56,22 +73,8 @@ class DividedNetwork:
         return (now.pack(tensors_of(args, kwargs)),), {}
 
     def num_frozen(self) -> int:
-        """Atoms up to the last one with parameters before the first one that is trained.
-
-        What follows it without parameters may be random (dropout), and belongs to the rest.
-        """
-        number = 0
-        for index, atom in enumerate(self.atoms, start=1):
-            parameters = atom.parameters()
-            if any(parameter.requires_grad for parameter in parameters):
-                break
-            if parameters:
-                number = index
-        return number
-
-    def tensors(self, stop: int) -> list[Tensor]:
-        """Parameters and buffers of the atoms before ``stop``."""
-        return [t for atom in self.atoms[:stop] for t in (*atom.parameters(), *atom.buffers())]
+        """Atoms at the beginning that are frozen."""
+        return num_frozen([not p.requires_grad for p in atom.parameters()] for atom in self.atoms)
 
     def piece(self, start: int, stop: int) -> Callable[[Middle], Middle]:
         """The atoms from ``start`` up to, not including, ``stop``, as one function."""
@@ -81,12 +84,12 @@ class DividedNetwork:
             if start == stop:
                 return middle
             passed, found = self._chain.run(values, start, stop)
-            return passed, known | {f"{atom}.{slot}": tensor for atom, slot, tensor in found}
+            return passed, known | {str(ref): tensor for ref, tensor in found.items()}
 
         return run
 
     def end(self, middle: Middle) -> Any:
         """The return value, behind the last atom."""
         _, known = middle
-        leaves = [known[f"{ref.atom}.{ref.slot}"] for ref in self._cut.outputs]
+        leaves = [known[str(ref)] for ref in self._cut.outputs]
         return pytree.tree_unflatten(leaves, self._cut.output_spec)

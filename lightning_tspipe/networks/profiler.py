@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,11 @@ from lightning_tspipe.networks.atoms import AtomChain, OutputRef
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.networks.split_backward import SplitBackward
+from lightning_tspipe.networks.swap import TensorSwap, arbitrary_like, meta_like, random_stream
 from lightning_tspipe.planning.profile import AtomProfile
 
-Times = dict[str, float]
+Laps = dict[str, tuple[Any, Any]]
+"""By name, the moments between which something ran."""
 
 _WARM_UP = 2
 _LONGEST = 2.0
@@ -40,29 +42,35 @@ _LONGEST = 2.0
 _FEWEST = 5
 
 
-def profile_atoms(  # noqa: PLR0913 - what to measure, and how long
+def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     atoms: Sequence[Atom],
     inputs: Tensor,
-    sizes: Sequence[int],
+    sizes: Sequence[int] = (),
     *,
     trainable: bool,
     wanted: Collection[OutputRef] | None = None,
+    flops_per_second: float | None = None,
     repeats: int = 3,
     max_seconds: float = math.inf,
-    lender: Lender | None = None,
 ) -> list[AtomProfile]:
-    """Measure every atom of a chain, in the present modes; the network's state stays as it is.
+    """Find the costs of every atom of a chain, in the present modes; the network stays as it is.
+
+    They are measured where the input is. A network that is not there comes there atom by atom; one
+    without values gets arbitrary ones.
 
     Args:
         atoms: The chain.
         inputs: What the first atom gets, shape (batch, ...); at least ``max(sizes)`` samples.
         sizes: The numbers of samples to measure at. A size that the network cannot run (BatchNorm
-            refuses a single value per channel) is left out of the results.
+            refuses a single value per channel) is left out of the results. If operations are
+            priced and no size is given: any number.
         trainable: Whether to measure backward passes too.
         wanted: The outputs that the loss gets; None stands for all that the atoms emit.
+        flops_per_second: Prices operations instead of measuring; inputs may be on ``meta`` then.
+            What the device really does, not what its data sheet promises; an addition and a
+            multiplication are two.
         repeats: Rounds per size after the warm-up.
         max_seconds: No round starts after this time, except the first one of each size.
-        lender: For a network without values, which it gets atom by atom.
 
     Returns:
         One record per atom. Memory that two atoms keep for their backward counts for the first.
@@ -71,69 +79,56 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how long
         PartitionError: The network can run none of the sizes.
     """
     chain = AtomChain(atoms, wanted)
-    walk = _Walk(chain, inputs, lender, trainable=trainable)
-    deadline = time.perf_counter() + max_seconds
-    rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
-    with _state_kept(atoms, inputs.device), torch.set_grad_enabled(trainable):
-        for repeat, size in rounds:
-            if repeat == 0 or time.perf_counter() < deadline:
-                walk.measure(size, repeat)
-        if not walk.sizes:
-            raise _refusal(len(inputs))
-        sample = inputs[: min(walk.sizes)].clone()
-        with nullcontext() if lender is None else lender.on_meta():
-            weighed = _weigh(chain, sample if lender is None else sample.to("meta"))
+    with torch.set_grad_enabled(trainable):
+        if flops_per_second is not None:
+            with _on_meta(atoms):
+                return _priced(chain, inputs.to("meta"), sizes, flops_per_second)
+        walk = _Walk(chain, inputs)
+        deadline = time.perf_counter() + max_seconds
+        rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
+        with _state_kept(atoms):
+            for repeat, size in rounds:
+                if repeat == 0 or time.perf_counter() < deadline:
+                    walk.measure(size, repeat)
+            _check_any(walk.sizes, len(inputs))
+            sample, is_away = inputs[: min(walk.sizes)].clone(), walk.is_elsewhere
+            with _on_meta(atoms) if is_away else nullcontext():
+                weighed = _weigh(chain, sample.to("meta") if is_away else sample)
     return [
         replace(record, **times) for (record, _), times in zip(weighed, walk.times, strict=True)
     ]
 
 
-def estimate_atoms(  # noqa: PLR0913 - what to price, and how
-    atoms: Sequence[Atom],
-    inputs: Tensor,
-    flops_per_second: float,
-    *,
-    trainable: bool,
-    wanted: Collection[OutputRef] | None = None,
-    sizes: Collection[int] = (),
+def _priced(
+    chain: AtomChain, inputs: Tensor, sizes: Sequence[int], flops_per_second: float
 ) -> list[AtomProfile]:
-    """Price every atom of a chain without running it: networks and inputs may be on ``meta``.
-
-    Args:
-        atoms: The chain.
-        inputs: What the first atom gets, shape (batch, ...), where the network is.
-        flops_per_second: What the device really does, not what its data sheet promises; an
-            addition and a multiplication are two.
-        trainable: Whether to price backward passes too.
-        wanted: The outputs that the loss gets; None stands for all that the atoms emit.
-        sizes: Numbers of samples to price, up to that of the input. One that the network can't run
-            is left out: BatchNorm refuses a single value per channel. Not given: any number.
-
-    Returns:
-        One record per atom, as :func:`profile_atoms` measures them.
-
-    Raises:
-        PartitionError: The network can run none of the sizes.
-    """
-    samples = len(inputs)
-    chain = AtomChain(atoms, wanted)
-    priced = [size for size in sorted(sizes) if _runs(chain, inputs[:size])] if sizes else [1]
-    if not priced:
-        raise _refusal(samples)
-    times = sorted({*priced, *([] if sizes else [samples])})
-    with torch.set_grad_enabled(trainable):
-        weighed = _weigh(chain, inputs[: times[-1]])
-    return [
-        _priced(record, flops / times[-1] / flops_per_second, times, trainable, place == 0)
-        for place, (record, flops) in enumerate(weighed)
-    ]
+    """Profiles whose times are those of their operations."""
+    priced = {n for n in sizes if _runs(chain, inputs[:n])} if sizes else {1, len(inputs)}
+    _check_any(priced, len(inputs))
+    largest = max(priced)
+    records = []
+    for place, (record, flops) in enumerate(_weigh(chain, inputs[:largest])):
+        factors = {"forward": 1}
+        if torch.is_grad_enabled():
+            of_inputs = 0 if place == 0 else 1  # nobody needs the gradient of the images
+            of_weights = 1 if record.trainable_bytes else 0
+            factors |= {"backward": of_inputs + of_weights}
+            factors |= {"input_backward": of_inputs, "weight_backward": of_weights}
+        seconds = flops / largest / flops_per_second
+        times: dict[str, Any] = {
+            name: {size: factor * seconds * size for size in sorted(priced)}
+            for name, factor in factors.items()
+        }
+        records.append(replace(record, **times))
+    return records
 
 
-def _refusal(samples: int) -> PartitionError:
-    return PartitionError(
-        f"the network cannot run {samples} samples or fewer in its present modes; use larger "
-        "batches"
-    )
+def _check_any(sizes: Collection[int], samples: int) -> None:
+    if not sizes:
+        raise PartitionError(
+            f"the network cannot run {samples} samples or fewer in its present modes; use larger "
+            "batches"
+        )
 
 
 def seconds_of(
@@ -165,21 +160,11 @@ def seconds_of(
     return median(found)
 
 
-class Lender(Protocol):
-    """Whoever has a network that is too large to be whole."""
-
-    def with_values(self, atom: Atom) -> AbstractContextManager[None]:
-        """While inside, an atom has values."""
-
-    def on_meta(self) -> AbstractContextManager[None]:
-        """While inside, the network is on the meta device."""
-
-
 class Clock:
-    """Seconds between laps.
+    """Moments of what a device does.
 
-    On a GPU each lap is an event among what the device does, and the host waits once, when all is
-    launched: so small things are timed as they run in a training, one behind the other.
+    On a GPU each is an event among what it does, and the host waits once, when all is launched: so
+    small things are timed as they run in a training, one behind the other.
 
     Args:
         device: That is watched.
@@ -187,28 +172,24 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._laps: list[tuple[Any, Any, Times, str]] = []
-        self._last: Any = None
-        self.lap()
 
-    def lap(self, times: Times | None = None, name: str = "") -> None:
-        """Have the seconds since the last lap kept under a name, by :meth:`settle`."""
-        now: Any = time.perf_counter()
-        if self._device.type == "cuda":
-            now = torch.cuda.Event(enable_timing=True)
-            now.record(torch.cuda.current_stream(self._device))
-        if times is not None:
-            self._laps.append((self._last, now, times, name))
-        self._last = now
+    def now(self) -> Any:
+        """This moment."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
-    def settle(self) -> None:
-        """Wait until all is done, and have it kept."""
+    def seconds(self, laps: Sequence[Laps]) -> list[dict[str, float]]:
+        """Wait until all is done; the seconds of each lap."""
         is_cuda = self._device.type == "cuda"
         if is_cuda:
             torch.cuda.synchronize(self._device)
-        for begin, end, times, name in self._laps:
-            times[name] = begin.elapsed_time(end) / 1e3 if is_cuda else end - begin
-        self._laps.clear()
+        return [
+            {name: a.elapsed_time(b) / 1e3 if is_cuda else b - a for name, (a, b) in each.items()}
+            for each in laps
+        ]
 
 
 class _Walk:
@@ -217,27 +198,26 @@ class _Walk:
     Attributes:
         times: For each atom its shortest times, by name (as in ``AtomProfile``) and size.
         sizes: Those that the network can run.
+        is_elsewhere: Whether a part of the network is not on the device: without values, or in
+            host memory still.
     """
 
-    def __init__(
-        self, chain: AtomChain, inputs: Tensor, lender: Lender | None, *, trainable: bool
-    ) -> None:
+    def __init__(self, chain: AtomChain, inputs: Tensor) -> None:
         self._chain = chain
         self._inputs = inputs
-        self._lender = lender
-        self._trainable = trainable
         self.times: list[dict[str, Any]] = [{} for _ in chain.atoms]
         self.sizes: set[int] = set()
+        self.is_elsewhere = any(t.device != inputs.device for t in _state(chain.atoms))
 
     def measure(self, size: int, repeat: int) -> None:
         """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
         if repeat and size not in self.sizes:
             return
         received: Tensors = (self._inputs[:size].clone(),)
-        clock, measured = Clock(self._inputs.device), []
+        clock, measured = Clock(self._inputs.device), list[Laps]()
         try:
             for index, atom in enumerate(self._chain.atoms):
-                with nullcontext() if self._lender is None else self._lender.with_values(atom):
+                with self._with_values(atom) if self.is_elsewhere else nullcontext():
                     passed, found = self._measure_atom(index, received, clock)
                 measured.append(found)
                 received = _cut_off(passed)
@@ -245,50 +225,63 @@ class _Walk:
                     break
         except ValueError:  # a BatchNorm that needs more samples
             return
-        clock.settle()
-        for times, found in zip(self.times, measured, strict=False):
-            if "backward" in found and "weight_backward" not in found:
-                found |= {"input_backward": found["backward"], "weight_backward": 0.0}
-            for name, seconds in found.items():
+        for times, taken in zip(self.times, clock.seconds(measured), strict=False):
+            if "backward" in taken and "weight_backward" not in taken:
+                taken |= {"input_backward": taken["backward"], "weight_backward": 0.0}
+            for name, seconds in taken.items():
                 kept = times.setdefault(name, {})
                 kept[size] = seconds if repeat <= 1 else min(seconds, kept.get(size, seconds))
         self.sizes.add(size)
 
-    def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Times]:
-        """Run an atom there and back; when the clock has settled, what took how long is known."""
-        found: Times = {}
-        clock.lap()
+    def _with_values(self, atom: Atom) -> AbstractContextManager[None]:
+        """While inside, the parameters and buffers of one atom are on the device, with values."""
+        reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
+        device = self._inputs.device
+
+        def make(tensor: Tensor) -> Tensor:
+            if id(tensor) not in reads or tensor.device == device:
+                return tensor
+            if tensor.is_meta:
+                return arbitrary_like(tensor, device)
+            return tensor.detach().to(device)
+
+        return TensorSwap(_modules(self._chain.atoms), make)()
+
+    def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Laps]:
+        """Run an atom there and back; what it passes on, and when it ran."""
+        found: Laps = {}
+        begin = clock.now()
         passed, roots = self._run(index, received)
-        clock.lap(found, "forward")
-        if not self._trainable:
+        found["forward"] = begin, clock.now()
+        if not torch.is_grad_enabled():
             return passed, found
         gradients = _gradients(roots)
-        clock.lap()
+        begin = clock.now()
         if roots:
             torch.autograd.backward(roots, gradients)
-        clock.lap(found, "backward")
-        atom = self._chain.atoms[index]
-        if roots and any(t.requires_grad for t in received) and atom.parameter_names:
+        found["backward"] = begin, clock.now()
+        has_parameters = bool(self._chain.atoms[index].parameter_names)
+        if has_parameters and roots and any(t.requires_grad for t in received):
             self._time_halves(index, received, clock, found)
         return passed, found
 
-    def _time_halves(self, index: int, received: Tensors, clock: Clock, found: Times) -> None:
+    def _time_halves(self, index: int, received: Tensors, clock: Clock, found: Laps) -> None:
         """The input half and the weight half of an atom's backward, if it can be run in halves."""
         received = _cut_off(received)
         _, roots = self._run(index, received)
         gradients = _gradients(roots)
         split = SplitBackward(roots, received)
-        clock.lap()
+        begin = clock.now()
         with suppress(RuntimeError):  # a custom function that cannot be run in part: not split
             split.input_half(gradients)
-            clock.lap(found, "input_backward")
+            found["input_backward"] = begin, clock.now()
             split.weight_half()
-            clock.lap(found, "weight_backward")
+            found["weight_backward"] = found["input_backward"][1], clock.now()
 
     def _run(self, index: int, received: Tensors) -> tuple[Tensors, list[Tensor]]:
         """What an atom passes on, and what a backward through it starts from."""
         passed, found = self._chain.run(received, index, index + 1)
-        tensors = {id(tensor): tensor for tensor in (*passed, *(tensor for *_, tensor in found))}
+        tensors = {id(tensor): tensor for tensor in (*passed, *found.values())}
         return passed, [tensor for tensor in tensors.values() if tensor.requires_grad]
 
 
@@ -338,7 +331,7 @@ def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
             activation_bytes_per_sample=math.ceil(kept / len(x)),
             parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
             trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
-            result_bytes_per_sample=math.ceil(_bytes([t for *_, t in results]) / len(x)),
+            result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / len(x)),
             joined=index in joined,
         )
         weighed.append((record, counter.get_total_flops()))
@@ -356,21 +349,6 @@ def _bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _priced(
-    record: AtomProfile, seconds: float, sizes: Sequence[int], trainable: bool, is_first: bool
-) -> AtomProfile:
-    factors = {"forward": 1}
-    if trainable:
-        inputs = 0 if is_first else 1  # nobody needs the gradient of the images
-        weights = 1 if record.trainable_bytes else 0
-        factors |= {"backward": inputs + weights}
-        factors |= {"input_backward": inputs, "weight_backward": weights}
-    times: dict[str, Any] = {
-        name: {size: factor * seconds * size for size in sizes} for name, factor in factors.items()
-    }
-    return replace(record, **times)
-
-
 def _joined(atoms: Sequence[Atom]) -> set[int]:
     """Atoms that must share a stage with the next one, since a parameter is read on both sides."""
     readers: dict[int, list[int]] = {}
@@ -382,23 +360,30 @@ def _joined(atoms: Sequence[Atom]) -> set[int]:
 
 
 def _modules(atoms: Sequence[Atom]) -> list[nn.Module]:
-    modules = (segment.program.module for atom in atoms for segment in atom.segments)
-    return list(dict.fromkeys(modules))
+    """All that atoms run, at any depth."""
+    roots = dict.fromkeys(segment.program.module for atom in atoms for segment in atom.segments)
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
 
 def _state(atoms: Sequence[Atom]) -> list[Tensor]:
-    return [t for module in _modules(atoms) for t in (*module.parameters(), *module.buffers())]
+    modules = _modules(atoms)
+    return [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+
+
+def _on_meta(atoms: Sequence[Atom]) -> AbstractContextManager[None]:
+    """While inside, parameters and buffers have shapes only."""
+    return TensorSwap(_modules(atoms), meta_like)()
 
 
 @contextmanager
-def _state_kept(atoms: Sequence[Atom], device: torch.device) -> Iterator[None]:
+def _state_kept(atoms: Sequence[Atom]) -> Iterator[None]:
     """Leave gradients, buffers and random number generators as they were."""
     modules = _modules(atoms)
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
-    gradients = [(p, p.grad) for module in modules for p in module.parameters()]
+    buffers = [(b, b.clone()) for module in modules for b in module.buffers(recurse=False)]
+    gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
     for parameter, _ in gradients:
         parameter.grad = None
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with random_stream(None):
         try:
             yield
         finally:

@@ -16,7 +16,9 @@ teacher that is slower than the student reaches the next stage early enough.
 from __future__ import annotations
 
 from lightning_tspipe.ir.pipeline import Pipeline
-from lightning_tspipe.simulation.cost import CostTable, StageCost
+from lightning_tspipe.schedules.gpipe import gpipe
+from lightning_tspipe.schedules.zero_bubble import split_backward
+from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import NUM_BUCKETS
 
 
@@ -30,14 +32,8 @@ def busy_seconds(
         costs: Costs of the pipeline.
         split: Student stages whose backward runs in two halves.
     """
-    student, teacher = pipeline.student, _teacher_seconds(pipeline, costs)
-    seconds = list(map(sum, zip(costs.optimizer, costs.effects, teacher, strict=True)))
-    seconds[pipeline.loss_rank] += costs.loss
-    seconds[pipeline.data_rank] += costs.data
-    for stage, (rank, cost) in enumerate(zip(student.ranks, costs.student, strict=True)):
-        whole = cost.forward + _backward(cost, halves=stage in split)
-        seconds[rank] += student.num_units * whole
-    return tuple(seconds)
+    order = split_backward(gpipe(pipeline), split)
+    return tuple(sum(map(costs.seconds, actions)) for actions in order.ranks)
 
 
 def cycle_seconds(
@@ -62,7 +58,8 @@ def cycle_seconds(
     found = []
     for stage in reversed(range(len(ranks))):
         cost, rank = costs.student[stage], ranks[stage]
-        whole = _backward(cost, halves=stage in split)
+        halves = cost.input_backward + cost.weight_backward
+        whole = halves if stage in split else cost.backward
         own = num_units * (cost.forward + whole) + costs.optimizer[rank] + costs.effects[rank]
         if teacher_first:
             own += _teacher_seconds(pipeline, costs)[rank]
@@ -72,13 +69,11 @@ def cycle_seconds(
         found.append(own + round_trip)
         first = cost.input_backward if stage in split else cost.backward
         round_trip += cost.forward + first
-        if stage:
-            round_trip += 2 * _message(costs, ranks[stage - 1], rank, costs.student[stage - 1])
+        before = ranks[stage - 1]
+        if stage and before != rank:
+            latency, bandwidth = costs.link(before, rank)
+            round_trip += 2 * (latency + costs.student[stage - 1].output_bytes / bandwidth)
     return tuple(reversed(found))
-
-
-def _backward(cost: StageCost, *, halves: bool) -> float:
-    return cost.input_backward + cost.weight_backward if halves else cost.backward
 
 
 def _teacher_seconds(pipeline: Pipeline, costs: CostTable) -> list[float]:
@@ -94,10 +89,3 @@ def _exposed_reduction(reduction: float, backward: float) -> float:
     """Seconds of the gradient reduction that the last backward cannot hide."""
     bucket = 1 / NUM_BUCKETS
     return max(bucket * reduction, reduction - (1 - bucket) * backward)
-
-
-def _message(costs: CostTable, source: int, target: int, cost: StageCost) -> float:
-    if source == target:
-        return 0.0
-    latency, bandwidth = costs.link(source, target)
-    return latency + cost.output_bytes / bandwidth

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from lightning_tspipe.errors import ConfigurationError
@@ -136,7 +135,29 @@ class Cluster:
                 f"{self.num_devices} devices cannot be divided evenly into {num_replicas} "
                 f"replicas; {_divisors_text(self.num_devices)} are possible"
             )
-        return _ranks(self, num_replicas)
+        num_ranks = self.num_devices // num_replicas
+        per_node = self.num_devices // self.num_nodes
+        between = self.inter_node_link or self.link
+        slower = Link(
+            max(self.link.latency, between.latency),
+            min(self.link.bandwidth, between.bandwidth),
+        )
+        copies = [range(rank, self.num_devices, num_ranks) for rank in range(num_ranks)]
+        # A node may end within one replica and not within another: any of them counts.
+        ends = [any(device % per_node == 0 for device in held) for held in copies]
+        nodes = tuple(sum(ends[1 : rank + 1]) for rank in range(num_ranks))
+        return Ranks(
+            speeds=tuple(min(_of(self.speeds, held, default=1.0)) for held in copies),
+            memories=tuple(min(_of(self.memories, held, default=math.inf)) for held in copies),
+            nodes=nodes if nodes[-1] else (),
+            link=self.link,
+            inter_node_link=between,
+            ring_links=tuple(
+                self.link if held[0] // per_node == held[-1] // per_node else slower
+                for held in copies
+            ),
+            num_replicas=num_replicas,
+        )
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -151,33 +172,6 @@ def divisors(number: int) -> tuple[int, ...]:
 def _divisors_text(number: int) -> str:
     *most, last = map(str, divisors(number))
     return f"{', '.join(most)} and {last}" if most else last
-
-
-@lru_cache(maxsize=256)  # needed for every cut that the planner prices
-def _ranks(cluster: Cluster, num_replicas: int) -> Ranks:
-    num_ranks = cluster.num_devices // num_replicas
-    per_node = cluster.num_devices // cluster.num_nodes
-    between = cluster.inter_node_link or cluster.link
-    slower = Link(
-        max(cluster.link.latency, between.latency),
-        min(cluster.link.bandwidth, between.bandwidth),
-    )
-    copies = [range(rank, cluster.num_devices, num_ranks) for rank in range(num_ranks)]
-    # A node may end within one replica and not within another: any of them counts.
-    ends = [any(device % per_node == 0 for device in held) for held in copies]
-    nodes = tuple(sum(ends[1 : rank + 1]) for rank in range(num_ranks))
-    return Ranks(
-        speeds=tuple(min(_of(cluster.speeds, held, default=1.0)) for held in copies),
-        memories=tuple(min(_of(cluster.memories, held, default=math.inf)) for held in copies),
-        nodes=nodes if nodes[-1] else (),
-        link=cluster.link,
-        inter_node_link=between,
-        ring_links=tuple(
-            cluster.link if held[0] // per_node == held[-1] // per_node else slower
-            for held in copies
-        ),
-        num_replicas=num_replicas,
-    )
 
 
 def _of(values: tuple[float, ...], devices: range, *, default: float) -> list[float]:

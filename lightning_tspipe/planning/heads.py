@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from operator import attrgetter
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.cluster import Link
-from lightning_tspipe.planning.partition import Chain, megabytes
+from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile, seconds_at
-from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.planning.table import aligned, megabytes
 
 _MOST_WAYS = 4096
 _MOST_CUTS = 200
@@ -50,51 +50,30 @@ class HeadCost:
     num_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class TrunkCost:
-    """Costs of the atoms of the trunk.
+def trunk_chain(
+    profile: NetworkProfile,
+    seconds: Sequence[float],
+    samples: int,
+    link: Link,
+    num_messages: int = 1,
+) -> Chain:
+    """A network that was measured, as a chain of atoms to be cut.
 
-    Attributes:
-        seconds: Seconds of a forward of the whole batch.
-        num_bytes: Bytes of parameters and buffers.
-        transfers: Seconds to send the output of each atom.
-        names: Names of the atoms, for messages.
-        joined: Atoms that must be on the stage of the next one.
+    Args:
+        profile: The network.
+        seconds: Seconds per step of each atom, for forwards of the whole batch.
+        samples: Samples per step.
+        link: Between two ranks.
+        num_messages: Messages per step between two stages.
     """
-
-    seconds: tuple[float, ...]
-    num_bytes: tuple[int, ...]
-    transfers: tuple[float, ...]
-    names: tuple[str, ...]
-    joined: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(
-        cls,
-        profile: NetworkProfile,
-        seconds: Sequence[float],
-        samples: int,
-        link: Link,
-        num_messages: int = 1,
-    ) -> TrunkCost:
-        """The costs of a network that was measured.
-
-        Args:
-            profile: The network.
-            seconds: Seconds per step of each atom.
-            samples: Samples per step.
-            link: Between two ranks.
-            num_messages: Messages per step between two stages.
-        """  # fmt: skip
-        atoms = profile.atoms
-        sizes = [samples * atom.output_bytes_per_sample for atom in atoms]
-        return cls(
-            tuple(seconds),
-            tuple(atom.parameter_bytes for atom in atoms),
-            tuple(num_messages * link.latency + size / link.bandwidth for size in sizes),
-            tuple(atom.name for atom in atoms),
-            profile.joined,
-        )
+    sizes = [samples * atom.output_bytes_per_sample for atom in profile.atoms]
+    return Chain(
+        seconds,
+        memory=[atom.parameter_bytes for atom in profile.atoms],
+        transfers=[num_messages * link.latency + size / link.bandwidth for size in sizes],
+        names=[atom.name for atom in profile.atoms],
+        joined=profile.joined,
+    )
 
 
 @dataclass(frozen=True)
@@ -113,10 +92,10 @@ class Spread:
     ranks: tuple[int, ...]
     head_ranks: tuple[int, ...]
     busy: tuple[float, ...]
-    num_bytes: tuple[int, ...]
+    num_bytes: tuple[float, ...]
 
     @property
-    def score(self) -> tuple[float, int]:
+    def score(self) -> tuple[float, float]:
         """Seconds of the busiest rank, and bytes of the fullest one, to be minimised."""
         return max(self.busy), max(self.num_bytes)
 
@@ -140,7 +119,7 @@ class Task:
     """A trunk and its heads to be placed; a *way* is an assignment: the rank of each head.
 
     Attributes:
-        trunk: Costs of the trunk.
+        trunk: The trunk.
         heads: Costs of the heads.
         num_ranks: Number of devices.
         memory_limit: Bytes that each device may hold.
@@ -148,7 +127,7 @@ class Task:
         beside: Seconds that each rank is busy with something else; () for none.
     """
 
-    trunk: TrunkCost
+    trunk: Chain
     heads: Sequence[HeadCost]
     num_ranks: int
     memory_limit: float = math.inf
@@ -162,7 +141,7 @@ class Task:
             PartitionError: Nothing fits; names the largest head, or an atom of the trunk.
         """
         self._check_sizes()
-        most = len(self.trunk.seconds) - len(self.trunk.joined)
+        most = len(self.trunk.costs) - len(self.trunk.joined)
         numbers = [len(self.cuts) - 1] if self.cuts else range(1, min(self.num_ranks, most) + 1)
         best: Spread | None = None
         failure = PartitionError("no placement of the heads fits the memory")
@@ -206,10 +185,10 @@ class Task:
             if rank != dealt[index]:
                 yield (*dealt[:index], rank, *dealt[index + 1 :])
 
-    def _loads(self, way: tuple[int, ...]) -> tuple[list[float], list[int]]:
+    def _loads(self, way: tuple[int, ...]) -> tuple[list[float], list[float]]:
         """Seconds and bytes of each rank, without the trunk."""
         seconds = list(self.beside) or [0.0] * self.num_ranks
-        sizes = [0] * self.num_ranks
+        sizes: list[float] = [0] * self.num_ranks
         for head, rank in zip(self.heads, way, strict=True):
             seconds[rank] += head.seconds
             sizes[rank] += head.num_bytes
@@ -218,7 +197,7 @@ class Task:
     def _evenness(self, way: tuple[int, ...]) -> tuple[float, float]:
         """A lower bound of the busiest rank for any cut of the trunk; and the fullest rank."""
         seconds, sizes = self._loads(way)
-        total = sum(seconds) + sum(self.trunk.seconds)
+        total = sum(seconds) + sum(self.trunk.costs)
         return max(*seconds, total / self.num_ranks), max(sizes)
 
     def _cut(self, way: tuple[int, ...], num_stages: int) -> Spread:
@@ -232,22 +211,14 @@ class Task:
         if max(sizes) > self.memory_limit:
             raise PartitionError(f"{megabytes(max(sizes))} of heads on one rank")
         ranks = default_ranks(num_stages, self.num_ranks)
-        cuts = (
-            self.cuts
-            or Chain(
-                trunk.seconds,
-                num_stages,
-                memory=trunk.num_bytes,
-                memory_limits=[self.memory_limit - sizes[rank] for rank in ranks],
-                transfers=trunk.transfers,
-                loads=[seconds[rank] for rank in ranks],
-                joined=trunk.joined,
-                names=trunk.names,
-            ).cut()
-        )
+        cuts = self.cuts
+        if cuts is None:
+            free, loads = [self.memory_limit - sizes[r] for r in ranks], [seconds[r] for r in ranks]
+            chain = replace(trunk, num_stages=num_stages, memory_limits=free, loads=loads)
+            cuts = chain.cut()
         for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
-            seconds[rank] += sum(trunk.seconds[start:stop])
-            sizes[rank] += sum(trunk.num_bytes[start:stop])
+            seconds[rank] += sum(trunk.costs[start:stop])
+            sizes[rank] += sum(trunk.memory[start:stop])
         return Spread(cuts, ranks, way, tuple(seconds), tuple(sizes))
 
 

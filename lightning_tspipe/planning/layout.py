@@ -15,6 +15,7 @@ from lightning_tspipe.planning.cluster import FREE
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
 
@@ -50,46 +51,42 @@ class MemoryUse:
                 yield part.name, amounts[rank]
 
 
-@dataclass(frozen=True, slots=True)
-class Cuts:
-    """The cuts of both networks.
-
-    Attributes:
-        student: First atom of each stage, and the number of atoms. Stage s is on rank
-            ``(P - 1 - s) % P``: the first one on the last rank, where the data is, and with more
-            stages than ranks *folded* (for P = 2 and S = 3: stages 0 and 2 on rank 1, stage 1 on
-            rank 0).
-        teacher: The same for an independent teacher, whose parts on ranks P - 1, ..., 0 may be
-            empty; () for a paired teacher, and without a teacher.
-    """
-
-    student: tuple[int, ...]
-    teacher: tuple[int, ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        """Number of student stages."""
-        return len(self.student) - 1
-
-
 _Part = tuple[int, int, int]
 """First atom, end and rank of a stage."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Cuts with a number of micro-batches and the stages whose backward is split; has costs."""
+    """Cuts with a number of micro-batches and the stages whose backward is split; has costs.
+
+    Attributes:
+        workload: The step that is cut.
+        student_cuts: First atom of each stage, and the number of atoms. Stage s is on rank
+            ``(P - 1 - s) % P``: the first one on the last rank, where the data is, and with more
+            stages than ranks *folded* (for P = 2 and S = 3: stages 0 and 2 on rank 1, stage 1 on
+            rank 0).
+        num_microbatches: Micro-batches per call.
+        split: Student stages whose backward runs in two halves.
+        teacher_bounds: As ``student_cuts``, of an independent teacher, whose parts on ranks P - 1,
+            ..., 0 may be empty; () for a paired teacher, and without a teacher.
+    """
 
     workload: Workload
-    cuts: Cuts
+    student_cuts: tuple[int, ...]
     num_microbatches: int
     split: frozenset[int] = frozenset()
+    teacher_bounds: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        """Number of student stages."""
+        return len(self.student_cuts) - 1
 
     @cached_property
     def student_parts(self) -> tuple[_Part, ...]:
         """First atom, end and rank of each student stage."""
-        ranks = default_ranks(self.cuts.num_stages, self.workload.num_ranks)
-        return _parts(self.cuts.student, ranks)
+        ranks = default_ranks(self.num_stages, self.workload.num_ranks)
+        return _parts(self.student_cuts, ranks)
 
     @cached_property
     def teacher_parts(self) -> tuple[_Part, ...]:
@@ -99,7 +96,7 @@ class Layout:
             return ()
         parts = self.student_parts
         if not self.workload.paired:
-            parts = _parts(self.cuts.teacher, default_ranks(num_ranks, num_ranks))
+            parts = _parts(self.teacher_bounds, default_ranks(num_ranks, num_ranks))
         ends = ((start, min(stop, teacher.num_atoms), rank) for start, stop, rank in parts)
         return tuple(part for part in ends if part[0] < part[1])
 
@@ -140,18 +137,19 @@ class Layout:
         """Costs for the simulator."""
         workload, units = self.workload, self.workload.units(self.num_microbatches)
         ranks = workload.ranks
-        own, other = units.samples
+        own, other = workload.unit_samples(self.num_microbatches)
 
-        def seconds(sums: tuple[float, ...], part: _Part) -> float:
+        def seconds(kind: str, part: _Part) -> float:
             start, stop, rank = part
-            return (sums[stop] - sums[start]) / ranks.speeds[rank] + workload.action_overhead
+            work = (units[kind][stop] - units[kind][start]) / ranks.speeds[rank]
+            return work + workload.action_overhead
 
         student = tuple(
             StageCost(
-                forward=seconds(units.forward, part),
-                backward=seconds(units.backward, part),
-                input_backward=seconds(units.input_backward, part),
-                weight_backward=seconds(units.weight_backward, part),
+                forward=seconds("forward", part),
+                backward=seconds("backward", part),
+                input_backward=seconds("input_backward", part),
+                weight_backward=seconds("weight_backward", part),
                 output_bytes=_output_bytes(workload.student, part, own),
                 result_bytes=_result_bytes(workload.student, part, own),
             )
@@ -160,7 +158,7 @@ class Layout:
         passes_on = workload.frozen
         teacher = tuple(
             StageCost(
-                forward=seconds(units.teacher, part),
+                forward=seconds("teacher", part),
                 output_bytes=_output_bytes(workload.teacher, part, other, passes_on=passes_on),
                 result_bytes=0 if passes_on else _result_bytes(workload.teacher, part, other),
             )
@@ -168,9 +166,9 @@ class Layout:
             if workload.teacher is not None
         )
         between = ranks.inter_node_link if ranks.nodes else FREE
-        gradients = self._per_rank(workload.gradient_sums)
+        gradients = self._per_rank(workload.student.gradient_sums, self.student_parts)
         sums = [ranks.reduction_seconds(rank, size) for rank, size in enumerate(gradients)]
-        followed = self._teacher_bytes if workload.paired else [0] * workload.num_ranks
+        followed = self._teacher_bytes if workload.paired else [0.0] * workload.num_ranks
         return CostTable(
             student=student,
             teacher=teacher,
@@ -201,48 +199,60 @@ class Layout:
         workload, units = self.workload, self.workload.units(self.num_microbatches)
         speeds, overhead = workload.ranks.speeds, workload.action_overhead
         own, other = (calls * self.num_microbatches for calls in workload.num_calls)
-        halves = (units.input_backward, units.weight_backward)
+        whole, halves = ("backward",), ("input_backward", "weight_backward")
         work = [
-            (own, part, (units.forward, *(halves if stage in self.split else (units.backward,))))
+            (own, part, ("forward", *(halves if stage in self.split else whole)))
             for stage, part in enumerate(self.student_parts)
         ]
-        work += [(other, part, (units.teacher,)) for part in self.teacher_parts]
-        gradients = self._per_rank(workload.gradient_sums)
+        work += [(other, part, ("teacher",)) for part in self.teacher_parts]
+        gradients = self._per_rank(workload.student.gradient_sums, self.student_parts)
         seconds = list(self._update_seconds(gradients))
         if workload.paired:
             seconds = list(map(add, seconds, self._update_seconds(self._teacher_bytes)))
         for times, (start, stop, rank), kinds in work:
-            each = sum(sums[stop] - sums[start] for sums in kinds) / speeds[rank]
+            each = sum(units[kind][stop] - units[kind][start] for kind in kinds) / speeds[rank]
             seconds[rank] += times * (each + len(kinds) * overhead)
         return tuple(seconds)
 
-    def bound(self, *, teacher_first: bool = False) -> float:
-        """A lower bound of the seconds per step, for any order.
+    @property
+    def busiest(self) -> float:
+        """Seconds that the busiest rank works: no schedule is faster."""
+        return max(self.busy)
 
-        Args:
-            teacher_first: Whether every rank runs the teacher before the student, as in GPipe's
-                order, so that it fills no bubble.
-        """
-        cycles = cycle_seconds(self.pipeline, self.costs, self.split, teacher_first=teacher_first)
+    @property
+    def excess_and_bound(self) -> tuple[float, float, float]:
+        """Bytes above the limits, seconds of the busiest rank, imbalance: to be minimised."""
+        return self.excess, self.busiest, sum(time * time for time in self.busy)
+
+    @cached_property
+    def bound(self) -> float:
+        """A lower bound of the seconds per step of this schedule, without a simulation."""
+        name = self.workload.schedule
+        if name == "sequential":
+            return sum(self.busy)  # about: one rank works at a time, except in optimizer steps
+        # In GPipe's order every rank runs the teacher first, so that it fills no bubble.
+        first = name == "gpipe"
+        cycles = cycle_seconds(self.pipeline, self.costs, self.split, teacher_first=first)
         return max(*self.busy, *cycles)
 
     @cached_property
     def memory(self) -> MemoryUse:
         """Bytes of each rank, by what they are needed for."""
         workload, ranks = self.workload, range(self.workload.num_ranks)
-        parameters, gradients, kept = map(
-            self._per_rank,
-            (workload.parameter_sums, workload.gradient_sums, workload.activation_sums),
+        student, parts = workload.student, self.student_parts
+        parameters, gradients, kept = (
+            self._per_rank(sums, parts)
+            for sums in (student.parameter_sums, student.gradient_sums, workload.activation_sums)
         )
         samples = sum(workload.samples())
         again = [0.0] * workload.num_ranks
-        for start, stop, rank in self.student_parts:
+        for start, stop, rank in parts:
             one = workload.recompute_bytes(start, stop, self.num_microbatches)
             again[rank] = max(again[rank], one)
             if start:  # what a stage received stays until its backward
-                kept[rank] += workload.student.atoms[start - 1].output_bytes_per_sample * samples
+                kept[rank] += student.atoms[start - 1].output_bytes_per_sample * samples
         policy, versions = workload.weights, []
-        if policy is not None:
+        if workload.schedule == ASYNCHRONOUS:
             kept = [kept[rank] * num_batches(rank, len(ranks)) for rank in ranks]
             versions = [gradients[rank] * num_copies(policy, rank, len(ranks)) for rank in ranks]
         states = workload.optimizer_bytes_per_parameter_byte
@@ -301,19 +311,17 @@ class Layout:
         over += map(sub, self.memory_bytes, limits)
         return sum(amount for amount in over if amount > 0)
 
-    def _per_rank(self, sums: Sequence[float]) -> list[float]:
+    def _per_rank(self, sums: Sequence[float], parts: tuple[_Part, ...]) -> list[float]:
+        """What the atoms of each rank have together, from running sums over a network's atoms."""
         amounts = [0.0] * self.workload.num_ranks
-        for start, stop, rank in self.student_parts:
+        for start, stop, rank in parts:
             amounts[rank] += sums[stop] - sums[start]
         return amounts
 
     @property
-    def _teacher_bytes(self) -> list[int]:
+    def _teacher_bytes(self) -> list[float]:
         """Bytes of the teacher's parameters, per rank."""
-        amounts, sums = [0] * self.workload.num_ranks, self.workload.teacher_sums
-        for start, stop, rank in self.teacher_parts:
-            amounts[rank] += sums[stop] - sums[start]
-        return amounts
+        return self._per_rank(self.workload.teacher_sums, self.teacher_parts)
 
 
 def _parts(cuts: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[_Part, ...]:

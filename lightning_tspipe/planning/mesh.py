@@ -85,15 +85,11 @@ class _Division:
 
     Attributes:
         workload: The work of one replica.
-        evaluator: Simulates its schedule.
         layouts: The most even cuts, with choices of micro-batches and halves, best bound first.
-        bound: Lower bound of the seconds per step.
     """
 
     workload: Workload
-    evaluator: Evaluator
     layouts: tuple[Layout, ...]
-    bound: float
 
     @classmethod
     def of(cls, workload: Workload) -> _Division:
@@ -103,15 +99,19 @@ class _Division:
             PartitionError: It cannot be planned.
         """
         _check(workload)
-        evaluator, counts = Evaluator(workload.schedule), workload.microbatch_counts()
+        counts = workload.microbatch_counts()
         even = CutSpace(workload, workload.num_ranks, counts[0]).balanced()
         choices = [
             replace(even, num_microbatches=count, split=split)
             for count in counts
             for split in workload.splits(workload.num_ranks)
         ]
-        layouts = sorted(choices, key=evaluator.bound)[:_NUM_ESTIMATES]
-        return cls(workload, evaluator, tuple(layouts), evaluator.bound(layouts[0]))
+        return cls(workload, tuple(sorted(choices, key=attrgetter("bound"))[:_NUM_ESTIMATES]))
+
+    @property
+    def bound(self) -> float:
+        """Lower bound of the seconds per step."""
+        return self.layouts[0].bound
 
     def estimate(self) -> float:
         """Seconds per step, simulated.
@@ -122,7 +122,7 @@ class _Division:
         fitting = [layout for layout in self.layouts if not layout.excess]
         if not fitting:
             return self.plan().step_seconds
-        return min(map(self.evaluator.estimate, fitting))
+        return min(map(Evaluator().estimate, fitting))
 
     def plan(self) -> Plan:
         """The plan of this division, searched quickly."""

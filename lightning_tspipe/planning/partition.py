@@ -18,6 +18,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.table import megabytes
 
 Fits = Callable[[int, int, int], bool]
 """Whether atoms ``start`` to ``end - 1`` may be on a stage: called with start, end and stage."""
@@ -31,15 +32,6 @@ def too_few_atoms(num_atoms: int, num_stages: int) -> PartitionError:
         f"requested. Use devices={num_atoms} or fewer, or write the network so that fewer values "
         "are alive between its layers (a cut never breaks a skip connection)"
     )
-
-
-def megabytes(amount: float) -> str:
-    """Format bytes for people.
-
-    >>> megabytes(1_500_000)
-    '1.5 MB'
-    """
-    return f"{amount / 1e6:,.1f} MB" if amount < 1e9 else f"{amount / 1e9:,.2f} GB"
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class Chain:
     """
 
     costs: Sequence[float]
-    num_stages: int
+    num_stages: int = 1
     memory: Sequence[float] = ()
     memory_limits: Sequence[float] = ()
     transfers: Sequence[float] = ()

@@ -97,9 +97,23 @@ class Placement:
         return cls(num_ranks, student, student_ranks, teacher, teacher_ranks, num_microbatches)
 
     @property
+    def cuts(self) -> dict[Literal["student", "teacher"], tuple[int, ...]]:
+        """The cuts of each network."""
+        return {"student": self.student_cuts, "teacher": self.teacher_cuts}
+
+    @property
+    def ranks(self) -> dict[Literal["student", "teacher"], tuple[int, ...]]:
+        """The ranks of each network's stages."""
+        return {"student": self.student_ranks, "teacher": self.teacher_ranks}
+
+    @property
     def holders(self) -> dict[Literal["student", "teacher"], tuple[tuple[int, ...], ...]]:
-        """All ranks that hold each stage of each network."""
-        return {"student": self.student_holders, "teacher": self.teacher_holders}
+        """All ranks that hold each stage of each network; the first one is its owner."""
+        alone = {name: tuple((rank,) for rank in own) for name, own in self.ranks.items()}
+        return {
+            "student": self.student_holders or alone["student"],
+            "teacher": self.teacher_holders or alone["teacher"],
+        }
 
     @property
     def data_rank(self) -> int:

@@ -16,15 +16,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from lightning_tspipe.errors import CheckpointError, ConfigurationError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
+from lightning_tspipe.plain import Saved, from_plain, to_plain
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.layout import Layout, MemoryUse
-from lightning_tspipe.planning.partition import megabytes
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.plain import from_plain, from_text, to_plain
 from lightning_tspipe.planning.relay import RelayPlan
-from lightning_tspipe.planning.table import aligned
+from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
@@ -38,7 +36,7 @@ PLAN, PLACED = "plan", "placed"
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Saved):
     """The decisions that all ranks must agree on before the first step.
 
     Attributes:
@@ -80,6 +78,7 @@ class Plan:
     speeds: tuple[float, ...] = ()
     memory: MemoryUse | None = None
     recomputed: tuple[int, ...] = ()
+    _origin = "plan", "`tspipe plan --save` writes one"
 
     @classmethod
     def of(cls, layout: Layout, seconds: float, reason: str) -> Plan:
@@ -95,7 +94,7 @@ class Plan:
         return cls(
             schedule=workload.schedule,
             pipeline=layout.pipeline,
-            student_cuts=layout.cuts.student,
+            student_cuts=layout.student_cuts,
             teacher_cuts=layout.teacher_cuts,
             num_microbatches=layout.num_microbatches,
             split=layout.split,
@@ -136,23 +135,10 @@ class Plan:
         if num_steps < 1:
             raise ConfigurationError(f"{num_steps} steps to simulate: at least 1 is needed")
         name, pipeline, costs, split = self.schedule, self.pipeline, self.costs, self.split
-        first = steady = lower(steady_step(name, pipeline, costs, split))
+        first = steady = steady_step(name, pipeline, costs, split)
         if name != ASYNCHRONOUS:
-            first = lower(build_step(name, pipeline, costs, fresh=True, ahead=1, split=split))
+            first = build_step(name, pipeline, costs, fresh=True, ahead=1, split=split)
         return simulate([first, *[steady] * (num_steps - 1)], costs)
-
-    def to_json(self) -> str:
-        """Everything, as JSON that :meth:`from_json` reads."""
-        return json.dumps(to_plain(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ConfigurationError: The text is not a plan.
-        """
-        return from_text(cls, text, "plan", "--save")
 
     def __str__(self) -> str:
         ranks = range(self.pipeline.num_ranks)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from operator import attrgetter
 from typing import NamedTuple
 
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.planning.layout import Layout
@@ -23,18 +23,16 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.search import (
     MAX_STARTS,
     CutSpace,
-    busiest,
     does_not_fit,
-    excess_and_bound,
     folded_cuts,
+    neighbours,
 )
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step
 from lightning_tspipe.schedules.synthesis import estimate_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import graph_step_time, steady_step_time
+from lightning_tspipe.simulation.simulator import StepGraph, graph_step_time, steady_step_time
 
 _NUM_EXACT = 5
 _FEW_EXACT = 2
@@ -56,17 +54,11 @@ _QUICK = 8
 _NEAR = 1.05
 """Estimates this close may be reordered when the real schedule is built."""
 
-_SEARCHED = 2
-"""Up to this number of ranks, contiguous cuts are searched so well that folding is not."""
-
 _MAX_FOLDED = 16
 """Most ranks with two stages each: synthesising so many stages takes long."""
 
 _FOLDED_EFFORT = 4
 """Simulations of a layout with two stages per rank, whose order matters more."""
-
-_FOLDING = ("tspipe", "gpipe")
-"""Schedules that are faster with evenly busy ranks."""
 
 TIE = 1.01
 """Times this close count as equal; then fewer micro-batches, stages and halves are preferred."""
@@ -87,21 +79,16 @@ def plan(workload: Workload, *, thorough: bool = True) -> Plan:
 
 
 class Evaluator:
-    """Simulates layouts; caches the actions of a step, which depend on few of their properties.
+    """Simulates layouts of one workload; caches the actions of a step, of which many share them."""
 
-    Args:
-        schedule: Name of the schedule.
-    """
-
-    def __init__(self, schedule: str) -> None:
-        self._name = schedule
+    def __init__(self) -> None:
         self._graphs: dict[tuple[Pipeline, frozenset[int]], StepGraph] = {}
         self.num_simulated = 0
 
     def estimate(self, layout: Layout, effort: int = 1) -> float:
         """Estimated seconds per steady step; from ``effort`` simulations for "tspipe"."""
         graph, costs = self._graph(layout), layout.costs
-        if self._name == "tspipe":
+        if layout.workload.schedule == "tspipe":
             self.num_simulated += effort
             return estimate_step_time(graph, costs, effort)
         self.num_simulated += 1
@@ -110,13 +97,7 @@ class Evaluator:
     def exact(self, layout: Layout) -> float:
         """Simulated seconds per steady step of the schedule that will run."""
         self.num_simulated += 1
-        return steady_step_time(self._schedule(layout), layout.costs)
-
-    def bound(self, layout: Layout) -> float:
-        """A lower bound of the seconds per step of this schedule, without a simulation."""
-        if self._name == "sequential":
-            return sum(layout.busy)  # about: one rank works at a time, except in optimizer steps
-        return layout.bound(teacher_first=self._name == "gpipe")
+        return steady_step_time(_schedule(layout), layout.costs)
 
     def num_actions(self, layout: Layout) -> int:
         """Number of actions in a step."""
@@ -125,16 +106,18 @@ class Evaluator:
     def _graph(self, layout: Layout) -> StepGraph:
         key = (layout.pipeline, layout.split)
         if key not in self._graphs:
-            if self._name == "tspipe":  # the paper's order; what it costs decides among others
+            if layout.workload.schedule != "tspipe":
+                schedule = _schedule(layout)
+            else:  # the paper's order; what it costs decides among others
                 fixed = tspipe(layout.pipeline, teacher_now=False, teacher_next=True)
                 schedule = split_backward(fixed, layout.split)
-            else:
-                schedule = self._schedule(layout)
-            self._graphs[key] = StepGraph.of(lower(schedule))
+            self._graphs[key] = StepGraph.of(schedule)
         return self._graphs[key]
 
-    def _schedule(self, layout: Layout) -> Schedule:
-        return steady_step(self._name, layout.pipeline, layout.costs, layout.split)
+
+def _schedule(layout: Layout) -> Schedule:
+    """The schedule that will run."""
+    return steady_step(layout.workload.schedule, layout.pipeline, layout.costs, layout.split)
 
 
 class _Scored(NamedTuple):
@@ -142,17 +125,11 @@ class _Scored(NamedTuple):
 
     seconds: float
     layout: Layout
-    space: CutSpace
-
-    def moves(self) -> list[Layout]:
-        """Layouts with one boundary moved a little, the best first."""
-        return sorted(self.space.neighbours(self.layout), key=excess_and_bound)
 
     @property
     def simplicity(self) -> tuple[int, int, int, float]:
         layout = self.layout
-        num_stages = layout.cuts.num_stages
-        return layout.num_microbatches, num_stages, len(layout.split), self.seconds
+        return layout.num_microbatches, layout.num_stages, len(layout.split), self.seconds
 
 
 _seconds = attrgetter("seconds")
@@ -163,7 +140,7 @@ class _Planner:
 
     def __init__(self, workload: Workload, *, share: int) -> None:
         self._workload, self._share = workload, share
-        self._evaluator = Evaluator(workload.schedule)
+        self._evaluator = Evaluator()
 
     def plan(self) -> Plan:
         found = self._simulate_starts()
@@ -189,21 +166,22 @@ class _Planner:
 
     def _simulate_starts(self) -> list[_Scored]:
         """Good layouts for each number of micro-batches, stages and halves; best first."""
-        starts = self._starts()
         found: list[_Scored] = []
-        best = math.inf
-        for space, layouts in sorted(starts, key=lambda pair: busiest(pair[1][0])):
-            splits = self._workload.splits(space.num_stages)
-            is_folded = space.start is not None and not space.is_fixed
+        best, workload = math.inf, self._workload
+        for space, layouts in sorted(self._starts(), key=lambda pair: pair[1][0].busiest):
+            splits = workload.splits(space.num_stages)
+            is_folded = space.start is not None and workload.partition == "auto"
             if is_folded:
                 splits = splits[-1:]  # as many as allowed, since a unit's path is long
-            for split in splits:
-                for layout in (replace(start, split=split) for start in layouts):
-                    if not found or self._can_win(layout, best):
-                        effort = _FOLDED_EFFORT if is_folded else 1
-                        seconds = self._evaluator.estimate(layout, effort)
-                        best = min(best, seconds)
-                        found.append(_Scored(seconds, layout, space))
+            for split, start in product(splits, layouts):
+                layout = replace(start, split=split)
+                # Moved boundaries may help a little where the bound does not rule it out.
+                can_win = layout.busiest < best and layout.bound < best * _NEAR
+                if not found or can_win:
+                    effort = _FOLDED_EFFORT if is_folded else 1
+                    seconds = self._evaluator.estimate(layout, effort)
+                    best = min(best, seconds)
+                    found.append(_Scored(seconds, layout))
         return self._distinct(sorted(found, key=_seconds))
 
     def _starts(self) -> list[tuple[CutSpace, list[Layout]]]:
@@ -222,12 +200,6 @@ class _Planner:
             raise does_not_fit(spaces[0].closest())
         return starts
 
-    def _can_win(self, layout: Layout, best: float) -> bool:
-        if busiest(layout) >= best:
-            return False
-        # Moved boundaries may help a little here.
-        return self._evaluator.bound(layout) < best * _NEAR
-
     def _distinct(self, found: Sequence[_Scored]) -> list[_Scored]:
         """Simulate the promising ones again, and keep the best of each kind."""
         number = _NUM_PROMISING // self._share
@@ -235,7 +207,7 @@ class _Planner:
         kinds: dict[tuple[int, int, frozenset[int]], _Scored] = {}
         for one in sorted([*promising, *found[number:]], key=_seconds):
             layout = one.layout
-            kind = layout.num_microbatches, layout.cuts.num_stages, layout.split
+            kind = layout.num_microbatches, layout.num_stages, layout.split
             kinds.setdefault(kind, one)
         return list(kinds.values())
 
@@ -260,20 +232,11 @@ class _Planner:
             if workload.num_pieces < wanted:
                 raise too_few_atoms(workload.num_pieces, wanted)
             starts = [(number, None) for number in self._stage_counts(counts[0])]
-            starts += [(len(cuts) - 1, cuts) for cuts in self._folded(counts[0])]
+            folded = folded_cuts(workload, counts[0], _MAX_FOLDED // self._share)
+            starts += [(len(cuts) - 1, cuts) for cuts in folded]
         return [
-            CutSpace(workload, number, count, start, is_fixed=fixed is not None)
-            for number, start in starts
-            for count in counts
+            CutSpace(workload, number, count, start) for number, start in starts for count in counts
         ]
-
-    def _folded(self, num_microbatches: int) -> list[tuple[int, ...]]:
-        """Cuts with two stages on some ranks, if these may be faster."""
-        workload = self._workload
-        is_free = workload.schedule in _FOLDING and workload.num_stages is None
-        if not is_free or not _SEARCHED < workload.num_ranks <= _MAX_FOLDED // self._share:
-            return []
-        return folded_cuts(workload, num_microbatches)
 
     def _stage_counts(self, num_microbatches: int) -> list[int]:
         """Numbers of stages: one per rank, and more (folded) if the most even cut doesn't fit."""
@@ -307,17 +270,17 @@ class _Planner:
         """Move boundaries as long as a simulation is faster; promising moves first."""
         best = self._look_again(scored)
         left = num_simulations
-        moves = best.moves()
+        moves = neighbours(best.layout)
         while moves and left > 0:
             layout = moves.pop(0)
             # What cannot win needs no simulation.
-            if layout.excess or busiest(layout) >= best.seconds:
+            if layout.excess or layout.busiest >= best.seconds:
                 continue
             left -= effort
             seconds = self._evaluator.estimate(layout, effort)
             if seconds < best.seconds:
                 best = best._replace(seconds=seconds, layout=layout)
-                moves = best.moves()
+                moves = neighbours(best.layout)
         return best
 
 
@@ -337,7 +300,7 @@ def _reasons(layout: Layout, seconds: float, num_simulated: int, num_equal: int)
     ]
     if num_equal > 1:
         found.append(f"the simplest of {num_equal} that are equally fast, within {TIE - 1:.0%}")
-    if layout.cuts.num_stages > workload.num_ranks and workload.partition == "auto":
+    if layout.num_stages > workload.num_ranks and workload.partition == "auto":
         found.append("stages are folded over the ranks, which makes them fit or more even")
     if layout.costs.reduction:
         longest = max(layout.costs.reduction) * 1e3

@@ -96,6 +96,16 @@ class NetworkProfile:
         """
         return tuple(accumulate((_seconds(atom, kind, size) for atom in self.atoms), initial=0.0))
 
+    @cached_property
+    def parameter_sums(self) -> tuple[int, ...]:
+        """Running sums over the atoms, from 0: bytes of parameters and buffers."""
+        return tuple(accumulate((atom.parameter_bytes for atom in self.atoms), initial=0))
+
+    @cached_property
+    def gradient_sums(self) -> tuple[int, ...]:
+        """Running sums over the atoms, from 0: bytes of gradients."""
+        return tuple(accumulate((atom.trainable_bytes for atom in self.atoms), initial=0))
+
     @property
     def recomputed(self) -> frozenset[int]:
         """The atoms that are recomputed in the backward."""
@@ -126,10 +136,6 @@ class NetworkProfile:
         needs = (atom.activation_bytes_per_sample * atom.recomputed for atom in self.atoms)
         return tuple(accumulate(needs, initial=0))
 
-    def byte_sums(self, kind: str) -> tuple[int, ...]:
-        """Running sums over the atoms, from 0, of an attribute in bytes."""
-        return tuple(accumulate((getattr(atom, kind) for atom in self.atoms), initial=0))
-
 
 @dataclass(frozen=True)
 class Step:
@@ -159,20 +165,6 @@ class Step:
     input_bytes_per_sample: int = 0
     update_seconds_per_byte: float = 0.0
     frozen: bool = False
-
-
-def per_replica(batch_sizes: Sequence[int], num_replicas: int) -> tuple[int, ...]:
-    """Samples that one of several replicas gets of each call.
-
-    Raises:
-        ConfigurationError: The samples can't be divided evenly.
-    """
-    for size in batch_sizes:
-        if num_replicas < 1 or size % num_replicas:
-            raise ConfigurationError(
-                f"a batch of {size} samples cannot be divided evenly among {num_replicas} replicas"
-            )
-    return tuple(size // num_replicas for size in batch_sizes)
 
 
 def _seconds(atom: AtomProfile, kind: str, size: int) -> float:

@@ -314,10 +314,7 @@ def passes(mode: Mode, plan: RelayPlan) -> tuple[Pass, ...]:
 
 
 def plan_mode(
-    mode: Mode,
-    profile: RelayProfile,
-    num_devices: int,
-    memory_limit: int | None = None,
+    mode: Mode, profile: RelayProfile, num_devices: int, memory_limit: int | None = None
 ) -> RelayPlan:
     """The distribution of blocks that a mode uses.
 

@@ -13,12 +13,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
+from operator import attrgetter
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.folding import Folding
-from lightning_tspipe.planning.layout import Cuts, Layout
-from lightning_tspipe.planning.partition import Chain, megabytes
+from lightning_tspipe.planning.layout import Layout
+from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.planning.table import megabytes
 from lightning_tspipe.planning.workload import Workload
 
 _MAX_ENUMERATED = 10_000
@@ -32,6 +34,12 @@ _MAX_CLIMBED = 16
 
 _UNEVEN = 1.02
 """Imbalance of the ranks above which two stages per rank are considered."""
+
+_SEARCHED = 2
+"""Up to this number of ranks, contiguous cuts are searched so well that folding is not."""
+
+_FOLDING = ("tspipe", "gpipe")
+"""Schedules that are faster with evenly busy ranks."""
 
 _STRIDES = (1, -1, 2, -2, 4, -4)
 
@@ -47,18 +55,12 @@ class CutSpace:
         num_stages: Number of student stages.
         num_microbatches: Micro-batches per call; the balance depends on them slightly.
         start: The student's cuts to start from, if they are known.
-        is_fixed: Whether the user gave them.
     """
 
     workload: Workload
     num_stages: int
     num_microbatches: int
     start: tuple[int, ...] | None = None
-    is_fixed: bool = False
-
-    def layout(self, cuts: Cuts) -> Layout:
-        """Price ``cuts``."""
-        return Layout(self.workload, cuts, self.num_microbatches)
 
     def starts(self, hints: Sequence[Layout] = ()) -> list[Layout]:
         """Layouts that fit the memory, best bound first.
@@ -66,70 +68,53 @@ class CutSpace:
         Args:
             hints: Good layouts for another number of micro-batches, which replace a search.
         """
-        layouts = (self.layout(cuts) for cuts in dict.fromkeys(self._candidates(hints)))
-        return sorted((one for one in layouts if not one.excess), key=busiest)[:MAX_STARTS]
+        candidates = self._candidates(hints)
+        layouts = {(one.student_cuts, one.teacher_bounds): one for one in candidates}
+        fitting = (layout for layout in layouts.values() if not layout.excess)
+        return sorted(fitting, key=attrgetter("busiest"))[:MAX_STARTS]
 
     def balanced(self) -> Layout:
         """The most even layout; it may not fit."""
-        cuts = next(self._optimum(), None)
-        return self.layout(cuts or self._with_teacher(next(self.even())))
+        return self._optimum() or self._with_teacher(next(self.even()))
 
     def closest(self) -> Layout:
         """A layout that exceeds the memory as little as possible."""
         if self.start is not None:
-            return self.layout(self._with_teacher(self.start))
-        return min(self._climbed(), key=excess_and_bound)
+            return self._with_teacher(self.start)
+        return min(self._climbed(), key=attrgetter("excess_and_bound"))
 
-    def neighbours(self, layout: Layout) -> Iterator[Layout]:
-        """Layouts with one boundary moved a little."""
-        cuts = layout.cuts
-        if not self.is_fixed:
-            for student in _moved(cuts.student, self._positions, gap=1):
-                yield replace(layout, cuts=replace(cuts, student=student))
-                if cuts.teacher and self.workload.num_ranks == 2:
-                    # With more ranks too slow; there the teacher's own moves follow.
-                    yield replace(layout, cuts=self._with_teacher(student))
-        for teacher in _moved(cuts.teacher, self._teacher_positions, gap=0):
-            yield replace(layout, cuts=replace(cuts, teacher=teacher))
+    def _with_teacher(self, student: tuple[int, ...]) -> Layout:
+        return with_teacher(Layout(self.workload, student, self.num_microbatches))
 
-    @property
-    def _positions(self) -> list[int]:
-        """Positions where the student may be cut."""
+    def _candidates(self, hints: Sequence[Layout]) -> Iterator[Layout]:
         workload = self.workload
-        return _between(range(1, workload.student.num_atoms), workload.joined)
-
-    @property
-    def _teacher_positions(self) -> list[int]:
-        """Positions where an independent teacher may be cut; its ends make empty parts."""
-        teacher = self.workload.independent_teacher
-        return [] if teacher is None else _between(range(teacher.num_atoms + 1), teacher.joined)
-
-    def _candidates(self, hints: Sequence[Layout]) -> Iterator[Cuts]:
         if self.start is not None:
             yield self._with_teacher(self.start)
         elif self._is_small:
-            for inner in combinations(self._positions, self.num_stages - 1):
-                yield self._with_teacher((0, *inner, self.workload.student.num_atoms))
+            for inner in combinations(workload.positions, self.num_stages - 1):
+                yield self._with_teacher((0, *inner, workload.student.num_atoms))
         elif hints:
-            yield from (layout.cuts for layout in hints)
+            for hint in hints:
+                yield replace(hint, num_microbatches=self.num_microbatches)
         else:
-            best = list(self._optimum())
-            yield from best
-            if not best or self.num_stages <= _MAX_CLIMBED // 2:
-                yield from (layout.cuts for layout in self._climbed())
+            best = self._optimum()
+            if best is not None:
+                yield best
+            if best is None or self.num_stages <= _MAX_CLIMBED // 2:
+                yield from self._climbed()
 
     @property
     def _is_small(self) -> bool:
         # For each cut of the student, a teacher that is cut on its own must be balanced anew.
         price = 1 if self.workload.independent_teacher is None else 10
-        num_cuts = math.comb(len(self._positions), self.num_stages - 1)
+        num_cuts = math.comb(len(self.workload.positions), self.num_stages - 1)
         return num_cuts * price <= _MAX_ENUMERATED
 
-    def _optimum(self) -> Iterator[Cuts]:
-        """The exact optimum, if every rank has one stage and the teacher is paired."""
+    def _optimum(self) -> Layout | None:
+        """The exact optimum, where each rank has one stage and the teacher is paired; else None."""
         workload = self.workload
         if self.num_stages > workload.num_ranks or workload.independent_teacher is not None:
-            return
+            return None
         try:
             cuts = Chain(
                 atom_seconds(workload, self.num_microbatches),
@@ -139,8 +124,8 @@ class CutSpace:
                 joined=workload.joined,
             ).cut()
         except PartitionError:
-            return
-        yield Cuts(cuts)
+            return None
+        return Layout(workload, cuts, self.num_microbatches)
 
     def _fits(self, start: int, stop: int, stage: int) -> bool:
         """Whether the rank of ``stage`` can hold these atoms, and no others."""
@@ -165,10 +150,8 @@ class CutSpace:
 
     def _climbed(self) -> list[Layout]:
         """Local optima of the bound, within the limits if possible."""
-        starts = [self.layout(self._with_teacher(cuts)) for cuts in dict.fromkeys(self.even())]
-        if self.num_stages > _MAX_CLIMBED:
-            return starts
-        return [self._climb(start) for start in starts]
+        starts = [self._with_teacher(cuts) for cuts in dict.fromkeys(self.even())]
+        return starts if self.num_stages > _MAX_CLIMBED else list(map(_climb, starts))
 
     def even(self) -> Iterator[tuple[int, ...]]:
         """Cuts whose stages take equally long, and cuts that fill the memories equally."""
@@ -181,60 +164,82 @@ class CutSpace:
             speeds = self._of_stages(rates)
             yield Chain(costs, self.num_stages, speeds=speeds, joined=workload.joined).cut()
 
-    def _climb(self, start: Layout) -> Layout:
-        """Move to the best neighbour as long as one is better."""
-        best, score = start, excess_and_bound(start)
-        while True:
-            layout = min(self.neighbours(best), key=excess_and_bound, default=best)
-            if excess_and_bound(layout) >= score:
-                return best
-            best, score = layout, excess_and_bound(layout)
 
-    def _with_teacher(self, student: tuple[int, ...]) -> Cuts:
-        """Cut an independent teacher so that the ranks are evenly busy, given the student."""
-        workload = self.workload
-        teacher = workload.independent_teacher
-        if teacher is None:
-            return Cuts(student)
-        alone = replace(workload, teacher=None, frozen=False)
-        own = Layout(alone, Cuts(student), self.num_microbatches)
-        sums = workload.units(self.num_microbatches).teacher
-        num_units = workload.num_calls[1] * self.num_microbatches
-        free = [
-            min(workload.state_limit - state, limit - memory)
-            for state, memory, limit in zip(
-                own.state_bytes, own.memory_bytes, workload.memory_limits, strict=True
-            )
-        ]
-        try:
-            bounds = Chain(
-                [num_units * (b - a) for a, b in pairwise(sums)],
-                workload.num_ranks,
-                memory=[b - a for a, b in pairwise(workload.teacher_sums)],
-                memory_limits=free[::-1],
-                loads=own.busy[::-1],
-                speeds=workload.ranks.speeds[::-1],
-                joined=teacher.joined,
-                allow_empty=True,
-            ).cut()
-        except PartitionError:
-            # The student alone is too large for a rank, or leaves too little: see ``excess``.
-            bounds = (*(0,) * workload.num_ranks, teacher.num_atoms)
-        return Cuts(student, bounds)
+def neighbours(layout: Layout) -> list[Layout]:
+    """Layouts with one boundary moved a little, the best first."""
+    workload, bounds = layout.workload, layout.teacher_bounds
+    found = []
+    if workload.partition == "auto":
+        for student in _moved(layout.student_cuts, workload.positions, gap=1):
+            found.append(replace(layout, student_cuts=student))
+            if bounds and workload.num_ranks == 2:
+                # With more ranks too slow; there the teacher's own moves follow.
+                found.append(with_teacher(found[-1]))
+    teacher = workload.independent_teacher
+    if teacher is not None:  # the ends of its chain make empty parts
+        positions = [n for n in range(teacher.num_atoms + 1) if n - 1 not in teacher.joined]
+        moves = _moved(bounds, positions, gap=0)
+        found += [replace(layout, teacher_bounds=moved) for moved in moves]
+    return sorted(found, key=attrgetter("excess_and_bound"))
 
 
-def _between(positions: range, joined: frozenset[int]) -> list[int]:
-    return [position for position in positions if position - 1 not in joined]
+def _climb(best: Layout) -> Layout:
+    """Move to the best neighbour as long as one is better."""
+    while True:
+        better = next(iter(neighbours(best)), best)
+        if better.excess_and_bound >= best.excess_and_bound:
+            return best
+        best = better
 
 
-def folded_cuts(workload: Workload, num_microbatches: int) -> list[tuple[int, ...]]:
+def with_teacher(layout: Layout) -> Layout:
+    """Cut an independent teacher so that the ranks are evenly busy, given the student's cuts."""
+    workload, teacher = layout.workload, layout.workload.independent_teacher
+    if teacher is None:
+        return layout
+    own = Layout(workload.alone, layout.student_cuts, layout.num_microbatches)
+    sums = workload.units(layout.num_microbatches)["teacher"]
+    num_units = workload.num_calls[1] * layout.num_microbatches
+    free = [
+        min(workload.state_limit - state, limit - memory)
+        for state, memory, limit in zip(
+            own.state_bytes, own.memory_bytes, workload.memory_limits, strict=True
+        )
+    ]
+    try:
+        bounds = Chain(
+            [num_units * (b - a) for a, b in pairwise(sums)],
+            workload.num_ranks,
+            memory=[b - a for a, b in pairwise(workload.teacher_sums)],
+            memory_limits=free[::-1],
+            loads=own.busy[::-1],
+            speeds=workload.ranks.speeds[::-1],
+            joined=teacher.joined,
+            allow_empty=True,
+        ).cut()
+    except PartitionError:
+        # The student alone is too large for a rank, or leaves too little: see ``excess``.
+        bounds = (*(0,) * workload.num_ranks, teacher.num_atoms)
+    return replace(layout, teacher_bounds=bounds)
+
+
+def folded_cuts(
+    workload: Workload, num_microbatches: int, most_ranks: int
+) -> list[tuple[int, ...]]:
     """The most even cuts with two stages on some ranks, for each number of stages.
 
-    Empty if one stage per rank is about even, or if the teacher is cut independently, since it is
-    then placed where there is time for it.
+    Empty if they cannot be faster: if one stage per rank is about even, or if the teacher is cut
+    independently, since it is then placed where there is time for it.
+
+    Args:
+        workload: The step to cut.
+        num_microbatches: Micro-batches per call.
+        most_ranks: Most ranks for which it is tried.
     """
     num_ranks = workload.num_ranks
-    if workload.frozen or workload.independent_teacher is not None:
+    is_free = workload.schedule in _FOLDING and workload.num_stages is None and not workload.frozen
+    is_free = is_free and workload.independent_teacher is None
+    if not is_free or not _SEARCHED < num_ranks <= most_ranks:
         return []
     busy = CutSpace(workload, num_ranks, num_microbatches).balanced().busy
     if max(busy) < _UNEVEN * sum(busy) / num_ranks:
@@ -251,24 +256,14 @@ def atom_seconds(workload: Workload, num_microbatches: int) -> list[float]:
     """Seconds per step of each atom of the student, with its paired teacher."""
     units = workload.units(num_microbatches)
     own, other = (calls * num_microbatches for calls in workload.num_calls)
-    teacher = list(pairwise(units.teacher)) if workload.paired else []
+    teacher = list(pairwise(units["teacher"])) if workload.paired else []
     teacher += [(0.0, 0.0)] * (workload.student.num_atoms - len(teacher))
     return [
         own * (f1 - f0 + b1 - b0) + other * (t1 - t0)
         for (f0, f1), (b0, b1), (t0, t1) in zip(
-            pairwise(units.forward), pairwise(units.backward), teacher, strict=True
+            pairwise(units["forward"]), pairwise(units["backward"]), teacher, strict=True
         )
     ]
-
-
-def busiest(layout: Layout) -> float:
-    """Seconds that the busiest rank works: no schedule is faster."""
-    return max(layout.busy)
-
-
-def excess_and_bound(layout: Layout) -> tuple[float, float, float]:
-    """Bytes above the limits, seconds of the busiest rank, and the imbalance, to be minimised."""
-    return layout.excess, max(layout.busy), sum(time * time for time in layout.busy)
 
 
 def does_not_fit(closest: Layout) -> PartitionError:

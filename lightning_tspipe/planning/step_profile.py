@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.plain import Saved
 from lightning_tspipe.planning.cluster import Cluster, Link
-from lightning_tspipe.planning.plain import from_text, to_plain
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.planner import TIE, plan
 from lightning_tspipe.planning.profile import NetworkProfile, Step
 from lightning_tspipe.planning.workload import Workload
-from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
 
 @dataclass(frozen=True)
-class StepProfile(Step):
+class StepProfile(Step, Saved):
     """A step with measured costs, which can be modified, planned and saved."""
+
+    _origin = "profile", "`tspipe plan --save-profile` writes one"
 
     @property
     def state_bytes(self) -> int:
@@ -71,7 +71,6 @@ class StepProfile(Step):
         cluster: Cluster | None = None,
         memory_limit: int | None = None,
         state_limit: int | None = None,
-        weights: str = "pipeoptim",
         **options: Any,  # noqa: ANN401 - fields of a class
     ) -> Workload:
         """The problem to solve: one replica's work, and what the user decided.
@@ -84,30 +83,26 @@ class StepProfile(Step):
             cluster: Devices that differ, or several nodes; replaces ``link``.
             memory_limit: Bytes per rank for state and activations.
             state_limit: Bytes per rank for parameters, gradients and optimizer state.
-            weights: The weight policy, for schedule "1f1b".
             options: Other fields of :class:`~.workload.Workload`.
 
         Raises:
             ConfigurationError: The samples can't be divided evenly.
         """
-        step = {field.name: getattr(self, field.name) for field in fields(Step)}
         for size in self.batch_sizes:
             if num_replicas < 1 or size % num_replicas:
                 raise ConfigurationError(
                     f"a batch of {size} samples cannot be divided evenly among {num_replicas} "
                     "replicas"
                 )
-        step["batch_sizes"] = tuple(size // num_replicas for size in self.batch_sizes)
-        is_asynchronous = options.get("schedule") == ASYNCHRONOUS
+        sizes = tuple(size // num_replicas for size in self.batch_sizes)
         return Workload(
-            **step,
+            **(vars(self) | {"batch_sizes": sizes}),
             **options,
             num_ranks=num_ranks,
             num_replicas=num_replicas,
             cluster=cluster or Cluster(num_ranks * num_replicas, Link(*link)),
             memory_limit=math.inf if memory_limit is None else memory_limit,
             state_limit=math.inf if state_limit is None else state_limit,
-            weights=weights if is_asynchronous else None,
         )
 
     def with_batch(self, samples: int) -> StepProfile:
@@ -121,19 +116,6 @@ class StepProfile(Step):
         if min(sizes) < 1:
             raise ConfigurationError(f"a batch of {samples} samples leaves calls empty")
         return replace(self, batch_sizes=sizes)
-
-    def to_json(self) -> str:
-        """Everything, as JSON that :meth:`from_json` reads."""
-        return json.dumps(to_plain(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> StepProfile:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ConfigurationError: The text is not a profile.
-        """
-        return from_text(cls, text, "profile", "--save-profile")
 
 
 def keep_or_recompute(

@@ -1,4 +1,4 @@
-"""Tables of text."""
+"""Tables and amounts as text."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def megabytes(amount: float) -> str:
+    """Format bytes for people.
+
+    >>> megabytes(1_500_000)
+    '1.5 MB'
+    """
+    return f"{amount / 1e6:,.1f} MB" if amount < 1e9 else f"{amount / 1e9:,.2f} GB"

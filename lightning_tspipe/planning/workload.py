@@ -6,8 +6,8 @@ Costs are running sums over the atoms, so that any cut is priced in a few additi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, combinations
 from typing import Literal
@@ -42,7 +42,7 @@ class Workload(Step):
         num_replicas: Replicas of the pipeline: together they have the cluster's devices, and
             gradients are summed over them.
         action_overhead: Seconds that running any one action costs besides its computation.
-        weights: The weight policy of an asynchronous schedule; else None.
+        weights: The weight policy, for schedule "1f1b".
         schedule: Name of the schedule.
         num_microbatches: Micro-batches per call; "auto" leaves it to the planner, here and below.
         partition: Number of atoms in each stage of the student.
@@ -57,13 +57,15 @@ class Workload(Step):
     cluster: Cluster | None = None
     num_replicas: int = 1
     action_overhead: float = 0.0
-    weights: str | None = None
+    weights: str = "pipeoptim"
     schedule: str = "tspipe"
     num_microbatches: int | Literal["auto"] = "auto"
     partition: Sequence[int] | Literal["auto"] = "auto"
     split: bool | Literal["auto"] = "auto"
     num_stages: int | None = None
-    _units: dict[int, UnitSums] = field(default_factory=dict, repr=False, compare=False)
+    _units: dict[int, dict[str, tuple[float, ...]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def samples(self, *, teacher: bool = False) -> tuple[int, ...]:
         """Samples in each call of a network."""
@@ -100,31 +102,56 @@ class Workload(Step):
             return (1, 1)
         return max(n.sizes[0] for n in networks), min(n.sizes[-1] for n in networks)
 
+    @cached_property
+    def alone(self) -> Workload:
+        """The step of the student without a teacher."""
+        return replace(self, teacher=None, frozen=False)
+
     @property
     def independent_teacher(self) -> NetworkProfile | None:
         """The teacher, if it is cut independently of the student."""
         return None if self.paired else self.teacher
 
-    def units(self, num_microbatches: int) -> UnitSums:
-        """Running sums of the seconds of one unit."""
-        if num_microbatches not in self._units:
-            self._units[num_microbatches] = UnitSums.of(self, num_microbatches)
-        return self._units[num_microbatches]
+    def unit_samples(self, num_microbatches: int) -> tuple[float, float]:
+        """Samples in a unit of the student and of the teacher, on average."""
+        own, other = self._unit_sizes(num_microbatches)
+        return _mean(own), _mean(other)
 
-    @cached_property
-    def parameter_sums(self) -> tuple[int, ...]:
-        """Running sums over the student's atoms: bytes of its parameters and buffers."""
-        return self.student.byte_sums("parameter_bytes")
+    def units(self, num_microbatches: int) -> Mapping[str, tuple[float, ...]]:
+        """Running sums over atoms of the seconds that one unit takes, averaged over the calls.
 
-    @cached_property
-    def gradient_sums(self) -> tuple[int, ...]:
-        """Running sums over the student's atoms: bytes of the gradients."""
-        return self.student.byte_sums("trainable_bytes")
+        Returns:
+            By kind: ``forward``, ``backward`` (whole), ``input_backward`` and ``weight_backward``
+            (its halves) over the student's atoms; ``teacher``, the forward over the teacher's, is
+            empty without one.
+        """
+        sums = self._units.get(num_microbatches)
+        if sums is None:
+            own, other = self._unit_sizes(num_microbatches)
+            sums = {kind: _mean_sums(self.student, kind, own) for kind in _KINDS}
+            if not self.student.can_split:
+                half = tuple(amount / 2 for amount in sums["backward"])
+                sums |= {"input_backward": half, "weight_backward": half}
+            teacher = self.teacher
+            sums["teacher"] = () if teacher is None else _mean_sums(teacher, "forward", other)
+            self._units[num_microbatches] = sums
+        return sums
+
+    def _unit_sizes(self, num_microbatches: int) -> list[list[int]]:
+        """Samples of every unit, where a batch doesn't divide one more in the first ones."""
+        return [
+            [
+                max(1, size // num_microbatches + (place < size % num_microbatches))
+                for size in self.samples(teacher=teacher)
+                for place in range(num_microbatches)
+            ]
+            for teacher in (False, True)
+        ]
 
     @cached_property
     def teacher_sums(self) -> tuple[int, ...]:
         """Running sums over the teacher's atoms: bytes of its parameters; () without one."""
-        return () if self.teacher is None else self.teacher.byte_sums("parameter_bytes")
+        return () if self.teacher is None else self.teacher.parameter_sums
 
     @cached_property
     def state_sums(self) -> tuple[float, ...]:
@@ -137,7 +164,7 @@ class Workload(Step):
         return tuple(
             own + rate * trained + copies[min(atom, len(copies) - 1)]
             for atom, (own, trained) in enumerate(
-                zip(self.parameter_sums, self.gradient_sums, strict=True)
+                zip(self.student.parameter_sums, self.student.gradient_sums, strict=True)
             )
         )
 
@@ -159,6 +186,11 @@ class Workload(Step):
         if self.teacher is None or not self.paired:
             return self.student.joined
         return self.student.joined | self.teacher.joined
+
+    @cached_property
+    def positions(self) -> list[int]:
+        """Positions where the student may be cut."""
+        return [n for n in range(1, self.student.num_atoms) if n - 1 not in self.joined]
 
     @property
     def num_pieces(self) -> int:
@@ -236,63 +268,15 @@ class Workload(Step):
         teacher, four times as many units as ranks leave a bubble of a fifth.
         """
         sums = self.units(1)
-        teacher = sums.teacher[-1] if sums.teacher else 0.0
+        teacher = sums["teacher"][-1] if sums["teacher"] else 0.0
         if not teacher or not self.num_calls[1]:
             return 4 * self.num_ranks // self.num_calls[0]
-        units = (max(sums.forward[-1], teacher) + sums.backward[-1]) / teacher
+        units = (max(sums["forward"][-1], teacher) + sums["backward"][-1]) / teacher
         needed = (self.num_ranks - 1) * math.ceil(min(units, _MAX_ACTIONS))
         return math.ceil(needed / self.num_calls[1])
 
 
-@dataclass(frozen=True)
-class UnitSums:
-    """Running sums over atoms of the seconds that one unit takes.
-
-    Attributes:
-        forward: Over the student's atoms.
-        backward: Whole backward.
-        input_backward: First half.
-        weight_backward: Second half.
-        teacher: Forward, over the teacher's atoms; empty without a teacher.
-        samples: Samples in a unit of the student and of the teacher, on average.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    input_backward: tuple[float, ...]
-    weight_backward: tuple[float, ...]
-    teacher: tuple[float, ...]
-    samples: tuple[float, float]
-
-    @classmethod
-    def of(cls, workload: Workload, num_microbatches: int) -> UnitSums:
-        """Price units of ``num_microbatches`` micro-batches per call, averaged over the calls."""
-        student, teacher = workload.student, workload.teacher
-        own = _unit_sizes(workload.samples(), num_microbatches)
-        other = _unit_sizes(workload.samples(teacher=True), num_microbatches)
-        forward, backward, first, second = (_mean_sums(student, kind, own) for kind in _KINDS)
-        if not student.can_split:
-            first = second = tuple(amount / 2 for amount in backward)
-        return cls(
-            forward,
-            backward,
-            first,
-            second,
-            teacher=() if teacher is None else _mean_sums(teacher, "forward", other),
-            samples=(_mean(own), _mean(other)),
-        )
-
-
 _KINDS = ("forward", "backward", "input_backward", "weight_backward")
-
-
-def _unit_sizes(calls: Sequence[int], num_microbatches: int) -> list[int]:
-    """Samples of every unit; where a batch doesn't divide, the first ones get one more."""
-    return [
-        max(1, size // num_microbatches + (place < size % num_microbatches))
-        for size in calls
-        for place in range(num_microbatches)
-    ]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -10,16 +10,11 @@ holds stage 0), one view in two micro-batches, and a backward that costs two for
 
 from __future__ import annotations
 
-from itertools import chain
-
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules.phases import assemble, backwards, forwards, losses, teachers
+from lightning_tspipe.schedules.phases import fill_and_drain
 
 
 def gpipe(pipeline: Pipeline) -> Schedule:
     """All teacher forwards of the batch, all student forwards, the loss, all backwards."""
-    body = chain(
-        teachers(pipeline, batch=0), forwards(pipeline), losses(pipeline), backwards(pipeline)
-    )
-    return assemble(pipeline, body)
+    return fill_and_drain(pipeline)

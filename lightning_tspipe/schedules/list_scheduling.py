@@ -29,8 +29,7 @@ from typing_extensions import override
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import UNKNOWN, Walk
+from lightning_tspipe.simulation.simulator import UNKNOWN, StepGraph, Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,31 +48,35 @@ class Policy:
     deep_first: bool = False
 
 
+_STEPS = 5
+_MIDDLE = 3
+"""The step whose order is taken: by then the walk is in its steady state."""
+
+
 def list_schedule(
-    graphs: Sequence[StepGraph], costs: CostTable, policy: Policy
-) -> list[tuple[tuple[Action, ...], ...]]:
-    """Find an order for consecutive steps.
+    graph: StepGraph, costs: CostTable, policy: Policy, *, repeats: bool
+) -> tuple[tuple[Action, ...], ...]:
+    """Find an order for a step.
 
     Args:
-        graphs: The actions of each step; their order on a rank determines only which come first and
+        graph: The actions of the step; their order on a rank determines only which come first and
             last, and the order of the units within each stage.
         costs: Costs of the same pipeline.
         policy: The rule for choosing actions.
+        repeats: Whether steps like this one precede and follow it.
 
     Returns:
-        For each step, the actions of each rank.
+        The actions of each rank.
     """
-    orders = _Walk(graphs, costs, policy).orders
-    return [
-        tuple(tuple(graph.actions[slot] for slot in rank) for rank in ranks)
-        for graph, ranks in zip(graphs, orders, strict=True)
-    ]
+    orders = _Walk([graph] * (_STEPS if repeats else 1), costs, policy).orders
+    ranks = orders[_MIDDLE if repeats else 0]
+    return tuple(tuple(graph.actions[slot] for slot in rank) for rank in ranks)
 
 
-def list_step_time(graphs: Sequence[StepGraph], costs: CostTable, policy: Policy) -> float:
+def list_step_time(graph: StepGraph, costs: CostTable, policy: Policy) -> float:
     """Simulated seconds per step of the list schedule, without the first two steps."""
-    ends = _Walk(graphs, costs, policy).step_ends
-    return (ends[-1] - ends[1]) / (len(graphs) - 2)
+    ends = _Walk([graph] * _STEPS, costs, policy).step_ends
+    return (ends[-1] - ends[1]) / (_STEPS - 2)
 
 
 _FIRST = frozenset({Op.EFFECTS, Op.DATA})

@@ -30,6 +30,12 @@ def assemble(
     return _divided(pipeline, chain(effects, _data(pipeline, batches), body, updates))
 
 
+def fill_and_drain(pipeline: Pipeline) -> Schedule:
+    """All teacher forwards of the batch, all student forwards, the losses, all backwards."""
+    forward = chain(teachers(pipeline, batch=0), forwards(pipeline))
+    return assemble(pipeline, chain(forward, losses(pipeline), backwards(pipeline)))
+
+
 def teacher_only(pipeline: Pipeline) -> Schedule:
     """The teacher of the next batch and nothing else, as run by the step before."""
     return _divided(pipeline, chain(_data(pipeline, (1,)), teachers(pipeline, batch=1)))

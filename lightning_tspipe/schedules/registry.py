@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from lightning_tspipe.errors import ScheduleError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Coupling, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.fanout import fanout
@@ -54,11 +53,10 @@ def lookahead(name: str, pipeline: Pipeline, depth: int = 1) -> tuple[int, ...]:
 
 def _reach(schedule: Schedule) -> tuple[int, ...]:
     """For each rank, the last batch that it works on or receives something of."""
-    program = lower(schedule)
     return tuple(
         max(
             *(action.batch for action in actions),
-            *(message.producer.batch for message in program.receives.get(rank, ())),
+            *(message.producer.batch for message in schedule.receives[rank]),
         )
         for rank, actions in enumerate(schedule.ranks)
     )
@@ -103,10 +101,8 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
     )  # fmt: skip
 
 
-def steady_step(
-    name: str, pipeline: Pipeline, costs: CostTable, split: frozenset[int], *, ahead: bool = True
-) -> Schedule:
-    """Build a step that repeats; ``ahead``: whether the teacher may run early, as in training."""
-    early = name == ASYNCHRONOUS or (ahead and runs_ahead(name))
+def steady_step(name: str, pipeline: Pipeline, costs: CostTable, split: frozenset[int]) -> Schedule:
+    """Build a step that repeats."""
+    early = name == ASYNCHRONOUS or runs_ahead(name)
     number = pipeline.num_ranks if early else 0
     return build_step(name, pipeline, costs, fresh=not early, ahead=number, split=split)

@@ -27,11 +27,10 @@ With a single stage, shared by all, nothing is relayed between ranks (internal r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
-from lightning_tspipe.schedules.phases import assemble, backwards, forwards, losses, teachers
+from lightning_tspipe.schedules.phases import fill_and_drain
 
 
 def relay_pipeline(groups: Sequence[Sequence[int]], *, is_relayed: bool = True) -> Pipeline:
@@ -50,7 +49,4 @@ def relay_pipeline(groups: Sequence[Sequence[int]], *, is_relayed: bool = True) 
 
 def relay(pipeline: Pipeline) -> Schedule:
     """One step of every rank."""
-    body = chain(
-        teachers(pipeline, batch=0), forwards(pipeline), losses(pipeline), backwards(pipeline)
-    )
-    return assemble(pipeline, body)
+    return fill_and_drain(pipeline)

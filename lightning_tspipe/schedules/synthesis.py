@@ -10,19 +10,13 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.list_scheduling import Policy, list_schedule, list_step_time
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import graph_seconds, graph_step_time
-
-_STEPS = 5
-_MIDDLE = 3
-"""The step whose order is taken: by then the walk is in its steady state."""
+from lightning_tspipe.simulation.simulator import StepGraph, graph_seconds, graph_step_time
 
 _MANY_ACTIONS = 4000
 _FEW_POLICIES = 2
@@ -50,7 +44,7 @@ def synthesize(
     fixed = split_backward(
         tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next), split
     )
-    graph = StepGraph.of(lower(fixed))
+    graph = StepGraph.of(fixed)
     # The first and the last step of an epoch don't repeat.
     repeats = pipeline.teacher is None or teacher_now != teacher_next
     score = graph_step_time if repeats else graph_seconds
@@ -58,15 +52,10 @@ def synthesize(
     policies = _policies(pipeline, split, ahead=teacher_next)
     if len(graph.actions) > _MANY_ACTIONS:
         policies = islice(policies, _FEW_POLICIES)
-    listed = (
-        list_schedule([graph] * (_STEPS if repeats else 1), costs, policy)[
-            _MIDDLE if repeats else 0
-        ]
-        for policy in policies
-    )
+    listed = (list_schedule(graph, costs, policy, repeats=repeats) for policy in policies)
     for order in chain([_ahead_last(fixed)], listed):
         if order not in found:
-            found[order] = score(StepGraph.of(lower(Schedule(pipeline, order))), costs)
+            found[order] = score(StepGraph.of(Schedule(pipeline, order)), costs)
     # Ties go to the order that comes first: the paper's.
     return Schedule(pipeline, min(found, key=lambda order: found[order]))
 
@@ -79,11 +68,9 @@ def estimate_step_time(graph: StepGraph, costs: CostTable, num_policies: int = 1
         costs: Costs of the same pipeline.
         num_policies: Number of policies to try; more are more accurate.
     """
-    schedule = graph.program.schedule
-    policies = _policies(schedule.pipeline, schedule.split, ahead=True)
+    policies = _policies(graph.schedule.pipeline, graph.schedule.split, ahead=True)
     return min(
-        list_step_time([graph] * _STEPS, costs, policy)
-        for policy in islice(policies, max(1, num_policies))
+        list_step_time(graph, costs, policy) for policy in islice(policies, max(1, num_policies))
     )
 
 

@@ -91,13 +91,11 @@ class Attribution:
 
     Attributes:
         idle: All intervals, rank by rank, in the order of time.
-        num_ranks: Ranks of the pipeline.
         num_steps: Steps in the windows.
         seconds_per_step: For each rank, the length of its window divided by the steps.
     """
 
     idle: tuple[Idle, ...]
-    num_ranks: int
     num_steps: int
     seconds_per_step: tuple[float, ...]
 
@@ -127,29 +125,27 @@ class Attribution:
 
     def __str__(self) -> str:
         rows = [["idle, ms per step", *(cause.value for cause in Cause), "together"]]
-        for rank in range(self.num_ranks):
-            cells = [self._cell(rank, cause) for cause in (*Cause, None)]
-            rows.append([f"rank {rank}", *cells])
+        waits = []
+        for rank in range(len(self.seconds_per_step)):
+            rows.append([f"rank {rank}", *(self._cell(rank, cause) for cause in (*Cause, None))])
+            longest = ", ".join(
+                f"{span.action} of rank {span.rank} ({seconds * 1e3:.1f} ms)"
+                for span, seconds in self.awaited(rank)
+            )
+            if longest:
+                waits.append(f"rank {rank} waits longest for {longest}")
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
             for row in rows
         ]
-        return "\n".join(lines + [line for r in range(self.num_ranks) for line in self._waits(r)])
+        return "\n".join(lines + waits)
 
     def _cell(self, rank: int, cause: Cause | None) -> str:
         seconds = self.seconds(rank, cause)
         if seconds < _LEAST_PRINTED:
             return "-"
         return f"{seconds * 1e3:.1f} {self.share(rank, cause):4.0%}"
-
-    def _waits(self, rank: int) -> Iterator[str]:
-        longest = ", ".join(
-            f"{span.action} of rank {span.rank} ({seconds * 1e3:.1f} ms)"
-            for span, seconds in self.awaited(rank)
-        )
-        if longest:
-            yield f"rank {rank} waits longest for {longest}"
 
 
 def attribute(timeline: Timeline, pipeline: Pipeline | None = None) -> Attribution:
@@ -176,7 +172,6 @@ def attribute(timeline: Timeline, pipeline: Pipeline | None = None) -> Attributi
     walk = _Walk(timeline, pipeline)
     return Attribution(
         tuple(idle for rank in range(timeline.num_ranks) for idle in walk.idle(rank)),
-        timeline.num_ranks,
         num_steps,
         tuple((end - start) / num_steps for start, end in timeline.windows),
     )

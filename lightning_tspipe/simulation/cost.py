@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Message
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Message
 
 
 @dataclass(frozen=True)
@@ -73,27 +73,15 @@ class CostTable:
     reduction: tuple[float, ...] = ()
 
     @classmethod
-    def uniform(  # noqa: PLR0913 -- one number per kind of action
-        cls,
-        pipeline: Pipeline,
-        *,
-        forward: float = 1.0,
-        backward: float = 2.0,
-        teacher: float = 1.0,
-        loss: float = 0.0,
-        optimizer: float = 0.0,
-        latency: float = 0.0,
-    ) -> CostTable:
-        """The same cost for every stage, equal halves of the backward, free links."""
-        student = StageCost(forward, backward, backward / 2, backward / 2)
-        layout = pipeline.teacher
+    def uniform(cls, pipeline: Pipeline) -> CostTable:
+        """Stages that cost the same, backwards of two forwards, and all else for nothing."""
+        teacher, nothing = pipeline.teacher, (0.0,) * pipeline.num_ranks
         return cls(
-            student=(student,) * pipeline.student.num_stages,
-            teacher=() if layout is None else (StageCost(teacher),) * layout.num_stages,
-            loss=loss,
-            optimizer=(optimizer,) * pipeline.num_ranks,
-            effects=(0.0,) * pipeline.num_ranks,
-            latency=latency,
+            student=(StageCost(1.0, 2.0, 1.0, 1.0),) * pipeline.student.num_stages,
+            teacher=() if teacher is None else (StageCost(1.0),) * teacher.num_stages,
+            loss=0.0,
+            optimizer=nothing,
+            effects=nothing,
         )
 
     def check(self, pipeline: Pipeline) -> None:

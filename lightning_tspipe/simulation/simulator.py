@@ -12,15 +12,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from lightning_tspipe.errors import ScheduleError
-from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import Program, lower
+from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.graph import StepGraph
 from lightning_tspipe.simulation.timeline import Span, Timeline
 
 STEADY_STEPS = 6
@@ -35,19 +34,103 @@ NUM_BUCKETS = 8
 _GRADIENTS = frozenset({Op.BACKWARD, Op.WEIGHT_BACKWARD})
 
 
-def simulate(steps: Sequence[Program], costs: CostTable) -> Timeline:
+@dataclass(frozen=True, eq=False)
+class StepGraph:
+    """One step of all ranks, as integers.
+
+    Every action and every message of a step has a *slot*, which holds the time when the action
+    ended or the message arrived::
+
+        slots:  [ action 0 | action 1 | ... | message 0 | message 1 | ... ]
+
+    An action waits for slots of its own step, and for slots of the step before (a loss waits for
+    the teacher forwards that ran ahead).
+
+    Attributes:
+        actions: All actions; an action's index is its slot.
+        ranks: Actions of each rank, in order.
+        waits: For each action, the slots of this step that it waits for.
+        carried: For each action, the (producer, consumer) pairs of the step before that it waits
+            for, as that step names them.
+        sends: For each action, the messages sent right after it: (slot, target rank, message).
+        arrivals: Slot of the message of each (producer, consumer) pair.
+        index: Slot of each action.
+    """
+
+    schedule: Schedule
+    actions: tuple[Action, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    waits: tuple[tuple[int, ...], ...]
+    carried: tuple[tuple[tuple[Action, Action], ...], ...]
+    sends: tuple[tuple[tuple[int, int, int], ...], ...]
+    arrivals: dict[tuple[Action, Action], int]
+    index: dict[Action, int]
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> StepGraph:
+        """Number the actions and messages of ``schedule``."""
+        actions = tuple(chain.from_iterable(schedule.ranks))
+        index = {action: slot for slot, action in enumerate(actions)}
+        arrivals = {
+            (message.producer, message.consumer): slot
+            for slot, message in enumerate(schedule.messages, start=len(actions))
+        }
+        sends: list[list[tuple[int, int, int]]] = [[] for _ in actions]
+        for place, message in enumerate(schedule.messages):
+            slot = len(actions) + place
+            sends[index[message.producer]].append((slot, message.target, place))
+        needs = [[need.producer for need in schedule.needs[action]] for action in actions]
+        return cls(
+            schedule=schedule,
+            actions=actions,
+            ranks=tuple(tuple(map(index.__getitem__, r)) for r in schedule.ranks),
+            waits=tuple(
+                tuple(arrivals.get((one, action), index[one]) for one in ones if one in index)
+                for action, ones in zip(actions, needs, strict=True)
+            ),
+            carried=tuple(
+                tuple((_next_batch(one), _next_batch(action)) for one in ones if one not in index)
+                for action, ones in zip(actions, needs, strict=True)
+            ),
+            sends=tuple(map(tuple, sends)),
+            arrivals=arrivals,
+            index=index,
+        )
+
+    def carried_slots(self, before: StepGraph) -> tuple[tuple[int, ...], ...]:
+        """For each action, the slots of the step ``before`` that it waits for.
+
+        Actions that the step before didn't run count as done: a timeline may start in the steady
+        state.
+        """
+        return tuple(
+            tuple(slot for pair in pairs if (slot := before.slot_of(*pair)) is not None)
+            for pairs in self.carried
+        )
+
+    def slot_of(self, producer: Action, consumer: Action) -> int | None:
+        """The slot that ``consumer`` waits for; None if this step doesn't run ``producer``."""
+        slot = self.arrivals.get((producer, consumer))
+        return self.index.get(producer) if slot is None else slot
+
+
+def _next_batch(action: Action) -> Action:
+    return replace(action, batch=action.batch + 1)
+
+
+def simulate(steps: Sequence[Schedule], costs: CostTable) -> Timeline:
     """Simulate consecutive steps.
 
     Args:
         steps: For example warm-up, steady, steady, last.
-        costs: Costs of the pipeline of these programs.
+        costs: Costs of the pipeline of these steps.
 
     Raises:
         ScheduleError: The schedule deadlocks; names the blocked actions.
     """
     if not steps:
         return Timeline((), 0)
-    costs.check(steps[0].schedule.pipeline)
+    costs.check(steps[0].pipeline)
     walk = Walk(list(map(cache(StepGraph.of), steps)), costs)
     spans = [
         Span(rank, str(action), action.op.value, step, walk.starts[step][slot], end)
@@ -56,7 +139,7 @@ def simulate(steps: Sequence[Program], costs: CostTable) -> Timeline:
         for slot in slots
         for action, end in [(graph.actions[slot], walk.slots[step][slot])]
     ]
-    return Timeline(tuple(spans), len(walk.free), steps[0].schedule.pipeline)
+    return Timeline(tuple(spans), len(walk.free), steps[0].pipeline)
 
 
 def steady_step_time(schedule: Schedule, costs: CostTable) -> float:
@@ -65,7 +148,7 @@ def steady_step_time(schedule: Schedule, costs: CostTable) -> float:
     Raises:
         ScheduleError: The schedule deadlocks.
     """
-    return graph_step_time(StepGraph.of(lower(schedule)), costs)
+    return graph_step_time(StepGraph.of(schedule), costs)
 
 
 def graph_step_time(graph: StepGraph, costs: CostTable) -> float:
@@ -85,7 +168,7 @@ class _Prices:
     """Seconds of a step's actions, and of its messages on their links."""
 
     def __init__(self, graph: StepGraph, costs: CostTable) -> None:
-        messages = graph.program.messages
+        messages = graph.schedule.messages
         links = [costs.link(message.source, message.target) for message in messages]
         self.actions = [costs.seconds(action) for action in graph.actions]
         self.latencies = [latency for latency, _ in links]
@@ -198,7 +281,7 @@ class Walk:
         action = graph.actions[graph.ranks[rank][len(self.orders[step][rank])]]
         missing = [
             str(need.producer)
-            for need in graph.program.needs[action]
+            for need in graph.schedule.needs[action]
             if (slot := graph.slot_of(need.producer, need.consumer)) is not None
             and self.slots[step][slot] == UNKNOWN
         ]

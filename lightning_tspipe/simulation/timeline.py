@@ -13,13 +13,22 @@ that it has read, if there is room::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
-from lightning_tspipe.ir.action import Action
+from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.plain import Saved
+
+_KINDS = {
+    Op.FORWARD: "forward",
+    Op.TEACHER: "teacher",
+    Op.BACKWARD: "backward",
+    Op.INPUT_BACKWARD: "backward",
+    Op.WEIGHT_BACKWARD: "backward",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ class Pause:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Saved):
     """Spans of several ranks over several steps.
 
     Attributes:
@@ -94,6 +103,7 @@ class Timeline:
     num_ranks: int
     pipeline: Pipeline | None = None
     pauses: tuple[Pause, ...] = ()
+    _origin = "timeline", "the callback PipelineTimeline writes timeline.json"
 
     @property
     def start(self) -> float:
@@ -157,6 +167,29 @@ class Timeline:
             return 0.0
         return max(0.0, 1.0 - sum(map(self.busy, range(self.num_ranks))) / total)
 
+    def figures(self) -> dict[str, float]:
+        """Metrics of the steady steps, for a logger.
+
+        Returns:
+            ``bubble_ratio`` and ``step_ms``; ``rank0_idle_ms`` (per step) of each rank; of each
+            stage ``stage0_forward_ms``, ``stage0_teacher_ms`` and ``stage0_backward_ms``, the mean
+            of one unit. A backward in two halves counts as their sum.
+        """
+        found = {"bubble_ratio": self.bubble_ratio, "step_ms": self.step_time * 1e3}
+        for rank, (start, end) in enumerate(self.windows):
+            idle = (end - start - self.busy(rank)) / self.num_steady_steps
+            found[f"rank{rank}_idle_ms"] = max(0.0, idle) * 1e3
+        steady = self.steps[1:-1] or self.steps
+        durations: dict[tuple[int, str], list[float]] = {}
+        for span in self.spans:
+            if Op(span.op) in _KINDS and span.step in steady:
+                key = (Action.parse(span.action).stage, span.op)
+                durations.setdefault(key, []).append(span.end - span.start)
+        for (stage, op), seconds in sorted(durations.items()):
+            name = f"stage{stage}_{_KINDS[Op(op)]}_ms"
+            found[name] = found.get(name, 0.0) + fmean(seconds) * 1e3
+        return found
+
     def between(self, first: int, last: int) -> Timeline:
         """The part with the steps ``first`` to ``last``, inclusive."""
         kept = tuple(span for span in self.spans if first <= span.step <= last)
@@ -186,36 +219,6 @@ class Timeline:
                 cells[left:right] = _cell(span, right - left)
             lines.append(f"rank {rank} |{''.join(cells)}|")
         return "\n".join(lines)
-
-    def to_json(self) -> str:
-        """Everything, as JSON that :meth:`from_json` reads."""
-        data = {
-            "num_ranks": self.num_ranks,
-            "pipeline": None if self.pipeline is None else self.pipeline.to_dict(),
-            "spans": list(map(asdict, self.spans)),
-            "pauses": list(map(asdict, self.pauses)),
-        }
-        return json.dumps(data)
-
-    @classmethod
-    def from_json(cls, text: str) -> Timeline:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: The text is not JSON.
-            KeyError: The JSON is not a timeline.
-            TypeError: The JSON is not a timeline.
-        """
-        data = json.loads(text)
-        spans = tuple(Span(**span) for span in data["spans"])
-        # Files of earlier versions have spans only.
-        pipeline = data.get("pipeline")
-        return cls(
-            spans,
-            data["num_ranks"],
-            None if pipeline is None else Pipeline.from_dict(pipeline),
-            tuple(Pause(**pause) for pause in data.get("pauses", ())),
-        )
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Span, ...]]:

@@ -30,25 +30,18 @@ from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
 from lightning_tspipe.strategy.checkpoints.saving import CheckpointWriter
 from lightning_tspipe.strategy.lightning.namespaces import StrategyArguments
-from lightning_tspipe.strategy.lightning.processes import ConnectedRun
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.setup.declared import find_networks, relay_of
 from lightning_tspipe.strategy.setup.options import SetupOptions, StartMethod, load_plan
-from lightning_tspipe.strategy.setup.refusals import (
-    refuse_fused,
-    refuse_loaders,
-    refuse_module,
-    refuse_trainer,
-    refuse_training,
-)
 from lightning_tspipe.strategy.shutdown.shutdown import Shutdown
-from lightning_tspipe.strategy.training.progress import leave_ended_epoch
 from lightning_tspipe.strategy.training.relaying import RelayTraining
-from lightning_tspipe.strategy.training.steps import Parts, Training
+from lightning_tspipe.strategy.training.steps import Parts, Training, leave_ended_epoch
 
 Partition = Literal["auto"] | Sequence[int] | Mapping[str, Sequence[int]]
 
 
-class TSPipeStrategy(ConnectedRun):
+class TSPipeStrategy(Run):
     """Pipelines the student and the teacher of a LightningModule over the devices."""
 
     def __init__(  # noqa: PLR0913 - what a user may choose
@@ -138,18 +131,18 @@ class TSPipeStrategy(ConnectedRun):
             ranks_per_device=ranks_per_device, start_method=start_method,
         )  # fmt: skip
         super().__init__(options, num_stages, timeout, **kwargs)
-        self._parts = parts = Parts(self, self._reconnect)
+        self._parts = parts = Parts(self)
         self.pipelined, self.repacking = parts.pipelined, parts.repacking
         self._training = Training(parts)  # until it is known what is trained
         self._saving = CheckpointWriter(parts, distributed=save_distributed_checkpoint)
         self._reading = CheckpointReader(parts, verifies=verify_checkpoint)
-        self.shutdown = Shutdown(self, self._saving, parts.evaluator, start_method == "popen")
+        self.shutdown = Shutdown(self, self._saving, parts.evaluator)
 
     @property
     def is_distributed(self) -> bool:
         """Whether Lightning splits samplers: over replicas, unless these get parts of batches."""
         module = self.lightning_module
-        deals = module is not None and self.repacking.freezing.is_shared and module.trainer.training
+        deals = module is not None and self.freezing.is_shared and module.trainer.training
         return self.num_replicas > 1 and not deals
 
     # Processes
@@ -158,7 +151,7 @@ class TSPipeStrategy(ConnectedRun):
     def setup_environment(self) -> None:
         self.shutdown.begin()
         super().setup_environment()
-        self.join(self.shutdown.watch)
+        self.join()
         self.shutdown.connected()
 
     # The beginning and the end of a run
@@ -192,7 +185,7 @@ class TSPipeStrategy(ConnectedRun):
 
         # Not for placeholders, and once for each batch.
         vars(module)["_on_before_batch_transfer"] = before_transfer
-        refuse_trainer(trainer, self.root_device)
+        refusals.refuse_trainer(trainer, self.root_device)
         relay = relay_of(trainer)
         self._training = Training(parts) if relay is None else RelayTraining(parts, relay)
         self._saving.begin(fits=trainer.state.fn == "fit")
@@ -212,16 +205,16 @@ class TSPipeStrategy(ConnectedRun):
         module = self.module
         student = find_networks(module, self.options).student
         self.setup_optimizers(trainer)
-        refuse_module(trainer, module, self.optimizers)
+        refusals.refuse_module(trainer, module, self.optimizers)
         policy = self.options.policy
         if policy is not None:
-            refuse_training(policy, trainer, module, student, self.num_ranks)
+            refusals.refuse_training(policy, trainer, module, student, self.num_ranks)
 
     def _share_gradients(self, plugin: Any) -> None:
         """Scale and clip by the gradients of all ranks."""
         scaler = getattr(plugin, "scaler", None)
         if scaler is not None:
-            refuse_fused(self.optimizers)
+            refusals.refuse_fused(self.optimizers)
             plugin.scaler = shared_scaler(scaler, self.root_device)
         plugin.clip_grad_by_norm = self._training.clip_by_norm
         plugin.clip_grad_by_value = self._training.clip_by_value
@@ -245,11 +238,10 @@ class TSPipeStrategy(ConnectedRun):
         self.shutdown.end_of_run()
         if not self.is_failing:
             self._saving.end_without_batches()
-        parts.heads.release()
+        self.features = None
         self.options = replace(self.options, averages={})
         self.engine = None
-        parts.resumption.forget()
-        self.plan.forget()
+        self.resumption.forget()
         parts.weights.restores_optimizers = False
         parts.evaluator.release()
         parts.results.release()
@@ -260,11 +252,11 @@ class TSPipeStrategy(ConnectedRun):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
 
-    def _reconnect(self, num_ranks: int) -> None:
-        """Divide the ranks into other pipelines; every rank calls it, and nothing is under way."""
+    @override
+    def reconnect(self, num_ranks: int) -> None:
         HERE.interrupt("moving to another mesh")
-        self.reconnect(num_ranks)
-        resumption = self._parts.resumption
+        super().reconnect(num_ranks)
+        resumption = self.resumption
         if resumption.replicas is not None and self.engine is None:
             resumption.go_on(
                 resumption.replicas, self.replica, self.num_replicas, shares_batches=True
@@ -292,7 +284,7 @@ class TSPipeStrategy(ConnectedRun):
 
     @override
     def on_train_start(self) -> None:
-        refuse_loaders(self.trainer)
+        refusals.refuse_loaders(self.trainer)
         # Before every batch it would ask rank 0 of all others whether a SIGTERM came, and no rank
         # could begin a step before rank 0 has ended the last one.
         loop = self.trainer.fit_loop
@@ -412,10 +404,7 @@ class TSPipeStrategy(ConnectedRun):
             **{schedule: {"schedule": schedule} for schedule in SCHEDULES},
             **{weights: {"schedule": "1f1b", "weights": weights} for weights in POLICIES},
         }
-        for name, given in options.items():
-            strategy_registry.register(
-                name if name == "tspipe" else f"tspipe_{name}",
-                cls,
-                description=f"Pipeline parallelism with {given}",
-                **given,
-            )
+        for option, given in options.items():
+            name = option if option == "tspipe" else f"tspipe_{option}"
+            description = f"Pipeline parallelism with {given}"
+            strategy_registry.register(name, cls, description=description, **given)

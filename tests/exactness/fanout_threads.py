@@ -18,7 +18,7 @@ from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Pieces, Placement, default_ranks
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.fanout import Fanout
+from lightning_tspipe.runtime.modes.frozen import Fanout
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.runtime.transport.wired import OrderedTransport

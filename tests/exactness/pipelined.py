@@ -16,7 +16,6 @@ from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement, default_ranks
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.wired import GlooTransport
@@ -55,7 +54,7 @@ def train_rank(setting: Setting, module: Trained, transport: Transport) -> Recor
     """One rank's part of a training; only what this rank holds is recorded."""
     networks = Networks(module.student_names, module.teacher_names)
     compiler = Compiler({"backend": setting.backend}) if setting.backend else None
-    here = Rank(module, networks, transport, DEVICE, Chain(), compiler=compiler)
+    here = Rank(module, networks, transport, DEVICE, compiler=compiler)
     epochs = setting.epochs(module)
     captured = here.capture(partial(_step, module, 0), on_device(epochs[0][0]))
     placement = make_placement(setting, module, captured)

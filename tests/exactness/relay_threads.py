@@ -14,7 +14,6 @@ from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe.planning.relay import Mode, RelayPlan, passes
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import (
     NETWORKS,
@@ -162,14 +161,14 @@ def run_split(split: Split) -> Result:
     return Result(
         found[0][1],
         [held for _, _, held in found],
-        sum((engine.blocks.forwards for engine in engines), Counter()),
+        sum((engine.forwards for engine in engines), Counter()),
         sum(engine.bytes_loaded for engine in engines),
     )
 
 
 def _train_rank(split: Split, module: Blocks, transport: Transport) -> Any:
     batches = on_device(split.batches())
-    here = Rank(module, NETWORKS, transport, DEVICE, Chain())
+    here = Rank(module, NETWORKS, transport, DEVICE)
     pairs = pair_blocks(module, module.boundaries)
     shapes = infer_shapes(pairs, module.block_loss, batches[0][0], batches[0])
     captured = capture_blocks(here, pairs, lambda batch: batch[0], batches[0])

@@ -18,7 +18,6 @@ from lightning_tspipe.planning.layout import num_copies
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank as RankOf
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read
@@ -246,7 +245,7 @@ def place(
     case: Case, module: Module, epochs: list[list[Any]], transport: Transport
 ) -> PipelineEngine:
     networks = Networks(("student",), ("teacher",) if case.has_teacher else ())
-    here = RankOf(module, networks, transport, DEVICE, Chain())
+    here = RankOf(module, networks, transport, DEVICE)
     captured = here.capture(partial(step, module, 0), on_device(epochs[0][0]))
     atoms = captured.networks["student"].atoms
     starts = [

@@ -12,8 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_tspipe.strategy.checkpoints.checksums import TABLE_FILE
-from lightning_tspipe.strategy.checkpoints.folders import CONTENTS_FILE, META_FILE
+from lightning_tspipe.strategy.checkpoints.folders import CONTENTS_FILE, META_FILE, TABLE_FILE
 from tests.faults.breaking import BYOL, Broken, fit, num_tracebacks
 from tests.integration.jobs import Job, run_job
 

@@ -39,11 +39,11 @@ if "LOCAL_RANK" in os.environ:
 
 import torch
 
-from lightning_tspipe.strategy.lightning import processes
+from lightning_tspipe.strategy.lightning import run
 from lightning_tspipe.strategy.lightning.namespaces import Namespace, installed_namespaces
 from tests.faults.breaking import BYOL, Broken, fit
 
-meet, set_up = processes.meet, processes.ConnectedRun.join
+meet, set_up = run.meet, run.Run.join
 connect = installed_namespaces()[0].init_dist_connection
 
 
@@ -67,8 +67,8 @@ def paused_connection(self, *args, **kwargs):
     return connect(*args, **kwargs)
 
 
-processes.meet = paused_meet
-processes.ConnectedRun.join = failing_set_up
+run.meet = paused_meet
+run.Run.join = failing_set_up
 Namespace.init_dist_connection = paused_connection
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ class _Peaks(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         run = trainer.strategy
-        plan = None if run.plan.now is None else run.plan.now.plan
+        plan = None if run.resumption.now is None else run.resumption.now.plan
         rank = run.pipeline_rank
         told = {
             "planned": None if plan is None else plan.memory_bytes[rank],

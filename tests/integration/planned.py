@@ -28,8 +28,8 @@ from lightning_tspipe import (
 )
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.strategy.setup import block_costs, fanout
-from lightning_tspipe.strategy.training import repacking
+from lightning_tspipe.strategy.setup import block_costs
+from lightning_tspipe.strategy.training import fanout, repacking
 from tests.integration.trainings import quiet_trainer, strict, weights_of
 
 WIDTH = 6
@@ -167,21 +167,25 @@ def pretend(it: Planned) -> None:
     """Have whatever is measured cost what the test says."""
     factor = COSTS[it.costs]
     measured: Any = profiling
-    profile_atoms, measure_block = measured.profile_atoms, vars(block_costs)["measure_block"]
+    profile_atoms, costs_of = measured.profile_atoms, block_costs.BlockPlanner._costs_of
 
     def atoms(*args: Any, **kwargs: Any) -> Any:
+        found = profile_atoms(*args, **kwargs)
+        if kwargs.get("flops_per_second") is not None:
+            return found
+
         def priced(times: Any, place: int) -> dict[int, float]:
             return {size: it.per_micro_batch + 1e-2 * factor(place) * size for size in times}
 
         kinds = ("forward", "backward", "input_backward", "weight_backward")
         return [
             replace(record, **{kind: priced(getattr(record, kind), place) for kind in kinds})
-            for place, record in enumerate(profile_atoms(*args, **kwargs))
+            for place, record in enumerate(found)
         ]
 
-    def block(pair: Any, *args: Any, **kwargs: Any) -> Any:
-        found = measure_block(pair, *args, **kwargs)
-        if kwargs.get("flops_per_second") is not None:
+    def block(planner: Any, pair: Any, sizes: Any) -> Any:
+        found = costs_of(planner, pair, sizes)
+        if planner._options.plans_by_flops:
             return found
         seconds = {size: factor(pair.index) * size for size in found.teacher}
         return replace(found, teacher=seconds, student=seconds, update=0.0)
@@ -194,7 +198,7 @@ def pretend(it: Planned) -> None:
         return 0.0 if run.__name__ == "inputs" else 0.1 * factor(next(heads))
 
     measured.profile_atoms = atoms
-    vars(block_costs)["measure_block"] = block
+    vars(block_costs)["BlockPlanner"]._costs_of = block
     vars(fanout)["seconds_of"] = head
 
 

@@ -179,7 +179,7 @@ class Counts(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         engine = getattr(trainer.strategy, "engine", None)
         if engine is not None:
-            self.forwards, self.bytes_loaded = dict(engine.blocks.forwards), engine.bytes_loaded
+            self.forwards, self.bytes_loaded = dict(engine.forwards), engine.bytes_loaded
 
 
 class Saves(Callback):

@@ -16,7 +16,7 @@ from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.cli.modules import measure
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.step_profile import StepProfile
-from lightning_tspipe.runtime.stages import running as execution
+from lightning_tspipe.runtime.stages import stage as execution
 from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from tests.integration.jobs import run_job

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_tspipe import DelayedTeacherUpdate, MomentumEMA, TSPipeStrategy
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.checkpoints import writing
+from lightning_tspipe.strategy.checkpoints import folders
 from lightning_tspipe.strategy.checkpoints.folders import is_sharded, newest, take_place_of
 from tests.exactness.modules import CASES, make_epochs
 from tests.integration.jobs import run, run_job
@@ -325,7 +325,7 @@ def train_and_die(training: Training) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         take_place_of(part, path)
 
-    vars(writing)["take_place_of"] = end
+    vars(folders)["take_place_of"] = end
     train_on_meta(training)
 
 

@@ -1,9 +1,12 @@
-"""Pipelines by their few numbers, for tests of schedules, simulation and validation."""
+"""Pipelines and costs by their few numbers, for tests of schedules, simulation and validation."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.simulation.cost import CostTable, StageCost
 
 
 def make_pipeline(  # noqa: PLR0913 -- as many as a pipeline has
@@ -45,4 +48,26 @@ def asynchronous_pipeline(num_ranks: int, *, num_calls: int = 1, num_teachers: i
     teacher_ranks = ranks[:num_teachers] or None
     return make_pipeline(
         num_ranks, num_calls, 1, teacher=bool(num_teachers), teacher_ranks=teacher_ranks
+    )
+
+
+def uniform_costs(  # noqa: PLR0913 -- one number per kind of action
+    pipeline: Pipeline,
+    *,
+    forward: float = 1.0,
+    backward: float = 2.0,
+    teacher: float = 1.0,
+    loss: float = 0.0,
+    optimizer: float = 0.0,
+    latency: float = 0.0,
+) -> CostTable:
+    """The same cost for every stage, equal halves of the backward, free links."""
+    costs, student = CostTable.uniform(pipeline), StageCost(forward, backward, *[backward / 2] * 2)
+    return replace(
+        costs,
+        student=(student,) * len(costs.student),
+        teacher=(StageCost(teacher),) * len(costs.teacher),
+        loss=loss,
+        optimizer=(optimizer,) * pipeline.num_ranks,
+        latency=latency,
     )

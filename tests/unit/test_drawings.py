@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.one_f_one_b import one_f_one_b
@@ -46,12 +45,12 @@ def epoch(*, is_split: bool = True) -> Timeline:
     first = step("tspipe", teacher_now=True, teacher_next=True, is_split=is_split)
     steady = step("tspipe", teacher_now=False, teacher_next=True, is_split=is_split)
     last = step("tspipe", teacher_now=False, is_split=is_split)
-    return simulate([lower(one) for one in (first, *[steady] * 4, last)], COSTS)
+    return simulate([first, *[steady] * 4, last], COSTS)
 
 
 def fixed(name: str) -> Timeline:
     """One step of an order that does not depend on costs."""
-    return simulate([lower(step(name, teacher_now=True))], COSTS)
+    return simulate([step(name, teacher_now=True)], COSTS)
 
 
 def asynchronous(num_batches: int) -> Timeline:
@@ -62,13 +61,13 @@ def asynchronous(num_batches: int) -> Timeline:
         one_f_one_b(pipeline, fresh=number == 0, ahead=num_batches - number - 1)
         for number in range(num_batches)
     ]
-    return simulate([lower(one) for one in steps], CostTable.uniform(pipeline))
+    return simulate(steps, CostTable.uniform(pipeline))
 
 
 def relayed(*groups: tuple[int, ...]) -> Timeline:
     """Two steps of blocks on groups of ranks."""
     pipeline = relay_pipeline(groups)
-    return simulate([lower(relay(pipeline))] * 2, CostTable.uniform(pipeline))
+    return simulate([relay(pipeline)] * 2, CostTable.uniform(pipeline))
 
 
 def one_by_one(*timelines: Timeline) -> Timeline:
@@ -82,8 +81,8 @@ def one_by_one(*timelines: Timeline) -> Timeline:
 
 def waiting_for_all() -> Timeline:
     """Two steps with a barrier behind each."""
-    step = lower(relay(relay_pipeline([(2,), (1,), (0,)])))
-    return one_by_one(*[simulate([step], CostTable.uniform(step.schedule.pipeline))] * 2)
+    step = relay(relay_pipeline([(2,), (1,), (0,)]))
+    return one_by_one(*[simulate([step], CostTable.uniform(step.pipeline))] * 2)
 
 
 def layer_wise() -> Timeline:
@@ -91,13 +90,13 @@ def layer_wise() -> Timeline:
     pipeline = relay_pipeline([(2,), (1,), (0,)], is_relayed=False)
     teacher = tuple(StageCost(forward) for forward in (1.0, 2.0, 3.0))
     costs = replace(CostTable.uniform(pipeline), teacher=teacher)
-    return simulate([lower(relay(pipeline))] * 2, costs)
+    return simulate([relay(pipeline)] * 2, costs)
 
 
 def data_parallel() -> Timeline:
     """One step: all ranks train one block after the other, each time with the teacher up to it."""
     pipeline = relay_pipeline([(2, 1, 0)], is_relayed=False)
-    step, costs = lower(relay(pipeline)), CostTable.uniform(pipeline)
+    step, costs = relay(pipeline), CostTable.uniform(pipeline)
     return one_by_one(
         *(simulate([step], replace(costs, teacher=(StageCost(n),))) for n in (1.0, 2.0, 3.0))
     )
@@ -113,7 +112,7 @@ def behind_a_frozen_part() -> Timeline:
         build_step("tspipe", pipeline, costs, fresh=number == 0, ahead=min(1, 4 - number))
         for number in range(5)
     ]
-    return simulate([lower(one) for one in steps], costs).between(2, 3)
+    return simulate(steps, costs).between(2, 3)
 
 
 TIMELINES: dict[str, Callable[[], Timeline]] = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import lightning_tspipe
 
 PACKAGE = Path(lightning_tspipe.__file__).parent
-CHOOSING = {"strategy/setup/placing.py", "strategy/lightning/run.py"}
-"""Where engines are made, and ranks of which nothing is placed."""
+CHOOSING = {"strategy/training/placing.py"}
+"""Where engines are made."""
 RELAY = {"strategy/training/relaying.py", "strategy/setup/block_costs.py"}
 """What prepares and drives blocks only."""
 

@@ -203,7 +203,8 @@ class LookaheadLoader:
         # Between two epochs, hooks have drawn since.
         drawn = RandomStates.now() if self._is_restored else None
         self._is_restored = False
-        self._restore()
+        if self._resume is not None:
+            self._restore(self._resume)
         if drawn is not None:
             drawn.restore()
         resume, self._resume = self._resume, None
@@ -275,7 +276,9 @@ class LookaheadLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the user's loader as it was before it read ahead; empty without one."""
-        held = self._held.get(self.current + 1)
+        return self._state_before(self._held.get(self.current + 1))
+
+    def _state_before(self, held: _Held | None) -> dict[str, Any]:
         state = held.loader if held is not None else self._loader_state()
         return state or {}
 
@@ -292,40 +295,30 @@ class LookaheadLoader:
             ended: Whether the epoch is over, although a batch may be held.
             repeats: Whether to go on with the current one instead, see :attr:`may_repeat`.
         """
-        now = self._now()
-        if not repeats or self._taken is None:
-            return self._progress(now, ended=ended)
-        held, random = self._taken
-        self._held[self.current] = held
-        self.current -= 1
-        try:
-            return self._progress(now._replace(random=random), ended=False)
-        finally:
-            self.current += 1
-            del self._held[self.current]
-
-    def _progress(self, now: _Moment, *, ended: bool) -> dict[str, Any]:
-        epoch, early, coming = self._epoch, self._early, self.current + 1
+        now, coming, held = self._now(), self.current + 1, self._held
+        if repeats and self._taken is not None:
+            taken, random = self._taken
+            now, coming, ended = now._replace(random=random), self.current, False
+            held = {**held, coming: taken}
+        epoch, early = self._epoch, self._early
         if early is None or coming >= epoch.first:
             is_over = ended and early is None
-            return self._part(epoch, coming, self._num_read * (not is_over), now)
-        found = self._part(early.before, coming, epoch.first, early.now)
+            return self._part(epoch, coming, self._num_read * (not is_over), now, held)
+        found = self._part(early.before, coming, epoch.first, early.now, held)
         # What was read of the next epoch will be read again.
-        following = self._part(epoch, epoch.first, self._num_read, now)
+        following = self._part(epoch, epoch.first, self._num_read, now, held)
         return {**found, "early": {**following, "loader": None}}
 
-    def _part(self, epoch: _Epoch, coming: int, last: int, now: _Moment) -> dict[str, Any]:
+    def _part(
+        self, epoch: _Epoch, coming: int, last: int, now: _Moment, held: dict[int, _Held]
+    ) -> dict[str, Any]:
         """Where one epoch is, of which the batches from ``coming`` to ``last`` are held."""
         start = epoch.start
         return {
             "num_batches": coming - epoch.first,
             "start": start.random.written if start is not None else None,
-            "loader": self.state_dict() if self.has_state else None,
-            "held": [
-                self._held[number].random.written
-                for number in sorted(self._held)
-                if coming <= number < last
-            ],
+            "loader": self._state_before(held.get(coming)) if self.has_state else None,
+            "held": [held[n].random.written for n in sorted(held) if coming <= n < last],
             "now": now.random.written,
             "own": {"start": start.own if start is not None else [], "now": now.own},
             "early": None,
@@ -344,17 +337,14 @@ class LookaheadLoader:
         a length Lightning has fetched a batch, and begins once more.
         """
         if self._resume is not None:
-            self._restore()
+            self._restore(self._resume)
         elif self._resumed is not None and not _is_within(self._resumed):
             RandomStates(self._resumed["now"]).restore()
         else:
             return
         self._is_restored = (self._resume or self._resumed) is not None
 
-    def _restore(self) -> None:
-        resume = self._resume
-        if resume is None:
-            return
+    def _restore(self, resume: dict[str, Any]) -> None:
         if not resume["held"]:  # the epoch had ended: the next one is read as any other
             if getattr(self.loader, "next_iter_state", None) is not None:
                 # torchdata's then makes two iterators, each of which draws random numbers.
@@ -381,26 +371,24 @@ class Remote:
 REMOTE = Remote()
 
 
+@dataclass(eq=False)
 class RemoteLoader:
     """The loader of a rank that reads no data: as many batches as the data rank's.
 
     Its dataset can be looked at. It resumes with the data rank; Lightning would warn of a loader
     that can't be resumed.
 
-    Args:
-        loader: The user's loader.
-        length: Batches; None: not known before.
-        hear: Where the length is not known, waits for the data rank's word: the number of the
+    Attributes:
+        _loader: The user's loader.
+        _length: Batches; None: not known before.
+        _hear: Where the length is not known, waits for the data rank's word: the number of the
             iteration, and whether another batch comes.
     """
 
-    def __init__(
-        self, loader: Any, length: int | None, hear: Callable[[], tuple[int, bool]]
-    ) -> None:
-        self._loader = loader
-        self._length = length
-        self._hear = hear
-        self._num_iterations = 0
+    _loader: Any
+    _length: int | None
+    _hear: Callable[[], tuple[int, bool]]
+    _num_iterations: int = 0
 
     def __getattr__(self, name: str) -> Any:
         if name in {"dataset", "batch_size"}:

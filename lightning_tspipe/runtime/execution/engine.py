@@ -9,26 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
-from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
 from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.planning.placement import WHOLE, Placement
-from lightning_tspipe.runtime.execution.executor import RankStages
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.batches.metadata import StepHeader
+from lightning_tspipe.runtime.execution.executor import Losses, RankStages
+from lightning_tspipe.runtime.execution.rank import Rank, TrainingMode
+from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import Captured, Division
-from lightning_tspipe.runtime.stages.running import Execution, Run
-from lightning_tspipe.runtime.stages.stage import Stage, StageStatistics
+from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.network import Run
+from lightning_tspipe.runtime.stages.stage import Execution, Stage, StageStatistics
 from lightning_tspipe.runtime.weights.materializing import Materializer
 from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
@@ -45,13 +43,13 @@ class Engine(ABC):
         materializer: Where the values come from, of a module that has none; it stays spread.
 
     Attributes:
-        cuts: For each network the first atom of each stage, and the number of atoms.
         pipeline: The stages and their ranks.
-        whole: How the networks are divided as the module has them: a frozen part is of one.
+        whole: The placement of the networks as the module has them: a frozen part is of one.
         shards: Who owns which parameters.
         is_loss_rank: Whether this rank computes the loss of a chain, logs and saves.
         computes_loss: Whether it runs the step with a loss: that of a chain, or of its own stages.
         is_data_rank: Whether it reads the data.
+        is_copy: Whether another rank holds the same stages, and speaks for them.
         batch_size: Samples of the current step's largest call.
         teacher_ran_ahead: Whether the teacher of the current step ran in the step before.
         weights: The versions of this rank's weights; None if there is only one.
@@ -78,25 +76,19 @@ class Engine(ABC):
         self.captured = captured
         self.placement = placement
         self.materializer = materializer
-        division = Division.of(captured, placement)
-        self.cuts = division.cuts
-        self.pipeline: Pipeline = self.mode.layout(captured, division)
-        self.whole = self.mode.whole(division)
+        self.pipeline: Pipeline = self.mode.layout(captured, placement)
+        self.whole = self.mode.whole(placement)
         for name, network in captured.whole.networks.items():
             network.check_cuts(self.whole.cuts[name])
-        self.shards = Shards(
-            self.module, captured.held, division.cuts, division.ranks, placement.holders,
-            captured.followed,
-        )  # fmt: skip
+        self.shards = Shards(self.module, captured, placement)
         if materializer is not None:
             materializer.fill(partial(self.shards.holds, rank=self.rank))
             self.shards.stays_spread = True
         self.shards.place(self.rank, self.device)
         self.is_loss_rank = self.rank == LOSS_RANK
-        self.computes_loss = self.is_loss_rank
-        if self.mode.apart is not None:
-            self.computes_loss = self.rank in self.pipeline.loss_ranks
+        self.computes_loss = self.rank in self.pipeline.loss_ranks
         self.is_data_rank = self.rank == placement.data_rank
+        self.is_copy = False
         self.batch_size = 1
         self.teacher_ran_ahead = False
         self.weights: StageWeights | None = None
@@ -105,62 +97,57 @@ class Engine(ABC):
         self._seed = here.seed
         self._index = 0
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether another rank holds the same stages, and speaks for them."""
-        return False
-
-    @property
-    def outputs(self) -> list[Tensor]:
-        """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
-        return []
-
-    def runner(self, plan: StepPlan) -> StepRunner:
-        """Runs a captured step on this rank."""
-        return StepRunner(
-            self.module, self.names, plan, is_loss_rank=self.computes_loss,
-            beginning=self.mode.prologue,
-        )  # fmt: skip
-
-    def make_stages(
-        self,
-        captured: Captured,
-        pipeline: Pipeline,
-        recorder: Recorder,
-        placement: Placement | None = None,
-    ) -> RankStages:
-        """The stages of this rank, which holds their parameters.
+    def prepare(
+        self, captured: Captured, pipeline: Pipeline, mode: TrainingMode, *, trains: bool = False
+    ) -> Losses:
+        """What runs a captured step on this rank: its losses, and stages that it holds.
 
         Args:
             captured: The step.
             pipeline: The stages and their ranks.
-            recorder: Notes how long the rank waits.
-            placement: Says how stages run; None: as they are.
+            mode: The way of training, or of evaluating.
+            trains: Whether stages run as the placement says, and it is noted when what ran;
+                otherwise they run as they are.
         """
-        layouts = {"student": pipeline.student, "teacher": pipeline.teacher}
         stages = []
         for name, network in captured.networks.items():
-            blocks = {block: self.module.get_submodule(block) for block in network.block_names}
+            op = Op.FORWARD if name == "student" else Op.TEACHER
             # BatchNorm that is frozen counts nothing.
-            statistics = DeferredStatistics(blocks.values() if network.called_as == name else ())
+            counting = network.blocks.values() if network.called_as == name else ()
+            statistics = DeferredStatistics(counting)
             run: Run | None = None
-            if placement is not None:
-                is_student = name == "student"
+            if trains:
                 chain = AtomChain(network.atoms, network.wanted, self.here.compiler)
-                again = placement.recomputed if is_student else frozenset()
-                pieces = WHOLE if is_student else placement.pieces
-                run = Execution(chain, blocks, statistics, again, pieces).run
-            layout = layouts[name]
-            assert layout is not None
+                again = self.placement.recomputed if op is Op.FORWARD else frozenset()
+                pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
+                run = Execution(chain, network.blocks, statistics, again, pieces).run
             stages += [
-                Stage(
-                    Op.FORWARD if name == "student" else Op.TEACHER, index, network, self.context,
-                    StageStatistics(statistics, index), run,
-                )
-                for index, owner in enumerate(layout.ranks)
+                Stage(op, index, network, StageStatistics(statistics, index), run)
+                for index, owner in enumerate(pipeline.layout(op).ranks)
                 if owner == self.rank
-            ]  # fmt: skip
-        return RankStages(stages, self.transport, recorder)
+            ]
+        runner = StepRunner(
+            self.module, self.names, captured.plan, is_loss_rank=self.computes_loss,
+            beginning=mode.prologue,
+        )  # fmt: skip
+        own = RankStages(stages, self.transport, self.recorder if trains else Recorder())
+        losses = Losses(captured.plan, runner, own, self.device)
+        losses.handlers = mode.handlers(losses)
+        own.handlers |= losses.handlers
+        return losses
+
+    def share_header(self, describe: Callable[[], StepHeader]) -> StepHeader:
+        """What the data rank says of a batch that all ranks begin with; they heed its word.
+
+        Args:
+            describe: On the data rank, makes of the batch what networks get, and describes both.
+        """
+        own = describe() if self.is_data_rank else None
+        with waiting("the start of a step"):
+            header = self.transport.broadcast_object(own, self.placement.data_rank)
+        assert isinstance(header, StepHeader), f"expected the header of a step, got {header!r}"
+        self.stop.hear(header.stop)
+        return header
 
     @abstractmethod
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
@@ -171,25 +158,16 @@ class Engine(ABC):
             reduce: Whether an update follows: gradients become those of all that train the same.
         """
 
-    def suspended(self) -> AbstractContextManager[None]:
-        """While inside, a replay that is running pauses: the networks are at hand."""
-        return nullcontext()
-
     @abstractmethod
     def note_optimizer(self, started: float) -> None:
         """The optimizer step of this rank ended; one beside the losses belongs to their time."""
 
-    def _note_optimizer(self, started: float, index: int) -> None:
-        self.recorder.ran(index, Action(Op.OPTIMIZER, self.rank), started)
-
     # Between two steps
 
-    @abstractmethod
-    def predict_teacher(self) -> None:
+    def predict_teacher(self) -> None:  # noqa: B027 - where nothing runs ahead there are none
         """From now on, teacher forwards that run ahead read predicted weights."""
 
-    @abstractmethod
-    def run_ahead(self, step: Step, batch: Any) -> None:
+    def run_ahead(self, step: Step, batch: Any) -> None:  # noqa: B027 - as above
         """The teacher's calls of the coming step, now; every rank calls it before that step.
 
         Args:

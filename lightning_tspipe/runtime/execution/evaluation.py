@@ -16,15 +16,15 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.executor import Executor, Handler, StepContext
-from lightning_tspipe.runtime.execution.losses import Losses
-from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import Division, StepUnits
+from lightning_tspipe.runtime.execution.executor import StepContext
+from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
+from lightning_tspipe.schedules.registry import build_step
+from lightning_tspipe.simulation.cost import CostTable
 
 _FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
 
@@ -47,10 +47,9 @@ class Evaluation:
         self._index = 0
         self._place = (-1, 0)
         self._captured = captured = engine.here.capture(step, batch, training=False)
-        plan = captured.plan
         trained, trained_cuts = engine.captured.whole.networks, engine.whole.cuts
-        cuts: dict[NetworkName, tuple[int, ...]] = {}
-        ranks = dict(engine.whole.ranks)
+        cuts: dict[NetworkName, tuple[int, ...]] = {"student": (), "teacher": ()}
+        ranks = engine.whole.ranks
         for name, network in captured.networks.items():
             # A teacher that the training doesn't call lies where the student does.
             like: NetworkName = name if name in trained else "student"
@@ -65,26 +64,28 @@ class Evaluation:
                     "first on"
                 )
             cuts[name] = own
-        self._cuts, mode = cuts, engine.mode.in_evaluation
-        division = Division(cuts, ranks, 1, engine.transport.num_ranks)
-        self._pipeline = mode.layout(captured, division)
-        forwards = mode.forwards(self._pipeline).ranks
-        ranks_forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in forwards)
-        self._program = lower(Schedule(self._pipeline, ranks_forwards))
+        self._placement = Placement(
+            engine.transport.num_ranks, cuts["student"], ranks["student"], cuts["teacher"],
+            ranks["teacher"],
+        )  # fmt: skip
+        mode = engine.mode.in_evaluation
+        self._pipeline = mode.layout(captured, self._placement)
+        costs = CostTable.uniform(self._pipeline)
+        whole = build_step("gpipe", self._pipeline, costs, fresh=True, ahead=0).ranks
+        forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
+        self._program = Schedule(self._pipeline, forwards)
         edges = program_edges(self._program)
-        if plan.batch_fields:
-            data_rank = engine.placement.data_rank
-            edges |= edges_from(data_rank, self._pipeline.loss_ranks, Lane.FIELDS)
+        if captured.plan.batch_fields:
+            data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
+            edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)
-        # Of its own: nothing is recorded, and the training's stages keep what they hold.
-        recorder = Recorder()
-        self._stages = engine.make_stages(captured, self._pipeline, recorder)
-        self._runner = engine.runner(plan)
-        self._losses = Losses(plan, self._runner, self._stages, recorder, engine.device)
-        data: dict[Op, Handler] = {Op.DATA: lambda *_: True}
-        handlers = data | self._stages.handlers | mode.handlers(self._losses)
-        self._executor = Executor(handlers, self._stages, recorder)
+        # Of its own: the training's stages keep what they hold.
+        self._losses = engine.prepare(captured, self._pipeline, mode)
+        self._stages = self._losses.stages
 
+    # No gradients, but ordinary tensors: buffers are shared with the training.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def run(self, step: Step, batch: Any, stop: str = "") -> Any:
         """One batch.
 
@@ -96,9 +97,33 @@ class Evaluation:
         Returns:
             On the loss rank what the step returns, elsewhere None.
         """
-        # No gradients, but ordinary tensors: buffers are shared with the training.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            return self._run(step, batch, stop)
+        engine, plan = self._engine, self._captured.plan
+        seed = self._random_stream()
+        inputs: dict[int, tuple[Tensor, ...]] = {}
+
+        def describe() -> StepHeader:
+            inputs[0] = self._losses.runner.inputs(step, batch, seed, effects=False)
+            return StepHeader.of(batch, inputs[0], stop=stop)
+
+        header = engine.share_header(describe)
+        units = StepUnits(self._captured, self._placement, header.inputs)
+        context = StepContext(self._index, self._program, {0: units}, inputs)
+        self._stages.post_receives(context)
+        actions = self._program.ranks[engine.rank]
+        self._stages.run(context, (a for a in actions if a.op is Op.DATA))
+        fields = header.exchange_fields(
+            plan.batch_fields, batch, engine.transport, Channel.FIELDS, self._pipeline
+        )
+
+        def whole() -> Any:
+            return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
+
+        self._losses.prepare(step, whole, seed)
+        self._stages.run(context, (a for a in actions if a.op is not Op.DATA))
+        self._losses.done()
+        self._stages.finish(self._index, in_training=False)
+        self._index += 1
+        return context.result
 
     def _random_stream(self) -> int:
         """The seed of this batch's: of the training's next step and the batch's number behind it.
@@ -111,34 +136,3 @@ class Evaluation:
         # Of a seed, a CPU's generator takes 32 bits: all of them are to differ.
         place = "/".join(map(str, self._place)).encode()
         return int.from_bytes(blake2b(place, digest_size=7).digest(), "little")
-
-    def _run(self, step: Step, batch: Any, stop: str) -> Any:
-        engine, plan = self._engine, self._captured.plan
-        seed = self._random_stream()
-        inputs: dict[int, tuple[Tensor, ...]] = {}
-        if engine.is_data_rank:
-            inputs[0] = self._runner.inputs(step, batch, seed, effects=False)
-            header = StepHeader.of(batch, inputs[0], stop=stop)
-            header.send(engine.transport)
-        else:
-            header = StepHeader.receive(engine.transport, engine.placement.data_rank)
-        engine.stop.hear(header.stop)
-        units = StepUnits(self._captured, self._cuts, 1, header.inputs, engine.context)
-        context = StepContext(self._index, self._program, {0: units}, inputs)
-        self._stages.post_receives(context)
-        actions = self._program.schedule.ranks[engine.rank]
-        self._executor.run(context, (a for a in actions if a.op is Op.DATA))
-        fields = header.exchange_fields(
-            plan.batch_fields, batch, engine.transport, engine.placement.data_rank, Channel.FIELDS,
-            self._pipeline.loss_ranks,
-        )  # fmt: skip
-
-        def whole() -> Any:
-            return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
-
-        self._losses.prepare(step, whole, seed)
-        self._executor.run(context, (a for a in actions if a.op is not Op.DATA))
-        self._losses.done()
-        self._stages.finish(self._index, in_training=False)
-        self._index += 1
-        return context.result

@@ -4,9 +4,9 @@
 
     for action in schedule:  wait for what it needs ──► handlers[op] ──► send what it made
 
-``RankStages`` has the handlers of stages, and the tensors in flight between them. What a stage
-makes for another one, or a loss for a stage, lies under the same key whether both are on this rank
-or a message brings it. Messages are those of the lowered program.
+``RankStages`` has the handlers of stages, and the tensors in flight between them; ``Losses`` has
+those of losses. What a stage makes for another one, or a loss for a stage, lies under the same key
+whether both are on this rank or a message brings it. Messages are those of the schedule.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import ValueRef
-from lightning_tspipe.errors import TransportError
+from lightning_tspipe.capture.location import current_line
+from lightning_tspipe.capture.plan import StepPlan, ValueRef
+from lightning_tspipe.capture.replay import StepRunner
+from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import Dependency
-from lightning_tspipe.ir.lowering import Message, Program
+from lightning_tspipe.ir.schedule import Message, Schedule
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import StepUnits
@@ -51,7 +54,7 @@ class StepContext:
     """
 
     index: int
-    program: Program
+    program: Schedule
     units: dict[int, StepUnits]
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     result: Any = None
@@ -61,8 +64,26 @@ class StepContext:
         return action.unit is None or self.units[action.batch].runs(action)
 
 
-class Exchange(ABC):
-    """What moves between ranks, before and after the actions of a step."""
+class Executor(ABC):
+    """Runs the actions of one rank; what moves between ranks before and after is its heirs'.
+
+    Args:
+        transport: How to reach the other ranks.
+        recorder: Notes when what ran, and how long this rank waits.
+
+    Attributes:
+        transport: The same.
+        recorder: The same.
+        handlers: What runs each op; ops that have none are left out.
+        read: Of an action, the version of the weights that it has read and the updates predicted
+            on top of it; empty where there is only one version.
+    """
+
+    def __init__(self, transport: Transport, recorder: Recorder) -> None:
+        self.transport = transport
+        self.recorder = recorder
+        self.handlers: dict[Op, Handler] = {Op.DATA: self._data}
+        self.read: Callable[[Action], tuple[int, int] | tuple[()]] = lambda _: ()
 
     @abstractmethod
     def take(self, step: Any, action: Action) -> None:
@@ -72,67 +93,48 @@ class Exchange(ABC):
     def send(self, step: Any, action: Action) -> None:
         """Send what an action has made to whoever waits for it."""
 
-
-@dataclass(frozen=True)
-class Executor:
-    """Runs the actions of one rank.
-
-    Attributes:
-        handlers: What runs each op; ops that have none are left out.
-        exchange: How actions get what others made.
-        recorder: Notes when what ran.
-        read: Of an action, the version of the weights that it has read and the updates predicted
-            on top of it; empty where there is only one version.
-    """
-
-    handlers: Mapping[Op, Handler]
-    exchange: Exchange
-    recorder: Recorder
-    read: Callable[[Action], tuple[int, int] | tuple[()]] = lambda _: ()
-
-    def run(self, step: StepContext, actions: Iterable[Action]) -> None:
+    def run(self, step: Any, actions: Iterable[Action]) -> None:
         """Run some of the step's actions, in order."""
         for action in actions:
             handler = self.handlers.get(action.op)
             if handler is None or not step.runs(action):
                 continue
-            self.exchange.take(step, action)
+            self.take(step, action)
             started = time.perf_counter()
             if handler(step, action) is not False:
                 self.recorder.ran(step.index, action, started, *self.read(action))
-                self.exchange.send(step, action)
+                self.send(step, action)
+
+    def _data(self, step: Any, action: Action) -> bool:
+        """Hand a batch to the first stages; it was read, and noted, when it was told of."""
+        self.send(step, action)
+        return False
 
 
 Key = tuple[int, Action, str]
 """Of tensors in flight: the batch, the action that makes or reads them, and what they are."""
 
 
-class RankStages(Exchange):
-    """The stages of one rank.
+class RankStages(Executor):
+    """Runs the actions of one rank's stages, and of whoever registers more handlers.
 
     Args:
         stages: The stages.
         transport: How to reach the other ranks.
-        recorder: Notes how long this rank waits.
+        recorder: Notes when what ran, and how long this rank waits.
 
     Attributes:
         buffers: What is in flight between actions.
     """
 
     def __init__(self, stages: Iterable[Stage], transport: Transport, recorder: Recorder) -> None:
+        super().__init__(transport, recorder)
         self._stages = {(stage.op is Op.TEACHER, stage.index): stage for stage in stages}
-        self._transport = transport
-        self._recorder = recorder
         self._receipts: dict[Key, tuple[Receipt, Message]] = {}
         self.buffers: dict[Key, list[Any]] = {}
-        self.handlers: dict[Op, Handler] = {
-            Op.FORWARD: self._forward,
-            Op.TEACHER: self._forward,
-            Op.BACKWARD: self._backward,
-            Op.INPUT_BACKWARD: self._backward,
-            Op.WEIGHT_BACKWARD: self._weight_backward,
-        }
-        """What runs the actions of stages."""
+        self.handlers |= dict.fromkeys((Op.FORWARD, Op.TEACHER), self._forward)
+        self.handlers |= dict.fromkeys((Op.BACKWARD, Op.INPUT_BACKWARD), self._backward)
+        self.handlers[Op.WEIGHT_BACKWARD] = self._weight_backward
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self._stages.values())
@@ -193,10 +195,10 @@ class RankStages(Exchange):
 
     def post_receives(self, step: StepContext) -> None:
         """Ask for all messages of the step, so that no sender waits for this rank's turn."""
-        for message in step.program.receives.get(self._transport.rank, ()):
+        for message in step.program.receives.get(self.transport.rank, ()):
             specs = step.units[message.producer.batch].payload(message)
             if specs:
-                receipt = self._transport.receive(specs, message.source, channel_of(message))
+                receipt = self.transport.receive(specs, message.source, channel_of(message))
                 batch = step.index + message.consumer.batch
                 self._receipts[_key(batch, message)] = receipt, message
 
@@ -215,7 +217,7 @@ class RankStages(Exchange):
         except TransportError as error:
             reader, maker = message.consumer.in_words, message.producer.in_words
             raise TransportError(f"{reader} needs {maker} of batch {key[0]}: {error}") from error
-        self._recorder.paused("receive", started)
+        self.recorder.paused("receive", started)
 
     @override
     def send(self, step: StepContext, action: Action) -> None:
@@ -230,12 +232,12 @@ class RankStages(Exchange):
                 is_input = message.payload == "input"
                 made = [self._chunk(step, message.consumer)] if is_input else self.buffers[key]
                 tensors = [tensor for tensor in made if tensor is not None]
-                self._transport.send(tensors, message.target, channel_of(message), specs)
-        is_read_here = self._transport.rank in step.program.schedule.pipeline.loss_ranks
+                self.transport.send(tensors, message.target, channel_of(message), specs)
+        is_read_here = self.transport.rank in step.program.pipeline.loss_ranks
         for key in keys:
             if key[2] != "output" or not is_read_here:
                 self.buffers.pop(key, None)
-        self._recorder.paused("send", started)
+        self.recorder.paused("send", started)
 
     def receive_ahead(self, batches: Iterable[int]) -> None:
         """Between two steps: wait for what others have sent of batches in flight."""
@@ -249,13 +251,8 @@ class RankStages(Exchange):
         self.buffers = {key: found for key, found in self.buffers.items() if key[0] > index}
         started = time.perf_counter()
         with waiting(f"the end of batch {index}"):
-            self._transport.finish_step(in_training=in_training)
-        self._recorder.paused("send", started)
-
-    def begin(self, batch: int) -> None:
-        """The step of a batch begins: what ran ahead for it counts."""
-        for stage in self:
-            stage.statistics.commit_ahead(batch)
+            self.transport.finish_step(in_training=in_training)
+        self.recorder.paused("send", started)
 
     def drop(self) -> None:
         """Forget all that is in flight; what is under way is waited for."""
@@ -271,7 +268,7 @@ class RankStages(Exchange):
     def value(self, batch: int, units: StepUnits, call: int, ref: ValueRef) -> Tensor:
         """One value of one call for the whole batch, detached."""
         parts = [
-            self.buffers[batch, producer, "output"][units.outputs_of(producer).index(ref)]
+            self.buffers[batch, producer, "output"][list(units.outputs(producer)).index(ref)]
             for producer in units.producers(call, ref)
         ]
         whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -283,7 +280,7 @@ class RankStages(Exchange):
         """As if a call of a batch had run and given this value."""
         start = 0
         for producer in units.producers(call, ref):
-            specs, is_only = units.output_specs(producer), units.of(producer).is_only
+            specs, is_only = units.outputs(producer), units.of(producer).is_only
             outputs = self.buffers.setdefault((batch, producer, "output"), [None] * len(specs))
             stop = start + (specs[ref].shape[0] if specs[ref].shape else 0)
             outputs[list(specs).index(ref)] = whole if is_only else whole[start:stop]
@@ -307,6 +304,126 @@ def _base(action: Action) -> Action:
     """The action without its batch offset, and the whole backward of a half."""
     op = Op.BACKWARD if action.op is Op.INPUT_BACKWARD else action.op
     return Action(op, action.stage, action.unit)
+
+
+Value = tuple[int, ValueRef]
+"""A call, and a value of it."""
+
+
+@dataclass(eq=False)
+class Losses:
+    """Runs the losses of a rank: the step once more, with the networks' real outputs.
+
+    The step's caller runs the backward of what it returns, so that a loss is run in two halves::
+
+        run 1st time    outputs ──► the step (replay) ──► what it returns
+        run 2nd time    its backward ──► gradients of the outputs, cut into micro-batches
+
+    Attributes:
+        plan: The captured step.
+        runner: Runs it.
+        stages: Hold what the networks give.
+        device: Where this rank computes.
+        handlers: What of a rank's actions runs them, in its training mode.
+        leaves: What the step's calls gave so far, where gradients are wanted.
+        given: The networks' values in this step, if they are not those that were computed.
+    """
+
+    plan: StepPlan
+    runner: StepRunner
+    stages: RankStages
+    device: torch.device
+    handlers: dict[Op, Handler] = field(default_factory=dict)
+    leaves: dict[Value, Tensor] = field(default_factory=dict)
+    given: Mapping[Value, Tensor] = field(default_factory=dict)
+    _prepared: tuple[Step, Callable[[], Any], int] | None = None
+    _context: StepContext | None = None
+    _started: tuple[Action, float] | None = None
+    _run_backward: Callable[[], None] | None = None
+
+    def prepare(self, step: Step, batch: Callable[[], Any], seed: int) -> None:
+        """A step begins.
+
+        Args:
+            step: What will run.
+            batch: Gives its batch, when the outputs are here.
+            seed: Seed of its random stream.
+        """
+        self._prepared = step, batch, seed
+
+    def prepare_backward(self, run_backward: Callable[[], None]) -> None:
+        """The caller is about to have the backward run, in the middle of the replay at times."""
+        self._run_backward = run_backward
+        self._note()
+
+    def run(self, context: StepContext, action: Action) -> bool:
+        """Run the half of a loss whose turn it is; whether it is over."""
+        if self._run_backward is None:
+            self._replay(context, action)
+            return False
+        run, self._run_backward = self._run_backward, None
+        run()
+        for call in self.plan.calls_of("student"):
+            self._scatter_gradients(context.index, context.units[0], call)
+        self.leaves = {}
+        return True
+
+    def _replay(self, context: StepContext, action: Action) -> None:
+        assert self._prepared is not None
+        step, batch_of, seed = self._prepared
+        self.leaves, self._context = {}, context
+        batch = batch_of()
+        self._started = action, time.perf_counter()
+        context.result = self.runner.replay(step, batch, seed, self._output)
+        self._note()
+
+    def _note(self) -> None:
+        """The loss is there."""
+        if self._started is not None and self._context is not None:
+            self.stages.recorder.ran(self._context.index, *self._started)
+        self._started = None
+
+    def done(self) -> None:
+        """The step is over: a replay that goes on can't call networks any more."""
+        self._context = self._prepared = None
+        self.given = {}
+
+    def _output(self, call: int, ref: ValueRef) -> Tensor:
+        context = self._context
+        if context is None:
+            raise CaptureError(
+                f"the step calls a pipelined network at {current_line()}, after an optimizer made "
+                "use of the gradients of the calls before: a batch goes through the pipeline once, "
+                "there and back. Make all calls before the first optimizer.step, or update one "
+                "network per batch, as in `if batch_idx % 2 == 0: opt_a.step()`"
+            )
+        if self.given:
+            return self.given[call, ref]
+        tensor = self.stages.value(context.index, context.units[0], call, ref)
+        units = context.units[0].units[self.plan.calls[call].network]
+        spec = next(u.shapes.outputs[ref] for u in units if u.call == call and u.shapes is not None)
+        if spec.requires_grad and torch.is_grad_enabled():
+            tensor.requires_grad_()
+            self.leaves[call, ref] = tensor
+        return tensor
+
+    def _scatter_gradients(self, batch: int, units: StepUnits, call: int) -> None:
+        """Cut the gradients of a call's outputs into micro-batches."""
+        starts: dict[ValueRef, int] = {}
+        for action, specs in units.loss_gradients(call):
+            is_only = units.of(action).is_only
+            parts: list[Tensor | None] = []
+            for ref, spec in specs.items():
+                leaf, start = self.leaves.get((call, ref)), starts.get(ref, 0)
+                stop = starts[ref] = start + (spec.shape[0] if spec.shape else 0)
+                if leaf is not None and leaf.grad is not None:
+                    parts.append(leaf.grad if is_only else leaf.grad[start:stop])
+                elif self.stages.holds(action):
+                    parts.append(None)
+                else:
+                    # Another rank waits for as many tensors as planned.
+                    parts.append(torch.zeros(spec.shape, dtype=spec.dtype, device=self.device))
+            self.stages.buffers[batch, action, OF_LOSS] = parts
 
 
 class Pace:

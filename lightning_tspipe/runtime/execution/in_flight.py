@@ -73,11 +73,13 @@ class InFlight:
         self.units = {index + offset: units for offset, units in worked_on.items() if offset > 0}
 
     def drop(self) -> None:
-        """The next batch is not one that work has begun on."""
+        """The next batch is not one that work has begun on; weights are those of now."""
         self._ahead = self._written = None
         if self.units:
             self._stages.drop()
             self.units = {}
+        if self._engine.weights is not None:
+            self._engine.weights.drain()
 
     def resume(self, ahead: Written | None, written: Sequence[Written] | None) -> None:
         """Go on with what was in flight in a checkpoint's run.
@@ -177,10 +179,10 @@ class InFlight:
 
     def _same(self) -> list[Any]:
         """What has to be the same where another run goes on with batches in flight."""
-        engine = self._engine
+        engine, placement = self._engine, self._engine.placement
         assert engine.weights is not None
-        again = sorted(engine.placement.recomputed)
-        cuts = [[name, *values] for name, values in sorted(engine.cuts.items())]
+        cuts = [[name, *values] for name, values in sorted(placement.cuts.items())]
+        again = sorted(placement.recomputed)
         return [engine.weights.policy.name, engine.rank, cuts, again, "by key"]
 
     def read_back(self, step: StepContext) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor
@@ -19,16 +19,13 @@ from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Program, lower
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
-from lightning_tspipe.runtime.batches.metadata import (
-    NOTHING_KNOWN,
-    Announcements,
-    Known,
-    StepHeader,
-)
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.base import Receipt
 from lightning_tspipe.runtime.transport.channels import Channel
@@ -46,8 +43,7 @@ class Programs:
         schedule: ``tspipe``, ``gpipe``, ``sequential`` or ``1f1b``; of heads, the first one runs
             their trunk ahead and the others don't.
         costs: Costs of the stages, for the order of actions; None for equal ones.
-        split: Student stages whose backwards may run in two halves.
-        depth: How far the trunk of heads runs ahead.
+        placement: Says which backwards may run in two halves, and how far a trunk runs ahead.
 
     Attributes:
         of: The program of a step, by ``fresh`` (nothing of its batch has been done in a step
@@ -58,26 +54,18 @@ class Programs:
     """
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        schedule: str,
-        costs: CostTable | None,
-        split: frozenset[int],
-        depth: int,
+        self, pipeline: Pipeline, schedule: str, costs: CostTable | None, placement: Placement
     ) -> None:
-        costs = costs or CostTable.uniform(pipeline)
+        costs, depth = costs or CostTable.uniform(pipeline), placement.depth
+        build = partial(build_step, schedule, pipeline, costs, split=placement.split, depth=depth)
 
         @cache
-        def program_of(*, fresh: bool, ahead: int) -> Program:
-            program = lower(
-                build_step(
-                    schedule, pipeline, costs, fresh=fresh, ahead=ahead, split=split, depth=depth
-                )
-            )
-            validate(program.schedule)
+        def program_of(*, fresh: bool, ahead: int) -> Schedule:
+            program = build(fresh=fresh, ahead=ahead)
+            validate(program)
             return program
 
-        self.of: Callable[..., Program] = program_of
+        self.of: Callable[..., Schedule] = program_of
         self.lookahead = lookahead(schedule, pipeline, depth)
         # A rank that waits for the data rank's word as deep as it looks itself would wait for the
         # end of its step.
@@ -86,7 +74,16 @@ class Programs:
 
 
 class Intake:
-    """One rank's part in reading batches.
+    """One rank's part in reading batches, and its view of what the data rank has said of them.
+
+    Batches are numbered over all epochs. The data rank describes each one as early as its schedule
+    looks at it; another rank hears of as many as its own next step needs, and waits for no more::
+
+        data rank   step 0: batches 0 1 2 3   step 1: 4   step 2: 5   step 3: no 6
+        rank 0      step 0: 0 1               step 1: 2   step 2: 3   ...
+
+    An epoch that is left early leaves descriptions behind that nobody took. Every rank notices its
+    end by itself, and what was said in an earlier *round* is then skipped.
 
     Args:
         engine: The rank's engine.
@@ -99,9 +96,13 @@ class Intake:
         self._programs = programs
         self._runner = runner
         self._plan = engine.captured.plan
-        self._known = Announcements(
-            engine.transport, engine.placement.data_rank, engine.stop.hear, self._ask_early
-        )
+        self._round = 0
+        self._headers: dict[int, StepHeader] = {}
+        self._companions: dict[int, Receipt] = {}
+        """On a rank with a loss: fields of batches, where they travel with the descriptions."""
+        self._words: dict[int, str] = {}
+        """What all ranks do when they have come to a batch, see ``stopping``."""
+        self._end = -1
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         """On the data rank: what the networks get of the batches that were told of."""
         self._now: tuple[Tensor, ...] = ()
@@ -124,20 +125,22 @@ class Intake:
         if engine.is_data_rank:
             self._now = self._announce(step, batch, ahead)
         started = time.perf_counter()
-        last = self._known.await_batches(number, number + lookahead[engine.rank])
+        last = self._await(number, number + lookahead[engine.rank])
         if not engine.is_data_rank:
             engine.recorder.paused("receive", started)
-        self._known.hear(number + min(lookahead))
-        return {n: self._known[n] for n in range(number, last + 1)}
+        # Every rank has come so far, or behind the last batch.
+        for due in [due for due in self._words if due <= number + min(lookahead)]:
+            engine.stop.hear(self._words.pop(due))
+        return {n: self._headers[n] for n in range(number, last + 1)}
 
     def open_one(self, step: Step, batch: Any) -> StepHeader:
         """The same for a single batch, which only runs ahead."""
         _, number = self._engine.position
         if self._engine.is_data_rank:
-            self._known.tell(number, self._describe(number, step, batch))
+            self._tell(number, self._describe(number, step, batch))
             self._now = self._inputs[number]
-        self._known.await_batches(number, number)
-        return self._known[number]
+        self._await(number, number)
+        return self._headers[number]
 
     def inputs(
         self, headers: Mapping[int, StepHeader], number: int
@@ -149,14 +152,73 @@ class Intake:
 
     def forget(self, number: int) -> None:
         """The step of a batch is over."""
-        self._known.forget(number)
+        self._headers.pop(number, None)
         self._inputs.pop(number, None)
         self._now = ()
 
     def drop(self) -> None:
         """None of the batches that were told of will come; every rank calls it."""
-        self._known.drop()
+        self._round += 1
+        for receipt in self._companions.values():
+            receipt.wait()
+        self._companions.clear()
+        self._headers.clear()
+        self._words.clear()
         self._inputs.clear()
+        self._end = -1
+
+    def _tell(self, number: int, header: StepHeader | None, word: str = "") -> None:
+        """On the data rank: there is another batch, or (without a header) none for now.
+
+        Args:
+            number: Of the batch, the one after those told of before.
+            header: What it is like.
+            word: What all ranks do when they have come to it.
+        """
+        if header is None and self._end == number:
+            return  # nobody listens any more
+        transport = self._engine.transport
+        for rank in range(transport.num_ranks):
+            if rank != transport.rank:
+                said = (self._round, number, header, word)
+                transport.send_object(said, rank, Channel.HEADERS)
+        self._take(number, header, word)
+
+    def _await(self, number: int, last: int) -> int:
+        """Wait until the batches from ``number`` on are known, as far as there are any.
+
+        Args:
+            number: The batch whose step begins.
+            last: The last one that this rank's step has to do with.
+
+        Returns:
+            The last one that is known, at most ``last``.
+        """
+        transport, data_rank = self._engine.transport, self._engine.placement.data_rank
+        with waiting("the start of a step"):
+            while last not in self._headers and not number < self._end <= last:
+                told, number_told, header, word = transport.receive_object(
+                    data_rank, Channel.HEADERS
+                )
+                receipt = None if header is None else self._exchange_early(header)
+                if told == self._round:
+                    self._take(number_told, header, word)
+                    if receipt is not None:
+                        self._companions[number_told] = receipt
+                elif receipt is not None:
+                    receipt.wait()
+        while last not in self._headers:
+            last -= 1
+        return last
+
+    def _take(self, number: int, header: StepHeader | None, word: str) -> None:
+        if header is None:
+            self._end = number
+        else:
+            self._headers[number] = header
+            self._end = -1
+        if word:
+            self._words[number] = word
 
     def _announce(
         self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
@@ -191,11 +253,10 @@ class Intake:
                 header = StepHeader.of(batch, own, known=known)
             else:
                 header = self._describe(n, its_step, following)
-            self._known.tell(n, header, word if n == number + most else "")
-            if self._programs.steps_early:
-                self._exchange_fields(header, following)
+            self._tell(n, header, word if n == number + most else "")
+            self._exchange_early(header, following)
         if len(ahead) < most:
-            self._known.tell(number + len(ahead) + 1, None, word)
+            self._tell(number + len(ahead) + 1, None, word)
         engine.recorder.ran(number, Action(Op.DATA, engine.rank), started)
         return own
 
@@ -209,8 +270,8 @@ class Intake:
 
     def _known_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank: what is known of a batch, decided once."""
-        if number in self._known:
-            return self._known[number].known
+        if number in self._headers:
+            return self._headers[number].known
         return self._engine.mode.see(batch, inputs)
 
     def fields(self, header: StepHeader, batch: Any) -> Callable[[], Any]:
@@ -222,7 +283,7 @@ class Intake:
         engine, fields = self._engine, self._plan.batch_fields
         started = time.perf_counter()
         if self._programs.steps_early:
-            receipt = self._known.companion(engine.position[1])
+            receipt = self._companions.pop(engine.position[1], None)
         else:
             receipt = self._exchange_fields(header, batch)
         engine.recorder.paused("send", started)
@@ -237,24 +298,19 @@ class Intake:
 
         return whole
 
-    def _ask_early(self, header: StepHeader) -> Receipt | None:
-        """On a rank with a loss: the fields of a batch, if they travel with its description."""
-        return self._exchange_fields(header, None) if self._programs.steps_early else None
+    def _exchange_early(self, header: StepHeader, batch: Any = None) -> Receipt | None:
+        """The same with the description of a batch, if it is told of steps before."""
+        return self._exchange_fields(header, batch) if self._programs.steps_early else None
 
     def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
-        engine = self._engine
+        fields, engine = self._plan.batch_fields, self._engine
         return header.exchange_fields(
-            self._plan.batch_fields, batch, engine.transport, engine.placement.data_rank,
-            Channel.EARLY_FIELDS, engine.pipeline.loss_ranks,
-        )  # fmt: skip
+            fields, batch, engine.transport, Channel.EARLY_FIELDS, engine.pipeline
+        )
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        samples, engine = header.known.samples, self._engine
-        key = (header.inputs, 0 if samples is None else samples.known)
+        engine, key = self._engine, (header.inputs, header.known.num_atoms)
         if key not in self._units:
-            self._units[key] = StepUnits(
-                engine.captured, engine.cuts, engine.placement.num_microbatches, header.inputs,
-                engine.context, key[1],
-            )  # fmt: skip
+            self._units[key] = StepUnits(engine.captured, engine.placement, *key)
         return self._units[key]

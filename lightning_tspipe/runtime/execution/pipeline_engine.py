@@ -21,14 +21,12 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.executor import Executor, Handler, StepContext
+from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.execution.in_flight import InFlight
 from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
-from lightning_tspipe.runtime.execution.losses import Losses
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.channels import Lane, edges_from, program_edges
@@ -71,7 +69,7 @@ class PipelineEngine(Engine):
     ) -> None:
         super().__init__(here, captured, placement, materializer)
         pipeline, plan = self.pipeline, captured.plan
-        self._programs = Programs(pipeline, schedule, costs, placement.split, placement.depth)
+        self._programs = Programs(pipeline, schedule, costs, placement)
         self.lookahead = self._programs.announced
         # Of the step of which all others are parts: nothing was done before, all may run ahead.
         edges = program_edges(self._programs.of(fresh=True, ahead=max(self._programs.lookahead)))
@@ -79,25 +77,21 @@ class PipelineEngine(Engine):
             edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
         self.transport.open(edges)
         self._reduction: GradientReduction | None = None
+        own = self.shards.by_stage(self.rank)
         if here.replicas.number > 1:
-            by_stage = self.shards.by_stage(self.rank)
-            self._reduction = GradientReduction(by_stage, here.replicas.peers)
-        self.stages = self.make_stages(captured, pipeline, self.recorder, placement)
+            self._reduction = GradientReduction(own, here.replicas.peers)
+        self.losses = self.prepare(captured, pipeline, self.mode, trains=True)
+        self.stages, self._runner = self.losses.stages, self.losses.runner
+        self.stages.handlers[Op.EFFECTS] = self._effects
+        self.stages.read = self._read
         if policy is not None:
-            own = self.shards.by_stage(self.rank)
             trained = [p for stage in own.keys() - {REST} for p in own[stage] if p.requires_grad]
             self.weights = StageWeights(
                 policy, self.rank, self.transport.num_ranks, self.module, trained
             )
             self.stages.use_versions(Op.FORWARD, self.weights)
-        self._runner = self.runner(plan)
         self.intake = Intake(self, self._programs, self._runner)
-        self.losses = Losses(plan, self._runner, self.stages, self.recorder, self.device)
-        of_losses = self.mode.handlers(self.losses)
-        of_engine: dict[Op, Handler] = {Op.EFFECTS: self._effects, Op.DATA: self._data}
-        handlers = of_engine | self.stages.handlers | of_losses
-        self._executor = Executor(handlers, self.stages, self.recorder, self._read)
-        self._ends = _SECOND_HALF | of_losses.keys()
+        self._ends = _SECOND_HALF | self.losses.handlers.keys()
         self._pace = self.mode.pace(self.transport, pipeline, placement)
         # Between two steps, as in a checkpoint, no rank may wait for what another one asks for in
         # a later step.
@@ -116,12 +110,12 @@ class PipelineEngine(Engine):
         return read.version, read.predicted
 
     @property
-    @override
     def outputs(self) -> list[Tensor]:
+        """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
         return list(self.losses.leaves.values())
 
-    @override
     def suspended(self) -> AbstractContextManager[None]:
+        """While inside, a replay that is running pauses: the networks are at hand."""
         return self._runner.suspended()
 
     # A step
@@ -154,15 +148,19 @@ class PipelineEngine(Engine):
         context, header = self._open_step(step, batch, ahead)
         self._step = step, header, context
         self.batch_size = header.batch_size
-        run = partial(self._executor.run, context)
-        scheduled = context.program.schedule.ranks[self.rank]
+        run = partial(self.stages.run, context)
+        scheduled = context.program.ranks[self.rank]
         run(action for action in scheduled if action.op is Op.DATA)
         self.stages.post_receives(context)
         run(action for action in scheduled if action.op is Op.EFFECTS)
-        self.stages.begin(self._index)
+        for stage in self.stages:  # what ran ahead for this batch counts now
+            stage.statistics.commit_ahead(self._index)
         actions = [action for action in scheduled if action.op not in {Op.DATA, Op.EFFECTS}]
         stop = next(i for i, action in enumerate(actions) if action.op in self._ends)
-        late = next(i for i, action in enumerate(actions) if i == stop or _is_ahead(action))
+        # The first that reads the teacher as this step leaves it behind.
+        late = next(
+            (i for i, a in enumerate(actions[:stop]) if a.op is Op.TEACHER and a.batch), stop
+        )
         through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
         self._rest = actions[through:]
         seed = self._seed + self._index
@@ -174,21 +172,15 @@ class PipelineEngine(Engine):
         run(actions[late:through])
         return context.result
 
-    def _effects(self, context: StepContext, action: Action) -> bool:
+    def _effects(self, context: StepContext, _: Action) -> bool:
         """What the step does to this rank's parameters before its last call."""
-        del action
         if self.is_data_rank:
             return False  # they happened when the batch was told of
         if self.captured.plan.has_effects:
             assert self._step is not None
-            step, header, _ = self._step
+            step, header = self._step[:2]
             self._runner.effects(step, header.batch(), self._seed + context.index)
         return True
-
-    def _data(self, context: StepContext, action: Action) -> bool:
-        """Hand a batch to the first stages; it was read, and noted, when it was told of."""
-        self.stages.send(context, action)
-        return False
 
     def _open_step(
         self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
@@ -208,7 +200,7 @@ class PipelineEngine(Engine):
     def backward(self, run_backward: Callable[[], None] | None, *, reduce: bool = True) -> None:
         assert self._step is not None
         _, _, context = self._step
-        run = partial(self._executor.run, context)
+        run = partial(self.stages.run, context)
         if self.computes_loss:
             assert run_backward is not None
             self.losses.prepare_backward(run_backward)
@@ -236,18 +228,18 @@ class PipelineEngine(Engine):
     def run_ahead(self, step: Step, batch: Any) -> None:
         number = self._index
         header = self.intake.open_one(step, batch)
-        program, headers = lower(teacher_only(self.pipeline)), {number: header}
+        program, headers = teacher_only(self.pipeline), {number: header}
         self.mode.expect(headers)
         inputs = self.intake.inputs(headers, number - 1)
         context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
         self.stages.post_receives(context)
-        self._executor.run(context, program.schedule.ranks[self.rank])
+        self.stages.run(context, program.ranks[self.rank])
         self._finish(context)
 
     @override
     def note_optimizer(self, started: float) -> None:
         if self._step is None:
-            self._note_optimizer(started, self._index - 1)
+            self.recorder.ran(self._index - 1, Action(Op.OPTIMIZER, self.rank), started)
 
     # Between two steps
 
@@ -256,8 +248,7 @@ class PipelineEngine(Engine):
         teacher = self.captured.networks.get("teacher")
         if teacher is None or self.prediction is not None:
             return
-        blocks = {name: self.module.get_submodule(name) for name in teacher.block_names}
-        self.prediction = TeacherPrediction(blocks, self._teacher_before)
+        self.prediction = TeacherPrediction(teacher.blocks, self._teacher_before)
         self.stages.use_versions(Op.TEACHER, self.prediction)
 
     @override
@@ -268,7 +259,6 @@ class PipelineEngine(Engine):
     def settle(self, *, keeps_flights: bool = False) -> None:
         if not keeps_flights and self.weights is not None and self._in_flight.units:
             self._in_flight.drop()
-            self.weights.drain()
 
     @override
     def ahead(self) -> dict[str, Any] | None:
@@ -290,10 +280,3 @@ class PipelineEngine(Engine):
     def drain(self) -> None:
         self._in_flight.drop()
         self.intake.drop()
-        if self.weights is not None:
-            self.weights.drain()
-
-
-def _is_ahead(action: Action) -> bool:
-    """Whether it reads the teacher as this step leaves it behind."""
-    return action.op is Op.TEACHER and action.batch > 0

@@ -1,7 +1,7 @@
 """One rank before anything is placed: the module, the other ranks, and the way of training.
 
-A training mode is chosen once, where an engine is made: a chain's answers are here, and those of
-other modes in ``modes``. Whoever has one asks it, and not which one it is.
+A training mode is chosen once, where an engine is made: a chain's is here, and others are in
+``modes``. Whoever has one asks it, and not which one it is.
 """
 
 from __future__ import annotations
@@ -20,64 +20,58 @@ from lightning_tspipe.capture.trace import Networks, Step, Tracer
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
-from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
-from lightning_tspipe.runtime.execution.executor import Handler, Pace
-from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
-from lightning_tspipe.runtime.stages.captured import Captured, Division, Held
+from lightning_tspipe.runtime.stages.captured import Captured
+from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.ownership import followed_tensors, forget_graphs
-from lightning_tspipe.schedules.gpipe import gpipe
 
 
 class TrainingMode:
     """A way of training: networks, placement, handlers, losses, and what happens between steps.
 
-    What a mode doesn't say itself is as in a chain, whose outputs one loss on one rank reads.
+    This one is a chain: a student, and perhaps a teacher beside it, whose outputs one loss on one
+    rank reads. Others say what differs from it.
 
     Attributes:
-        has_fixed_teacher: Whether the teacher never changes, so that it can't be late.
         saves_lookahead: Whether checkpoints hold what has run ahead; otherwise it runs again.
         beside: What is divided among the ranks, and does not go through the pipeline.
-        forwards: The order of a step of which only the forwards will run.
         rehearsing: Around the trace of a step.
         prologue: Around the part of a step that makes what the networks get.
-        apart: What ranks train apart, each in steps of its own; None: all steps are the loss
-            rank's.
+        apart: What ranks train apart, each in steps of its own, behind a teacher that never
+            changes; None: all steps are the loss rank's.
     """
 
-    has_fixed_teacher: ClassVar[bool] = False
     saves_lookahead: ClassVar[bool] = True
     _coupling: ClassVar[Coupling] = Coupling.CHAIN
 
     def __init__(self) -> None:
-        self.beside: Mapping[NetworkName, Held] = {}
+        self.beside: Mapping[NetworkName, Heads] = {}
         self.apart: StudentFanout | None = None
-        self.forwards: Callable[[Pipeline], Schedule] = gpipe
         self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.prologue: Callable[[], AbstractContextManager[None]] = nullcontext
 
     # What there is, and where it lies
 
-    def layout(self, captured: Captured, division: Division) -> Pipeline:
-        """The pipeline of a captured step; the last rank reads the data."""
-        layouts, num_ranks = division.layouts(captured), division.num_ranks
+    def layout(self, captured: Captured, placement: Placement) -> Pipeline:
+        """The pipeline of a captured step."""
+        layouts, num_units = captured.layouts(placement), placement.num_microbatches
         # An evaluation may call the teacher only.
-        nothing = NetworkLayout(
-            division.ranks["student"], 0, division.num_microbatches, frozenset()
-        )
+        nothing = NetworkLayout(placement.student_ranks, 0, num_units, frozenset())
         student, teacher = layouts.get("student", nothing), layouts.get("teacher")
-        return Pipeline(num_ranks, student, teacher, num_ranks - 1, LOSS_RANK, self._coupling)
+        data_rank, coupling = placement.data_rank, self._coupling
+        return Pipeline(placement.num_ranks, student, teacher, data_rank, LOSS_RANK, coupling)
 
-    def whole(self, division: Division) -> Division:
+    def whole(self, placement: Placement) -> Placement:
         """The same for the networks as the module has them."""
-        return division
+        return placement
 
     @property
     def in_evaluation(self) -> TrainingMode:
@@ -139,7 +133,7 @@ class Rank:
     networks: Networks
     transport: Transport
     device: torch.device
-    mode: TrainingMode
+    mode: TrainingMode = field(default_factory=TrainingMode)
     seed: int = 0
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     replicas: Replicas = field(default_factory=Replicas)
@@ -167,7 +161,10 @@ class Rank:
             plan = tracer.trace(step, batch, self.seed)
             runner = StepRunner(module, names, plan, is_loss_rank=is_loss_rank)
             runner.late_effects(step, batch, self.seed, rehearsal=True)
-        networks = {name: ChainNetwork.of(name, module, plan, self.device) for name in plan.chains}
+        networks = {
+            name: ChainNetwork.of(name, module, plan, self.device, self.context)
+            for name in plan.chains
+        }
         followed: dict[str, str] = {}
         if "teacher" not in networks:
             needs_all = plan.has_ema and self.transport.num_ranks > 1

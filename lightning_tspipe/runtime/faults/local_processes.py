@@ -6,7 +6,7 @@ on its connections either until somebody waits there.
 Processes end when the one that started them is gone, from their first moment on::
 
     a child of this package's  ──► the system ends it (SIGKILL, on Linux) ──► it has met the others:
-    of torchrun's, of SLURM's  ──► a thread does, from the Trainer on     ──► its patrol does, which
+    of torchrun's, of SLURM's  ──► a thread does, from the Trainer on     ──► its watch does, which
     of a fork server's         ──► a thread does, from its first call on      can tidy up
 """
 

@@ -50,9 +50,6 @@ class Notes:
         """
         return None
 
-    def remove(self, name: str) -> None:
-        """Remove a note that nobody reads any more."""
-
 
 @dataclass
 class FolderNotes(Notes):
@@ -90,10 +87,6 @@ class FolderNotes(Notes):
             return self._path(name).read_text()
         except FileNotFoundError:
             return None
-
-    @override
-    def remove(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / name.replace("/", "-")
@@ -161,8 +154,3 @@ class StoreNotes(Notes):
             return None
         text: str = self._in_time(self.store.get, name).decode()
         return text[1:]
-
-    @override
-    def remove(self, name: str) -> None:
-        with suppress(TransportError):
-            self._in_time(self.store.delete_key, name)

@@ -43,11 +43,6 @@ class Phase:
         if self._before is not None:
             self.enter(self._before)
 
-    @property
-    def how_to_resume(self) -> str:
-        """What to do with the last checkpoint, a sentence; "" if there is none."""
-        return f"Resume with ckpt_path={self.checkpoint!r}" if self.checkpoint else ""
-
     def share(self, folder: Path, rank: int) -> None:
         """Let other processes of this machine read it."""
         with _path(folder, rank).open("w+b") as file:

@@ -242,11 +242,15 @@ class Launched:
     Args:
         token: What the ranks have in common.
         port: Theirs, too.
+
+    Attributes:
+        temporary: A folder for temporary files of the process that launches.
     """
 
     def __init__(self, token: str, port: int) -> None:
         # Now: while the ranks run, temporary files of this process lie in a folder of its own.
         self._entry = private_folder() / _name(port, token)
+        self.temporary = make_job_folder(entry_name("launch", token))
 
     @property
     def _folder(self) -> Path | None:
@@ -268,9 +272,10 @@ class Launched:
         return found or "the start-up"
 
     def remove(self) -> None:
-        """Remove what ranks have left, all of which have ended."""
+        """Remove what ranks have left, all of which have ended, and the temporary files."""
         if self._folder is not None:
             remove_job_folder(self._folder)
+        remove_job_folder(self.temporary)
 
 
 _JOB: list[Job] = []
@@ -280,14 +285,6 @@ _JOB: list[Job] = []
 def current_job() -> Job | None:
     """The job that this process belongs to; None before it has met the others."""
     return _JOB[0] if _JOB else None
-
-
-def stay_on_this_machine() -> None:
-    """Let process groups of this process listen on the loopback interface, unless told otherwise.
-
-    Nothing outside of the machine needs to reach a job that runs on one.
-    """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
 
 
 def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_machine: bool) -> Job:
@@ -306,6 +303,9 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
     """
     if not _JOB:
         if on_one_machine:
+            # Nothing outside of the machine needs to reach the job: its process groups listen on
+            # the loopback interface, unless told otherwise.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             _expect_launcher(port)
             job = _meet_here(port, rank, num_ranks, patience)
         else:

@@ -5,32 +5,18 @@ A *unit* is one micro-batch of one call; what each message of a step carries fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Protocol
 
 from lightning_tspipe.capture.plan import NetworkName, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import Message
 from lightning_tspipe.ir.pipeline import NetworkLayout
-from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.ir.schedule import Message
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork, UnitShapes
-
-
-class Held(Protocol):
-    """A network as far as it is divided among ranks; names are those of the LightningModule."""
-
-    @property
-    def atoms(self) -> Sequence[Atom]:
-        """What cuts may separate."""
-
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        """The submodules that it consists of."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +33,12 @@ class Captured:
 
     plan: StepPlan
     networks: dict[NetworkName, ChainNetwork]
-    beside: Mapping[NetworkName, Held] = field(default_factory=dict)
+    beside: Mapping[NetworkName, Heads] = field(default_factory=dict)
     followed: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def held(self) -> dict[NetworkName, Held]:
-        """All that is divided among the ranks."""
+    def held(self) -> dict[NetworkName, ChainNetwork | Heads]:
+        """All whose atoms are divided among the ranks; names are those of the LightningModule."""
         return {**self.networks, **self.beside}
 
     @property
@@ -61,42 +47,16 @@ class Captured:
         networks = {name: x for name, x in self.networks.items() if x.called_as == name}
         return replace(self, networks=networks)
 
-
-@dataclass(frozen=True)
-class Division:
-    """Where networks are cut, and which ranks have their stages.
-
-    Attributes:
-        cuts: For each network the first atom of each stage, and the number of atoms.
-        ranks: The rank of each of its stages.
-        num_microbatches: Micro-batches per call.
-        num_ranks: Ranks of the pipeline.
-    """
-
-    cuts: Mapping[NetworkName, tuple[int, ...]]
-    ranks: Mapping[NetworkName, tuple[int, ...]]
-    num_microbatches: int
-    num_ranks: int
-
-    @classmethod
-    def of(cls, captured: Captured, placement: Placement) -> Division:
-        """As a placement has it."""
-        cuts: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_cuts}
-        ranks: dict[NetworkName, tuple[int, ...]] = {"student": placement.student_ranks}
-        if "teacher" in captured.networks:
-            cuts["teacher"], ranks["teacher"] = placement.teacher_cuts, placement.teacher_ranks
-        return cls(cuts, ranks, placement.num_microbatches, placement.num_ranks)
-
-    def layouts(self, captured: Captured) -> dict[NetworkName, NetworkLayout]:
-        """The layout of each network whose calls go through a pipeline."""
+    def layouts(self, placement: Placement) -> dict[NetworkName, NetworkLayout]:
+        """The layout of each network whose calls go through the pipeline."""
         return {
             name: NetworkLayout(
-                self.ranks[name],
-                len(captured.plan.calls_of(network.called_as)),
-                self.num_microbatches,
-                network.output_stages(self.cuts[name]),
+                placement.ranks[name],
+                len(self.plan.calls_of(network.called_as)),
+                placement.num_microbatches,
+                network.output_stages(placement.cuts[name]),
             )
-            for name, network in captured.networks.items()
+            for name, network in self.networks.items()
         }
 
 
@@ -111,13 +71,9 @@ def values_of_teacher(plan: StepPlan) -> list[tuple[int, ValueRef]]:
     ]
 
 
-NETWORK_OF: dict[Op, NetworkName] = {
-    Op.FORWARD: "student",
-    Op.BACKWARD: "student",
-    Op.INPUT_BACKWARD: "student",
-    Op.WEIGHT_BACKWARD: "student",
-    Op.TEACHER: "teacher",
-}
+def network_of(op: Op) -> NetworkName:
+    """The network on whose stages an op works."""
+    return "teacher" if op is Op.TEACHER else "student"
 
 
 def split_sizes(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
@@ -158,46 +114,38 @@ class StepUnits:
 
     Args:
         captured: The captured step.
-        cuts: For each network, the first atom of each stage and the number of atoms.
-        num_microbatches: Micro-batches per call.
+        placement: Where networks are cut, and into how many micro-batches their calls.
         inputs: Specs of the calls' inputs.
-        context: The precision plugin's forward context.
         known: What is behind so many atoms of a frozen part is known, and read where they end.
 
     Attributes:
         inputs: Specs of the calls' inputs.
         units: The units of each network.
         span: The atoms that an action runs: first, and one after the last; empty if first >= last.
-        outputs_of: The values that a forward hands to the loss, in a fixed order.
+        outputs: The values that a forward hands to the loss, in a fixed order, with their specs;
+            a backward gets gradients of them.
         producers: The forwards that make one value of a call, micro-batch after micro-batch.
         payload: Specs of the tensors of a message; none if there is nothing to send.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - everything that decides what flows
-        self,
-        captured: Captured,
-        cuts: Mapping[NetworkName, tuple[int, ...]],
-        num_microbatches: int,
-        inputs: Sequence[TensorSpec],
-        context: Callable[[], AbstractContextManager[None]],
-        known: int = 0,
+    def __init__(
+        self, captured: Captured, placement: Placement, inputs: Sequence[TensorSpec], known: int = 0
     ) -> None:
         self._plan, self._networks = captured.plan, captured.networks
-        self._cuts = cuts
-        self._context = context
+        self._cuts = placement.cuts
         self._known = known
         self.inputs = tuple(inputs)
         self.units: dict[NetworkName, tuple[Unit, ...]] = {
             name: tuple(
                 unit
                 for call in self._plan.calls_of(network.called_as)
-                for unit in self._units_of(network, call, num_microbatches)
+                for unit in self._units_of(network, call, placement.num_microbatches)
             )
             for name, network in self._networks.items()
         }
         # Every step with the same inputs asks the same.
         self.span = cache(self._span)
-        self.outputs_of = cache(self._outputs_of)
+        self.outputs = cache(self._outputs)
         self.producers = cache(self._producers)
         self.payload = cache(self._payload)
 
@@ -214,17 +162,18 @@ class StepUnits:
             start, shapes = sum(sizes[:microbatch]), None
             if size:
                 unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
-                shapes = network.shapes(unit_spec, call.num_links, self._context, grad=grad)
-                _check_batched(shapes, size, filled, network)
+                shapes = network.shapes(unit_spec, call.num_links, grad=grad)
+                if filled > 1:
+                    _check_batched(shapes, size, network)
             yield Unit(index, start, size, end, grad, shapes, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
         """The unit of an action."""
         assert action.unit is not None
-        return self.units[NETWORK_OF[action.op]][action.unit]
+        return self.units[network_of(action.op)][action.unit]
 
     def _span(self, action: Action) -> tuple[int, int]:
-        cuts, unit = self._cuts[NETWORK_OF[action.op]], self.of(action)
+        cuts, unit = self._cuts[network_of(action.op)], self.of(action)
         if unit.shapes is None:
             return 0, 0
         start, stop = cuts[action.stage], min(cuts[action.stage + 1], unit.end)
@@ -237,7 +186,7 @@ class StepUnits:
 
     def runs(self, action: Action) -> bool:
         """Whether there is anything to do: atoms to run, or something known to be read."""
-        if NETWORK_OF[action.op] not in self.units:
+        if network_of(action.op) not in self.units:
             return True  # of heads, which are no chain of atoms
         if self.of(action).shapes is None:
             return False
@@ -250,7 +199,7 @@ class StepUnits:
 
     def _goes_on_at(self, action: Action) -> int | None:
         """The stage of a frozen part that reads what is known; None if nothing is."""
-        name = NETWORK_OF[action.op]
+        name = network_of(action.op)
         if not self._known or self._networks[name].called_as == name:
             return None
         cuts = self._cuts[name]
@@ -260,31 +209,26 @@ class StepUnits:
     def microbatches_at(self, action: Action) -> dict[int, int]:
         """For each call, in order, how many of its micro-batches run at the action's stage."""
         counts: dict[int, int] = {}
-        for index, unit in enumerate(self.units[NETWORK_OF[action.op]]):
+        for index, unit in enumerate(self.units[network_of(action.op)]):
             if self.runs(Action(action.op, action.stage, index)):
                 counts[unit.call] = counts.get(unit.call, 0) + 1
         return counts
 
-    def _outputs_of(self, action: Action) -> tuple[ValueRef, ...]:
+    def _outputs(self, action: Action) -> dict[ValueRef, TensorSpec]:
         shapes, (first, last) = self.of(action).shapes, self.span(action)
         if shapes is None:
-            return ()
-        refs = self._networks[NETWORK_OF[action.op]].outputs_between(first, last)
-        return tuple(ref for ref in refs if ref in shapes.outputs)
-
-    def output_specs(self, action: Action) -> dict[ValueRef, TensorSpec]:
-        """The same values with their specs; also those that a backward gets gradients of."""
-        shapes = self.of(action).shapes
-        return {} if shapes is None else {r: shapes.outputs[r] for r in self.outputs_of(action)}
+            return {}
+        refs = self._networks[network_of(action.op)].outputs_between(first, last)
+        return {ref: shapes.outputs[ref] for ref in refs if ref in shapes.outputs}
 
     def _producers(self, call: int, ref: ValueRef) -> tuple[Action, ...]:
         found = self._forwards_of(call)
-        return tuple(action for action in found if ref in self.outputs_of(action))
+        return tuple(action for action in found if ref in self.outputs(action))
 
     def _forwards_of(self, call: int) -> Iterator[Action]:
         called = self._plan.calls[call].network
         for op in (Op.TEACHER, Op.FORWARD):
-            name = NETWORK_OF[op]
+            name = network_of(op)
             if name not in self._networks or self._networks[name].called_as != called:
                 continue
             for index, unit in enumerate(self.units[name]):
@@ -295,9 +239,9 @@ class StepUnits:
     def loss_gradients(self, call: int) -> Iterator[tuple[Action, dict[ValueRef, TensorSpec]]]:
         """The backwards that get gradients of one call's outputs, and of which."""
         for action in self._forwards_of(call):
-            if action.op is Op.FORWARD and self.outputs_of(action):
+            if action.op is Op.FORWARD and self.outputs(action):
                 backward = Action(Op.BACKWARD, action.stage, action.unit)
-                yield backward, _trained(self.output_specs(action))
+                yield backward, _trained(self.outputs(action))
 
     def no_gradients(self, action: Action) -> list[None]:
         """In the place of gradients of what a backward's forward passed on, if nobody gives any."""
@@ -317,14 +261,14 @@ class StepUnits:
         if message.payload in {"input", "activation"}:
             return self.input_specs(message.consumer)
         if message.payload == "output":
-            return tuple(self.output_specs(message.producer).values())
+            return tuple(self.outputs(message.producer).values())
         if message.payload == "batch":  # its fields travel by themselves
             return ()
         assert message.payload == "gradient"
         if not self.of(message.consumer).grad:
             return ()
         if message.producer.op is Op.LOSS:
-            return tuple(_trained(self.output_specs(message.consumer)).values())
+            return tuple(_trained(self.outputs(message.consumer)).values())
         return tuple(spec for spec in self.input_specs(message.producer) if spec.requires_grad)
 
 
@@ -332,11 +276,7 @@ def _trained(specs: Mapping[ValueRef, TensorSpec]) -> dict[ValueRef, TensorSpec]
     return {ref: spec for ref, spec in specs.items() if spec.requires_grad}
 
 
-def _check_batched(
-    shapes: UnitShapes, size: int, num_microbatches: int, network: ChainNetwork
-) -> None:
-    if num_microbatches == 1:
-        return
+def _check_batched(shapes: UnitShapes, size: int, network: ChainNetwork) -> None:
     for spec in shapes.outputs.values():
         if not spec.shape or spec.shape[0] % size:
             raise ConfigurationError(

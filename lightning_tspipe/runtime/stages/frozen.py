@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,10 +19,10 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
-from lightning_tspipe.runtime.batches.metadata import Samples
+from lightning_tspipe.networks.prefix import num_frozen
+from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.stages.running import Run
+from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
 
 
 @dataclass(frozen=True)
@@ -59,10 +58,10 @@ class Front(Protocol):
             Whether anything is going to be known of it.
         """
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Samples:
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
 
-    def expect(self, batches: Mapping[int, Samples | None]) -> None:
+    def expect(self, batches: Mapping[int, Known]) -> None:
         """The batches, by their numbers, that a step has to do with."""
 
     def run(
@@ -89,7 +88,7 @@ class FrozenPart(ChainNetwork):
     def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
         super().__init__(
             "teacher", "student", student.module, student.device, student.links, student.chain,
-            student.ends, student.refs,
+            student.ends, student.refs, student.context,
         )  # fmt: skip
         self.num_frozen = num_atoms
         self.front: Front | None = None
@@ -112,16 +111,6 @@ class FrozenPart(ChainNetwork):
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
         return super().run(received, start, stop, grad=False)[0]
-
-    @override
-    def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
-        """The stages that emit something that the step uses; the last one need not.
-
-        Args:
-            cuts: First atom of each stage, and the number of frozen atoms.
-        """
-        pairs = enumerate(pairwise(cuts))
-        return frozenset(n for n, (start, stop) in pairs if self.outputs_between(start, stop))
 
 
 def refuse_teacher(captured: Captured) -> None:
@@ -168,19 +157,10 @@ def parameter_names(network: ChainNetwork) -> tuple[tuple[str, ...], ...]:
 
 
 def num_frozen_atoms(parameters: Sequence[Sequence[str]], frozen: Collection[str]) -> int:
-    """Atoms up to the last one with a frozen parameter, and before the first one that is trained.
-
-    What follows it without parameters may be random (dropout), and belongs to the next layer.
+    """Atoms at the beginning of a network that are frozen; as ``num_frozen``, by names.
 
     Args:
         parameters: For each atom, the names of its parameters.
         frozen: Names of the parameters that are frozen.
     """
-    last = 0
-    for index, own in enumerate(parameters):
-        names = set(own)
-        if names - set(frozen):
-            break
-        if names:
-            last = index + 1
-    return last
+    return num_frozen([name in frozen for name in own] for own in parameters)

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.pipeline import Pipeline
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.program import Atom
-from lightning_tspipe.runtime.batches.metadata import Kept
+from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.transport.base import Transport
 
 
@@ -44,14 +44,14 @@ class FeatureCache(Protocol):
             pipeline: Which rank reads the data, and which have heads.
         """
 
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Kept | None:
-        """On the data rank: what is known of a batch; None: all of it goes through the trunk."""
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+        """On the data rank: what is known of a batch."""
 
-    def whole(self, kept: Kept, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def whole(self, known: Known, computed: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """On a rank with heads: the features of a batch.
 
         Args:
-            kept: What the data rank said of it.
+            known: What the data rank said of it.
             computed: Those that came out of the trunk; empty if no row went through it.
             device: Where they are wanted.
         """
@@ -75,11 +75,7 @@ class Heads:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        block: str,
-        device: torch.device,
-        cache: FeatureCache | None = None,
+        self, module: nn.Module, block: str, device: torch.device, cache: FeatureCache | None = None
     ) -> None:
         student = module.get_submodule(block)
         assert isinstance(student, StudentFanout)
@@ -108,10 +104,4 @@ class Heads:
             swap.TensorSwap(list(self.student.modules()), filled)(),
             self.student.trains(self.student.names, rehearses=True),
         ):
-            yield
-
-    @contextmanager
-    def beginning(self) -> Iterator[None]:
-        """While inside, a step is for one head: enough to see what it gives the trunk."""
-        with self.student.trains(self.student.names[:1], rehearses=True):
             yield

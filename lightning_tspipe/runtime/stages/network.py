@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import (
     Block,
     Glue,
@@ -22,10 +23,14 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, function_atom
-from lightning_tspipe.runtime.stages.running import Run
+
+Ran = tuple[Tensors, dict[OutputRef, Tensor]]
+Run = Callable[[Tensors, int, int], Ran]
+"""Runs the atoms from one up to, not including, another one; as ``AtomChain.run``."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,9 @@ class ChainNetwork:
         chain: Its atoms, which run; parameter names are those of the LightningModule.
         ends: For each link, one after its last atom.
         refs: The values that the step uses, and where atoms give them.
-        modules: The declared submodules and all that are in them.
+        context: The precision plugin's forward context.
+        blocks: The declared submodules, by name.
+        modules: These and all that are in them.
         wanted: The outputs of atoms that the step uses.
     """
 
@@ -67,17 +74,27 @@ class ChainNetwork:
     chain: AtomChain
     ends: tuple[int, ...]
     refs: Mapping[ValueRef, OutputRef]
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
-        blocks = map(self.module.get_submodule, self.block_names)
-        self.modules = [module for block in blocks for module in block.modules()]
+        self.blocks = {name: self.module.get_submodule(name) for name in self.block_names}
+        self.modules = [module for block in self.blocks.values() for module in block.modules()]
         self.wanted = frozenset(self.refs.values())
-        self._values = {(o.atom, o.slot): ref for ref, o in self.refs.items()}
+        self._grads: list[bool] = []
+        for link, end in zip(self.links, self.ends, strict=True):
+            grad = link.grad if isinstance(link, Block) else True
+            self._grads += [grad] * (end - len(self._grads))
+        self._values = {output: ref for ref, output in self.refs.items()}
         self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
 
     @classmethod
     def of(
-        cls, name: NetworkName, module: nn.Module, plan: StepPlan, device: torch.device
+        cls,
+        name: NetworkName,
+        module: nn.Module,
+        plan: StepPlan,
+        device: torch.device,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> ChainNetwork:
         """The network that a captured step calls by a name."""
         links = plan.chains[name]
@@ -92,7 +109,7 @@ class ChainNetwork:
             index = sum(isinstance(leaf, TensorSpec) for leaf in leaves[: ref.slot])
             refs[ref] = outputs[ref.position][index]
         chain = AtomChain(atoms, wanted=frozenset(refs.values()))
-        return cls(name, name, module, device, tuple(links), chain, ends, refs)
+        return cls(name, name, module, device, tuple(links), chain, ends, refs, context)
 
     @property
     def atoms(self) -> tuple[Atom, ...]:
@@ -111,12 +128,8 @@ class ChainNetwork:
 
     def num_bytes(self, atom: int, names: Collection[str]) -> int:
         """Bytes of an atom's parameters and buffers, of those that are named."""
-        found = self.atoms[atom]
-        tensors = [
-            *(self.module.get_parameter(n) for n in found.parameter_names if n in names),
-            *(self.module.get_buffer(n) for n in found.buffer_names if n in names),
-        ]
-        return sum(tensor.nbytes for tensor in tensors)
+        read = (*self.atoms[atom].parameter_names, *self.atoms[atom].buffer_names)
+        return sum(attrgetter(name)(self.module).nbytes for name in read if name in names)
 
     def cuts_like(
         self, other: ChainNetwork, cuts: Sequence[int], followed: Mapping[str, str]
@@ -157,13 +170,14 @@ class ChainNetwork:
         return self.ends[num_links - 1]
 
     def output_stages(self, cuts: Sequence[int]) -> frozenset[int]:
-        """The stages that emit something that the step uses.
+        """The stages that emit something that the step uses, and the last; a frozen one need not.
 
         Args:
             cuts: First atom of each stage, and the number of atoms.
         """
-        stages = {_stage_of(output.atom, cuts) for output in self.refs.values()}
-        return frozenset(stages | {len(cuts) - 2})
+        atoms = [output.atom for output in self.refs.values() if output.atom < cuts[-1]]
+        last = {len(cuts) - 2} if self.called_as == self.name else set()
+        return frozenset({_stage_of(atom, cuts) for atom in atoms} | last)
 
     def outputs_between(self, start: int, stop: int) -> tuple[ValueRef, ...]:
         """The used values that atoms from ``start`` up to ``stop`` emit."""
@@ -192,36 +206,13 @@ class ChainNetwork:
         """
         outputs: dict[ValueRef, Tensor] = {}
         values = received
-        for first, last, link_grad in self._stretches(start, stop):
+        for first, last, link_grad in stretches(start, stop, self._grads.__getitem__):
             with torch.set_grad_enabled(grad and link_grad):
                 values, found = (run or self.chain.run)(values, first, last)
-            for atom, slot, tensor in found:
-                outputs[self._values[atom, slot]] = tensor
+            outputs |= {self._values[output]: tensor for output, tensor in found.items()}
         return values, outputs
 
-    def _stretches(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
-        """The atoms from ``start`` to ``stop`` in pieces of one gradient mode."""
-        stretches: list[tuple[int, int, bool]] = []
-        begin = 0
-        for link, end in zip(self.links, self.ends, strict=True):
-            first, last = max(begin, start), min(end, stop)
-            begin = end
-            if first >= last:
-                continue
-            grad = link.grad if isinstance(link, Block) else True
-            if stretches and stretches[-1][2] == grad:
-                first = stretches.pop()[0]
-            stretches.append((first, last, grad))
-        return stretches
-
-    def shapes(
-        self,
-        spec: TensorSpec,
-        num_links: int,
-        context: Callable[[], AbstractContextManager[None]],
-        *,
-        grad: bool,
-    ) -> UnitShapes:
+    def shapes(self, spec: TensorSpec, num_links: int, *, grad: bool) -> UnitShapes:
         """What flows when an input of the given spec goes through; found on fake tensors."""
         key, end = (spec, num_links, grad), self.end_of(num_links)
         if key in self._shapes:
@@ -237,7 +228,7 @@ class ChainNetwork:
         with swap.TensorSwap(self.modules, make)(), swap.random_stream(None):
             with fake:
                 values: Tensors = (spec.empty(self.device),)
-            with fake, context():
+            with fake, self.context():
                 boundaries[0] = (spec,)
                 for atom in range(end):
                     values, found = self.run(values, atom, atom + 1, grad=grad)
@@ -246,33 +237,6 @@ class ChainNetwork:
                         boundaries[atom + 1] = tuple(map(TensorSpec.of, values))
         self._shapes[key] = UnitShapes(tuple(boundaries), outputs)
         return self._shapes[key]
-
-    @contextmanager
-    def on_meta(self) -> Iterator[None]:
-        """While inside, parameters and buffers have shapes only."""
-        with swap.TensorSwap(self.modules, swap.meta_like)():
-            yield
-
-    @contextmanager
-    def with_values(self, atom: Atom) -> Iterator[None]:
-        """While inside, the parameters and buffers of one atom are on the device, with values."""
-        reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
-
-        def make(tensor: Tensor) -> Tensor:
-            if id(tensor) not in reads or tensor.device == self.device:
-                return tensor
-            if tensor.is_meta:
-                return swap.arbitrary_like(tensor, self.device)
-            return tensor.detach().to(self.device)
-
-        with swap.TensorSwap(self.modules, make)():
-            yield
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a part of it is not on the device: without values, or in host memory still."""
-        tensors = (t for m in self.modules for t in (*m.parameters(), *m.buffers()))
-        return any(tensor.device != self.device for tensor in tensors)
 
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.
@@ -292,6 +256,16 @@ class ChainNetwork:
                         f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
                         "its uses in one stage: TSPipeStrategy(partition=[...])"
                     )
+
+
+def stretches(start: int, stop: int, is_so: Callable[[int], bool]) -> list[tuple[int, int, bool]]:
+    """A range of atoms in pieces of which all atoms are so, or none is.
+
+    >>> stretches(0, 5, {1, 2}.__contains__)
+    [(0, 1, False), (1, 3, True), (3, 5, False)]
+    """
+    groups = [(kind, list(atoms)) for kind, atoms in groupby(range(start, stop), is_so)]
+    return [(atoms[0], atoms[-1] + 1, kind) for kind, atoms in groups]
 
 
 def _piece(module: nn.Module, link: Link) -> tuple[str, Atomized]:

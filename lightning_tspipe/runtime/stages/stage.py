@@ -9,21 +9,25 @@ What flows through it, for one unit (a micro-batch of a call)::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.networks.atoms import AtomChain, OutputRef
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
+from lightning_tspipe.planning.placement import WHOLE, Pieces
 from lightning_tspipe.runtime.stages.captured import StepUnits
-from lightning_tspipe.runtime.stages.network import ChainNetwork
-from lightning_tspipe.runtime.stages.running import Run
+from lightning_tspipe.runtime.stages.network import ChainNetwork, Ran, Run, stretches
 
 Place = tuple[int, int]
 """Number of a batch, and a unit of it."""
@@ -61,7 +65,6 @@ class Stage:
         op: ``FORWARD`` for a stage that is trained, ``TEACHER`` for one that is forward-only.
         index: Its place in the network.
         network: The network; atoms of this stage hold real parameters.
-        context: The precision plugin's forward context.
         statistics: When its BatchNorm statistics count.
         run: Runs atoms, if not the network's chain.
         saved: What forwards have kept.
@@ -71,7 +74,6 @@ class Stage:
     op: Op
     index: int
     network: ChainNetwork
-    context: Callable[[], AbstractContextManager[None]]
     statistics: StageStatistics
     run: Run | None = None
     saved: dict[Place, Saved] = field(default_factory=dict)
@@ -98,9 +100,8 @@ class Stage:
         # A student's forward that nobody trains reads what is there.
         versions = self.versions if grad or self.op is Op.TEACHER else Versions()
         reading = versions.forward(batch, action.batch)
-        with self.context(), reading, self.statistics.collecting(batch, action, units):
+        with self.statistics.counting(batch, action, units), self.network.context(), reading:
             passed, outputs = self._run(batch, action, units, inputs)
-        self.statistics.ran(batch, action, units)
         if grad:
             self._save(batch, action, inputs, passed + outputs)
         return tuple(t.detach() for t in passed), tuple(t.detach() for t in outputs)
@@ -108,7 +109,8 @@ class Stage:
     def repeat(self, batch: int, action: Action, units: StepUnits, inputs: Tensors) -> None:
         """Run a forward for its backward alone: others have what it gives."""
         inputs = self._detached(action, units, inputs)
-        with self.context(), self.statistics.ignored():
+        # They have been counted before.
+        with self.network.context(), self.statistics.deferred.ignored():
             passed, outputs = self._run(batch, action, units, inputs)
         self._save(batch, action, inputs, passed + outputs)
 
@@ -174,7 +176,7 @@ class Stage:
         passed, found = self.network.run(
             inputs, first, last, grad=grad, run=self.run, place=(batch, rows)
         )
-        outputs = tuple(found[ref] for ref in units.outputs_of(action))
+        outputs = tuple(found[ref] for ref in units.outputs(action))
         return () if last == unit.end else passed, outputs
 
     def _save(self, batch: int, action: Action, inputs: Tensors, results: Tensors) -> None:
@@ -210,10 +212,11 @@ class StageStatistics:
     """Of a batch, the calls in their order, and how many micro-batches are still to run."""
     _ahead: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def collecting(
-        self, batch: int, action: Action, units: StepUnits
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def counting(self, batch: int, action: Action, units: StepUnits) -> Iterator[None]:
         """Around a forward: its layers collect, where they can't simply update.
+
+        Afterwards the calls that are complete now are committed, and all before them.
 
         Args:
             batch: Number of the batch that the forward belongs to.
@@ -223,18 +226,12 @@ class StageStatistics:
         unit = units.of(action)
         if batch not in self._left:
             self._left[batch] = units.microbatches_at(action)
-        if unit.is_only and next(iter(self._left[batch])) == unit.call and not action.batch:
-            return nullcontext()
-        return self.deferred.accumulate((batch, self.stage, unit.call))
-
-    def ignored(self) -> AbstractContextManager[None]:
-        """Around a forward that has been counted before."""
-        return self.deferred.ignored()
-
-    def ran(self, batch: int, action: Action, units: StepUnits) -> None:
-        """After a forward: commit the calls that are complete now, and all before them."""
         left = self._left[batch]
-        left[units.of(action).call] -= 1
+        updates = unit.is_only and next(iter(left)) == unit.call and not action.batch
+        key = (batch, self.stage, unit.call)
+        with nullcontext() if updates else self.deferred.accumulate(key):
+            yield
+        left[unit.call] -= 1
         while left and not left[call := next(iter(left))]:
             del left[call]
             key = (batch, self.stage, call)
@@ -269,3 +266,94 @@ class StageStatistics:
         """As if this had been collected here, for a batch, a stage and a call."""
         self.deferred.put(key, parts)
         self._ahead.append(key)
+
+
+class Execution:
+    """How a rank runs atoms of one network: as they are, compiled, in pieces, or once more.
+
+    Of atoms that run again in the backward only the input is kept (Chen et al., *Training Deep Nets
+    with Sublinear Memory Cost*, 2016); neighbours run again together::
+
+        forward    x ──► a0 ──► a1 ──► a2 ──► y        kept: x, and what a2 saves
+                         └─ again ─┘
+        backward   x ──► a0 ──► a1, then their backward
+
+    Args:
+        chain: Its atoms.
+        blocks: Its modules by name.
+        statistics: Its deferred BatchNorm statistics.
+        again: The atoms that run again in the backward.
+        pieces: The first atoms that run on pieces of a batch, and into how many. Behind the last of
+            them tensors have a row per sample, and before it nothing is emitted.
+    """
+
+    def __init__(
+        self,
+        chain: AtomChain,
+        blocks: dict[str, nn.Module],
+        statistics: DeferredStatistics,
+        again: Collection[int] = (),
+        pieces: Pieces = WHOLE,
+    ) -> None:
+        self._pieces = pieces
+        self._chain = chain
+        self._statistics = statistics
+        self._again = frozenset(again)
+        self._stateful = {
+            f"{name}.{path}".rstrip("."): child
+            for name, block in blocks.items()
+            for path, child in block.named_modules()
+            if child._buffers and not isinstance(child, _BatchNorm)  # noqa: SLF001
+        }
+        self._ranges: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
+
+    def run(self, received: Tensors, start: int, stop: int) -> Ran:
+        """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
+        last = self._pieces.num_atoms
+        if start > 0 or not 0 < last <= stop:  # not all of those: in an evaluation
+            return self._run(received, start, stop)
+        parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
+        done = [self._run(part, start, last)[0] for part in parts]
+        values = tuple(torch.cat(column) for column in zip(*done, strict=True))
+        return self._run(values, last, stop) if last < stop else (values, {})
+
+    def _run(self, received: Tensors, start: int, stop: int) -> Ran:
+        if not self._again or not torch.is_grad_enabled():
+            return self._chain.run(received, start, stop)
+        if (start, stop) not in self._ranges:
+            self._ranges[start, stop] = stretches(start, stop, self._again.__contains__)
+        values = received
+        outputs: dict[OutputRef, Tensor] = {}
+        for first, last, again in self._ranges[start, stop]:
+            run = self._run_again if again else self._chain.run
+            values, new = run(values, first, last)
+            outputs |= new
+        return values, outputs
+
+    def _run_again(self, received: Tensors, first: int, last: int) -> Ran:
+        def run(*tensors: Tensor) -> Ran:
+            return self._chain.run(tensors, first, last)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            # Around the forward, and around its repetition, which must not count twice.
+            return nullcontext(), self._statistics.ignored()
+
+        before = self._versions()
+        result: Ran = checkpoint(run, *received, use_reentrant=False, context_fn=contexts)
+        for (name, key), version in self._versions().items():
+            if version != before.get((name, key)):
+                raise ConfigurationError(
+                    f"{name} ({type(self._stateful[name]).__name__}) changes its buffer {key!r} "
+                    "whenever it runs, and with activation_checkpointing it runs twice. Name the "
+                    "atoms that may: TSPipeStrategy(activation_checkpointing=[...])"
+                )
+        return result
+
+    def _versions(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """What differs, of each buffer by its module and name, when it was written to."""
+        return {
+            (name, key): (id(buffer), buffer._version)  # noqa: SLF001
+            for name, module in self._stateful.items()
+            for key, buffer in module._buffers.items()  # noqa: SLF001
+            if buffer is not None
+        }

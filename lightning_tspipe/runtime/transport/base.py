@@ -121,6 +121,11 @@ class Transport(ABC):
             for source in range(self.num_ranks)
         ]
 
+    def gather_everywhere(self, value: Any) -> list[Any]:
+        """The values of all ranks, on each of them."""
+        found: list[Any] = self.broadcast_object(self.gather_object(value), 0)
+        return found
+
     def sum_over_ranks(self, own: Tensor) -> Tensor:
         """The sum of a number over all ranks, on each of them; every rank calls it.
 
@@ -170,8 +175,7 @@ class Transport(ABC):
                 if not is_asked:
                     # Where starting takes nearly all the time, how long the rest took is noise.
                     found.append((short, large / max(long - short, long / 10)))
-        gathered = self.broadcast_object(self.gather_object(found), 0)
-        latencies, bandwidths = zip(*chain(*gathered), strict=True)
+        latencies, bandwidths = zip(*chain(*self.gather_everywhere(found)), strict=True)
         self.link = Link(*(float(f"{x:.0e}") for x in (max(latencies), min(bandwidths))))
 
     def _there_and_back(

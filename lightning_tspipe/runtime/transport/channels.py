@@ -13,7 +13,7 @@ from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_tspipe.ir.lowering import Message, Program
+from lightning_tspipe.ir.schedule import Message, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -96,7 +96,7 @@ class Edge(NamedTuple):
     lane: Lane
 
 
-def program_edges(program: Program) -> set[Edge]:
+def program_edges(program: Schedule) -> set[Edge]:
     """The edges over which a program's tensors travel."""
     return {
         Edge(message.source, message.target, Lane.PROGRAM)

@@ -214,6 +214,7 @@ class _Bucket:
         self.work: Any = None
 
 
+@dataclass(eq=False)
 class GradientReduction:
     """Averages the gradients of one rank's parameters over its peers.
 
@@ -221,39 +222,35 @@ class GradientReduction:
     gradients come. A parameter without a gradient counts as zero where another replica has one, and
     stays without where none has.
 
-    Args:
+    Attributes:
         stages: The parameters of each of this rank's stages, in the order of the forward; under
             ``REST`` those of no stage.
         peers: The group of peers.
         bucket_bytes: A bucket is sent when it holds so much.
     """
 
-    def __init__(
-        self,
-        stages: Mapping[int, Sequence[nn.Parameter]],
-        peers: Any,
-        bucket_bytes: int = _BUCKET_BYTES,
-    ) -> None:
-        self._peers = peers
-        self._num_replicas = dist.get_world_size(peers)
-        self._bucket_bytes = bucket_bytes
-        self._known = {stage: tuple(dict.fromkeys(ps)) for stage, ps in stages.items()}
+    stages: Mapping[int, Sequence[nn.Parameter]]
+    peers: Any
+    bucket_bytes: int = _BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        self._known = {stage: tuple(dict.fromkeys(ps)) for stage, ps in self.stages.items()}
         self._num_sent = 0
         self._bucket_of: dict[nn.Parameter, _Bucket] = {}
         self._fill()
 
     def _fill(self) -> None:
         """Put into buckets what is trained, or was so before: it may only be off for a while."""
-        self._stages = {
+        self._trained = {
             stage: [p for p in parameters if p.requires_grad or p in self._bucket_of]
             for stage, parameters in self._known.items()
         }
         # What the loss reads is final first, then the last stage, from its end to its beginning.
-        order = sorted(self._stages, key=lambda stage: (stage != REST, -stage))
+        order = sorted(self._trained, key=lambda stage: (stage != REST, -stage))
         self._buckets = [
             _Bucket(group)
             for stage in order
-            for group in _divide(reversed(self._stages[stage]), self._bucket_bytes)
+            for group in _divide(reversed(self._trained[stage]), self.bucket_bytes)
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
@@ -275,11 +272,11 @@ class GradientReduction:
         """
         last = {a.stage: i for i, a in enumerate(actions) if a.op in _BACKWARDS}
         self._start()
-        self._complete(self._stages.get(REST, ()))
+        self._complete(self._trained.get(REST, ()))
         start = 0
         for stage, index in sorted(last.items(), key=lambda item: item[1]):
             execute(actions[start:index])
-            parameters = self._stages.get(stage, ())
+            parameters = self._trained.get(stage, ())
             with ExitStack() as hooks:  # what runs inside is the last that adds to gradients of it
                 for parameter in parameters:
                     if parameter.requires_grad:
@@ -335,9 +332,10 @@ class GradientReduction:
             )
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
-        bucket.flat.div_(self._num_replicas)  # before the sum, which half precision might not hold
+        # Before the sum, which half precision might not hold.
+        bucket.flat.div_(dist.get_world_size(self.peers))
         with _reaching_peers():
-            bucket.work = dist.all_reduce(bucket.flat, group=self._peers, async_op=True)
+            bucket.work = dist.all_reduce(bucket.flat, group=self.peers, async_op=True)
 
     @torch.no_grad()
     def _hand_back(self, bucket: _Bucket) -> None:

@@ -1,10 +1,11 @@
-"""Modules without values: each rank fills in what it keeps, once it is known what that is."""
+"""Modules without values: each rank fills in what it keeps, as built or from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,29 +16,82 @@ from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 
+GRADIENTS = "lightning_tspipe_gradients"
+"""Accumulated gradients, by replica and name; each rank writes its own."""
 
-class Source(Protocol):
-    """A checkpoint of which parts can be read."""
+Group = dict[str, Any]
+Place = tuple[Any, ...]
+"""A path through what a checkpoint holds: ``("model", NAME)``, ``("optimizer_0", "state",
+PARAMETER, KEY)``, ``("optimizer_0", "param_groups", NUMBER, KEY)``, and below ``GRADIENTS``."""
+
+
+class Source(ABC):
+    """A checkpoint of which a rank reads only its part: some of its values at a time."""
 
     @property
+    @abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the parameters and buffers that it holds."""
+        """Of the parameters and buffers."""
+
+    @property
+    @abstractmethod
+    def places(self) -> Iterable[Place]:
+        """Where there are values."""
+
+    @abstractmethod
+    def read(self, place: Place) -> Any:
+        """A tensor, on the CPU, or a value."""
+
+    def _below(self, *start: str) -> dict[Place, Place]:
+        """The places that begin so, by the rest of each."""
+        number = len(start)
+        return {place[number:]: place for place in self.places if place[:number] == start}
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Some parameters and buffers, on the CPU."""
+        return {name: self.read(("model", name)) for name in names}
 
-    def optimizer_groups(
-        self, index: int, groups: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The parameter groups of an optimizer, in the form of its own."""
+    def optimizer_groups(self, index: int, groups: Sequence[Group]) -> list[Group]:
+        """The parameter groups of an optimizer, with the parameters of its own.
+
+        Raises:
+            ConfigurationError: There are more or fewer in the checkpoint.
+        """
+        saved: dict[int, Group] = {}
+        for place in self._below(f"optimizer_{index}", "param_groups").values():
+            group = saved.setdefault(place[2], {})
+            if len(place) == 4:  # else of a value that torch takes apart: the own one stays
+                group[place[3]] = place
+        if not saved:  # it was made before there were optimizers
+            return list(groups)
+        if len(saved) != len(groups):
+            raise ConfigurationError(
+                f"optimizer {index} has {len(groups)} parameter groups, and {len(saved)} in the "
+                "checkpoint. Configure as many as the run that saved it"
+            )
+        return [
+            {**group, **{k: self.read(v) for k, v in saved[number].items() if k != "params"}}
+            for number, group in enumerate(groups)
+        ]
 
     def optimizer_state(
         self, index: int, names: Sequence[str], wanted: Collection[str]
     ) -> dict[str, dict[str, Any]]:
         """What an optimizer kept for some of its parameters, of which all are named in order."""
+        found: dict[str, dict[str, Any]] = {}
+        for (key, what, *_), place in self._below(f"optimizer_{index}", "state").items():
+            name = names[key] if isinstance(key, int) else key
+            if name in wanted:
+                found.setdefault(name, {})[what] = self.read(place)
+        return found
 
     def gradients(self, wanted: Collection[str]) -> list[dict[str, Tensor]]:
         """What each replica had accumulated for some parameters, if it is kept apart."""
+        found: dict[str, dict[str, Any]] = {}
+        for (replica, name), place in self._below(GRADIENTS).items():
+            if name in wanted:
+                found.setdefault(replica, {})[name] = self.read(place)
+        return [found[replica] for replica in sorted(found, key=int)]
 
 
 @dataclass(eq=False)

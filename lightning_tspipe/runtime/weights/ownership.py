@@ -21,7 +21,8 @@ from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.runtime.stages.captured import Held
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import REST
 
@@ -31,39 +32,25 @@ class Shards:
 
     Args:
         module: The LightningModule, still whole.
-        networks: The pipelined networks.
-        cuts: Their cuts.
-        ranks: The rank of each of their stages.
-        holders: For each of their stages all ranks that hold it, where that may be several; the
-            first one is its owner.
-        followed: Tensors of no network of the step, and those that they lie with, by names; see
-            :func:`followed_tensors`.
+        captured: The step, with the networks that are divided among the ranks.
+        placement: Who gets what.
 
     Attributes:
         stays_spread: Whether no rank may hold the whole module, after the training neither.
     """
 
-    def __init__(  # noqa: PLR0913, PLR0917 - who holds what
-        self,
-        module: nn.Module,
-        networks: Mapping[NetworkName, Held],
-        cuts: Mapping[NetworkName, tuple[int, ...]],
-        ranks: Mapping[NetworkName, tuple[int, ...]],
-        holders: Mapping[NetworkName, Sequence[Sequence[int]]] | None = None,
-        followed: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, captured: Captured, placement: Placement) -> None:
         self._module = module
-        self._followed = followed or {}
+        self._followed = captured.followed
         self.stays_spread = False
         self._holders: dict[str, Sequence[int]] = {}
         self._stages: dict[NetworkName, dict[str, int]] = {"student": {}, "teacher": {}}
         self._inside: dict[NetworkName, set[str]] = {"student": set(), "teacher": set()}
-        for name, network in networks.items():
-            ranks_of = (holders or {}).get(name) or [(rank,) for rank in ranks[name]]
-            for stage, (start, stop) in enumerate(pairwise(cuts[name])):
+        for name, network in captured.held.items():
+            for stage, (start, stop) in enumerate(pairwise(placement.cuts[name])):
                 for atom in network.atoms[start:stop]:
                     names = (*atom.parameter_names, *atom.buffer_names)
-                    self._holders |= dict.fromkeys(names, ranks_of[stage])
+                    self._holders |= dict.fromkeys(names, placement.holders[name][stage])
                     self._stages[name] |= dict.fromkeys(names, stage)
             for block in network.block_names:
                 state = module.get_submodule(block).state_dict(keep_vars=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import ConfigurationError
 
 Slot = tuple[nn.Module, str]
-Slots = Sequence[Slot]
 Written = list[Any]
 """Of each saved tensor: the numbers of a token, a tensor, or None if nothing needs it any more."""
 
@@ -152,15 +151,12 @@ def _copied(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
 
 @contextmanager
 def reading(
-    parameters: Sequence[nn.Parameter],
-    slots: Sequence[Slots],
-    values: Sequence[Tensor] | None,
+    slots: Mapping[nn.Parameter, Sequence[Slot]], values: Sequence[Tensor] | None
 ) -> Iterator[None]:
     """While inside, the modules hold copies through which gradients reach the parameters.
 
     Args:
-        parameters: The parameters.
-        slots: For each, the modules and names under which it is read.
+        slots: For each of the parameters, the modules and names under which it is read.
         values: For each, what is read in its place; None: they are read themselves.
     """
     if values is None:
@@ -169,9 +165,10 @@ def reading(
     with torch.enable_grad():
         copies = [
             _Through.apply(parameter, value) if parameter.requires_grad else value
-            for parameter, value in zip(parameters, values, strict=True)
+            for parameter, value in zip(slots, values, strict=True)
         ]
-    with replaced((slot, copy) for own, copy in zip(slots, copies, strict=True) for slot in own):
+    pairs = zip(slots.values(), copies, strict=True)
+    with replaced((slot, copy) for own, copy in pairs for slot in own):
         yield
 
 

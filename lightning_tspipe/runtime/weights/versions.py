@@ -84,13 +84,11 @@ class WeightChecks:
     What a device says of values is looked at later, so that the host doesn't wait for it.
 
     Args:
-        names: Of the parameters.
-        parameters: The parameters.
+        parameters: The parameters, by name.
         sees_values: Whether changes that leave no other trace (through ``.data``) are looked for.
     """
 
-    names: Sequence[str]
-    parameters: Sequence[nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]
     sees_values: bool
     _seen: list[tuple[int, int]] = field(default_factory=list)
     _sums: Tensor | None = None
@@ -135,7 +133,7 @@ class WeightChecks:
         values = self._values()
         if self._sums is not None and values is not None:
             self._verdicts.append((Late(self._sums != values), self._refuse_changed))
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        for name, parameter in self.parameters.items():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 raise ConfigurationError(
                     f"{name!r} has a sparse gradient, and updates by sparse gradients can't be "
@@ -145,11 +143,12 @@ class WeightChecks:
     def finite(self, predicted: Sequence[Tensor], steps: int) -> None:
         """Values that were predicted by so many updates are numbers; :meth:`look` tells."""
         if predicted:
-            found = torch.stack([_sums_of(predicted), _sums_of(self.parameters)]).isfinite()
+            sums = _sums_of(predicted), _sums_of(self.parameters.values())
+            found = torch.stack(sums).isfinite()
             self._verdicts.append((Late(~found), partial(self._refuse_lost, steps)))
 
     def _refuse_changed(self, are_changed: Sequence[bool]) -> None:
-        for name, is_changed in zip(self.names, are_changed, strict=True):
+        for name, is_changed in zip(self.parameters, are_changed, strict=True):
             if is_changed:
                 raise ConfigurationError(
                     f"{name!r} was changed between two updates, while forwards of later batches "
@@ -158,7 +157,7 @@ class WeightChecks:
                 )
 
     def _refuse_lost(self, steps: int, are_lost: Sequence[Sequence[bool]]) -> None:
-        for name, is_lost, was_lost in zip(self.names, *are_lost, strict=True):
+        for name, is_lost, was_lost in zip(self.parameters, *are_lost, strict=True):
             if is_lost:
                 whose = "it holds one itself" if was_lost else (
                     "its optimizer's state holds one, or the learning rate is too high"
@@ -169,13 +168,13 @@ class WeightChecks:
 
     def _marks(self) -> list[tuple[int, int]]:
         """What differs when a parameter was written to, or replaced."""
-        return [(p._version, p.data_ptr()) for p in self.parameters]  # noqa: SLF001
+        return [(p._version, p.data_ptr()) for p in self.parameters.values()]  # noqa: SLF001
 
     def _values(self) -> Tensor | None:
         """A number for each parameter that other values would hardly have."""
         if not self.sees_values or not self.parameters:
             return None
-        return _sums_of(self.parameters).nan_to_num(nan=0.0)
+        return _sums_of(self.parameters.values()).nan_to_num(nan=0.0)
 
 
 def _sums_of(tensors: Iterable[Tensor]) -> Tensor:
@@ -224,16 +223,14 @@ class StageWeights(Versions):
     _backward_values: Sequence[Tensor] = ()
 
     def __post_init__(self, module: nn.Module) -> None:
-        slots: dict[nn.Parameter, list[Slot]] = {parameter: [] for parameter in self.parameters}
+        self.slots: dict[nn.Parameter, list[Slot]] = {own: [] for own in self.parameters}
         for owner in module.modules():
             for name, own in owner.named_parameters(recurse=False, remove_duplicate=False):
-                if own in slots:
-                    slots[own].append((owner, name))
-        self.slots = list(slots.values())
+                if own in self.slots:
+                    self.slots[own].append((owner, name))
         names = {parameter: name for name, parameter in module.named_parameters()}
-        self._checks = WeightChecks(
-            [names[p] for p in self.parameters], self.parameters, sees_values=self.num_ranks > 1
-        )
+        named = {names[own]: own for own in self.parameters}
+        self._checks = WeightChecks(named, sees_values=self.num_ranks > 1)
 
     # What the executor asks for
 
@@ -256,7 +253,7 @@ class StageWeights(Versions):
         flight.calls.append((RandomStates.now(), Saved()))
         pack = recording(self.parameters if values is None else values, flight.calls[-1][1])
         hooks = saved_tensors_hooks(pack, self._unpack)
-        with reading(self.parameters, self.slots, values), hooks:
+        with reading(self.slots, values), hooks:
             yield
 
     @override
@@ -269,7 +266,7 @@ class StageWeights(Versions):
         ahead = self._updates_after(0) if self._predicts_backward else 0
         values = self._values(Read(batch, forward=False, version=version, predicted=ahead))
         self._backward_values = self.parameters if values is None else values
-        with reading(self.parameters, self.slots, values):
+        with reading(self.slots, values):
             yield
         self._backward_values = ()
 

@@ -1,25 +1,29 @@
-"""Write checkpoint files whole or not at all, and explain one that is not whole."""
+"""Write checkpoint files whole or not at all, read parts of them, explain one that is not whole.
+
+A file of ``torch.save`` is a zip archive, with a CRC-32 for each record: the structure, and each
+storage. torch writes them and never looks at them.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
-from lightning_tspipe.strategy.checkpoints.checksums import (
-    DamageError,
-    compare_records,
-    is_archive,
-)
+from lightning_tspipe.runtime.weights.materializing import Place, Source
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 
 if TYPE_CHECKING:
@@ -28,6 +32,12 @@ if TYPE_CHECKING:
 _PART = ".part"
 _MANY = 3
 _MAGIC = b"PK\x03\x04"
+_IS_FOLDER = 0x10  # of the attributes of a record
+_PIECE = 2**20
+
+
+class DamageError(Exception):
+    """Bytes that differ from those that were written; says where."""
 
 
 @contextmanager
@@ -129,6 +139,59 @@ def _damage_behind(error: Exception, file: Path) -> str | None:
     return first_line(error) if "PytorchStreamReader" in str(error) else None
 
 
+def is_archive(path: Path) -> bool:
+    """Whether a path is that of an archive, be it damaged; one that was cut off is none."""
+    if not path.is_file():
+        return False
+    try:
+        return zipfile.is_zipfile(path)
+    except (zipfile.BadZipFile, ValueError, OverflowError):
+        return True
+
+
+def compare_records(path: Path) -> bool:
+    """Read an archive once, and compare; the memory it takes is small, however large the file is.
+
+    Returns:
+        Whether it has checksums; without (``torch.serialization.set_crc32_options(False)``),
+        nothing was compared.
+
+    Raises:
+        DamageError: Something differs from what was written.
+    """
+    with _damage("its table of contents can't be read"), zipfile.ZipFile(path) as archive:
+        records = archive.infolist()
+        if all(record.CRC == 0 for record in records):
+            return False
+        for record in records:
+            with _damage(f"the record {record.orig_filename!r} differs from what was written"):
+                _compare(archive, record)
+    return True
+
+
+def _compare(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+    """Read a record to its end, where its checksum is compared."""
+    # torch takes what has the attribute of a folder for empty, and leaves memory as it was.
+    is_folder = record.external_attr & _IS_FOLDER
+    is_packed = record.compress_type != zipfile.ZIP_STORED
+    if is_folder or is_packed or record.compress_size != record.file_size:
+        raise zipfile.BadZipFile("it is stored otherwise than torch does it")
+    with archive.open(record) as content:
+        while content.read(_PIECE):
+            pass
+
+
+@contextmanager
+def _damage(what: str) -> Iterator[None]:
+    """Whatever the reader of archives says of one that is damaged has no common type."""
+    try:
+        yield
+    except (DamageError, PermissionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - see above
+        raise DamageError(f"{what} ({error})") from None
+
+
 def verify_file(path: Path) -> bool:
     """Compare a file by ``torch.save`` with the checksums in it; it is read once.
 
@@ -180,6 +243,46 @@ def others_beside(file: Path) -> str:
     found.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     names = ", ".join(repr(other.name) for other in found[:_MANY])
     return f"; beside it lie {names}" if names else ""
+
+
+class FileSource(Source):
+    """An ordinary Lightning checkpoint, of which tensors may be mapped to its file.
+
+    Those that are taken are copied: the file may be replaced while the training goes on.
+
+    Args:
+        checkpoint: The checkpoint. Hooks may change it before it is asked.
+    """
+
+    def __init__(self, checkpoint: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+
+    @property
+    @override
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        state = self._checkpoint["state_dict"]
+        return {name: tuple(tensor.shape) for name, tensor in state.items()}
+
+    @property
+    def _optimizers(self) -> dict[str, Any]:
+        states = self._checkpoint.get("optimizer_states", [])
+        return {f"optimizer_{index}": state for index, state in enumerate(states)}
+
+    @property
+    @override
+    def places(self) -> Iterable[Place]:
+        for root, state in self._optimizers.items():
+            for key, values in state["state"].items():
+                yield from ((root, "state", key, what) for what in values)
+            for number, group in enumerate(state["param_groups"]):
+                yield from ((root, "param_groups", number, what) for what in group)
+
+    @override
+    def read(self, place: Place) -> Any:
+        root, *path = place
+        within = self._checkpoint["state_dict"] if root == "model" else self._optimizers[root]
+        value = reduce(getitem, path, within)
+        return value.clone() if isinstance(value, Tensor) else value
 
 
 # Lightning's plugin

@@ -3,22 +3,31 @@
 ``torch.distributed.checkpoint`` writes the table of contents, ``.metadata``, with pickle, and its
 own reader would run whatever code stands in such a file. Here a name in it is looked up among those
 that belong there.
+
+Each file is summed in blocks, so that a rank compares what it reads and no more, and so that a
+message can tell where a file is damaged. The table lies beside the files::
+
+    checksums.json    {"version": 1,
+                       "files": {"__0_0.distcp": {"size": 2700000, "blocks": "1f0e2c77 03c1a9d2"},
+                                 ".metadata": ..., "meta.pt": ...},
+                       "crc32": of "files"}
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import pickle
 import shutil
+import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from math import prod
 from pathlib import Path, PurePosixPath
-from typing import Any
-from zlib import crc32
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,21 +38,18 @@ from typing_extensions import override
 
 from lightning_tspipe.errors import CheckpointError
 from lightning_tspipe.runtime.faults.failures import first_line
-from lightning_tspipe.strategy.checkpoints.checksums import (
-    BLOCK,
-    TABLE_FILE,
-    DamageError,
-    Sums,
-    from_json,
-)
-from lightning_tspipe.strategy.checkpoints.files import damaged, others_beside, untrusted
-from lightning_tspipe.strategy.checkpoints.sources import PartialSource, Place
+from lightning_tspipe.runtime.weights.materializing import Place, Source
+from lightning_tspipe.strategy.checkpoints import files
 
 CONTENTS_FILE = ".metadata"
 META_FILE = "meta.pt"
+TABLE_FILE = "checksums.json"
+BLOCK = 2**20
+"""Bytes that have a checksum of their own."""
 IS_SUMMED = "lightning_tspipe_checksums"
 """In ``meta.pt``: the folder was written with checksums."""
 _SUFFIX = ".distcp"
+_VERSION = 1
 _OF_METADATA = (
     "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
     "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
@@ -77,7 +83,7 @@ def is_sharded(path: Path) -> bool:
         raise CheckpointError(
             f"{str(path)!r} is a folder, but not a whole checkpoint of shards: "
             f"{' and '.join(missing)} is missing (it holds {', '.join(found[:5]) or 'nothing'}). "
-            f"Give ckpt_path another one{others_beside(path)}"
+            f"Give ckpt_path another one{files.others_beside(path)}"
         )
     return True
 
@@ -110,11 +116,65 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
+class Sums(NamedTuple):
+    """What is known of a file.
+
+    Attributes:
+        size: In bytes.
+        blocks: The CRC-32 of each ``BLOCK`` bytes; the last block may be shorter.
+    """
+
+    size: int
+    blocks: tuple[int, ...]
+
+
+def sums_of(path: Path) -> Sums:
+    """Of a file that was just written."""
+    with path.open("rb") as file:
+        blocks = tuple(map(zlib.crc32, iter(lambda: file.read(BLOCK), b"")))
+        return Sums(file.tell(), blocks)
+
+
+def to_json(sums_of_files: Mapping[str, Sums]) -> str:
+    """The table of some files, with a checksum of its own."""
+    table = {
+        name: {"size": sums.size, "blocks": " ".join(f"{block:08x}" for block in sums.blocks)}
+        for name, sums in sorted(sums_of_files.items())
+    }
+    text = {"version": _VERSION, "files": table, "crc32": f"{_sum_of_table(table):08x}"}
+    return json.dumps(text, indent=1)
+
+
+def from_json(text: bytes) -> dict[str, Sums]:
+    """The files of a table.
+
+    Raises:
+        files.DamageError: It differs from what :func:`to_json` wrote.
+    """
+    try:
+        data = json.loads(text.decode("ascii"))
+        if data["version"] != _VERSION:
+            raise files.DamageError(f"it has version {data['version']!r}, and known is {_VERSION}")
+        table = data["files"]
+        if int(data["crc32"], 16) != _sum_of_table(table):
+            raise files.DamageError("its checksum does not fit")
+        return {
+            name: Sums(entry["size"], tuple(int(block, 16) for block in entry["blocks"].split()))
+            for name, entry in table.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise files.DamageError(f"it can't be parsed ({type(error).__name__})") from None
+
+
+def _sum_of_table(table: Any) -> int:
+    return zlib.crc32(json.dumps(table, sort_keys=True).encode("ascii"))
+
+
 class ForeignError(Exception):
     """Something that does not belong into a folder of shards; says what."""
 
 
-class FolderSource(PartialSource):
+class FolderSource(Source):
     """A folder of shards.
 
     Args:
@@ -171,7 +231,7 @@ class FolderSource(PartialSource):
             if not isinstance(found, dict):
                 raise ForeignError(f"it holds a {type(found).__name__}")
         if found.pop(IS_SUMMED, False) and self._verify and self._table is None:
-            raise damaged(self._path, f"its {TABLE_FILE} is missing", is_summed=True)
+            raise files.damaged(self._path, f"its {TABLE_FILE} is missing", is_summed=True)
         return found
 
     @override
@@ -219,8 +279,8 @@ class FolderSource(PartialSource):
         with (self._path / name).open("rb") as file:
             file.seek(first)
             content = file.read(BLOCK)
-        if (crc32(content),) != self._table[name].blocks[number : number + 1]:
-            raise DamageError(
+        if (zlib.crc32(content),) != self._table[name].blocks[number : number + 1]:
+            raise files.DamageError(
                 f"of its file {name!r}, bytes {first:,} to {first + len(content):,} differ from "
                 "what was written"
             )
@@ -231,17 +291,17 @@ class FolderSource(PartialSource):
             return None
         try:
             table = from_json(file.read_bytes())
-        except DamageError as error:
-            raise damaged(self._path, f"its {TABLE_FILE}: {error}", is_summed=True) from None
+        except files.DamageError as error:
+            raise files.damaged(self._path, f"its {TABLE_FILE}: {error}", is_summed=True) from None
         for name, (expected, _) in table.items():
             file = self._path / name
             if not file.is_file():
-                raise damaged(self._path, f"its file {name!r} is missing")
+                raise files.damaged(self._path, f"its file {name!r} is missing")
             found = file.stat().st_size
             if found != expected:
                 how = "was cut off" if found < expected else "is too long"
                 told = f"its file {name!r} {how} ({found:,} bytes instead of {expected:,})"
-                raise damaged(self._path, told)
+                raise files.damaged(self._path, told)
         return table
 
     @contextmanager
@@ -255,18 +315,19 @@ class FolderSource(PartialSource):
             raise CheckpointError(
                 f"{str(self._path)!r} is no checkpoint of shards in the layout of this strategy "
                 f"and of Lightning's FSDPStrategy: {what}: {error}. Nothing of it was run. Give "
-                f"ckpt_path another one{others_beside(self._path)}"
+                f"ckpt_path another one{files.others_beside(self._path)}"
             ) from None
-        except DamageError as error:
-            raise damaged(self._path, f"{error}, so {what} can't be read", is_summed=True) from None
+        except files.DamageError as error:
+            told = f"{error}, so {what} can't be read"
+            raise files.damaged(self._path, told, is_summed=True) from None
         except FileNotFoundError as error:
             name = Path(str(error.filename)).name
-            raise damaged(self._path, f"its file {name!r} is missing") from None
+            raise files.damaged(self._path, f"its file {name!r} is missing") from None
         except Exception as error:  # noqa: BLE001 - torch reads on, into whatever comes of it
             if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
-                raise untrusted(self._path, what, error) from None
+                raise files.untrusted(self._path, what, error) from None
             told = f"{what} can't be read ({type(error).__name__}: {first_line(error)})"
-            raise damaged(self._path, told) from None
+            raise files.damaged(self._path, told) from None
 
 
 def _load(file: Any, *, trusts: bool) -> Any:

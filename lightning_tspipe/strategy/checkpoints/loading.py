@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.runtime.weights.materializing import Source, is_on_meta
-from lightning_tspipe.strategy.checkpoints.checksums import is_archive
+from lightning_tspipe.runtime.weights.materializing import GRADIENTS, Source, is_on_meta
 from lightning_tspipe.strategy.checkpoints.files import (
+    FileSource,
     explain_damage,
     innermost,
+    is_archive,
     is_usual,
     verify_file,
 )
@@ -29,8 +30,6 @@ from lightning_tspipe.strategy.checkpoints.folders import (
     is_sharded,
     newest,
 )
-from lightning_tspipe.strategy.checkpoints.sources import GRADIENTS, FileSource
-from lightning_tspipe.strategy.training import progress
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts
 
@@ -54,7 +53,6 @@ class CheckpointReader:
     def __init__(self, parts: Parts, *, verifies: bool) -> None:
         self._run = parts.run
         self._weights = parts.weights
-        self._resumption = parts.resumption
         self._verifies = verifies
 
     def load(self, given: Any, weights_only: bool | None) -> Any:
@@ -76,17 +74,13 @@ class CheckpointReader:
 
     def _resume(self, checkpoint: dict[str, Any], apart: Mapping[str, Any]) -> None:
         """Go on where the run of the checkpoint stopped."""
-        run, resumption = self._run, self._resumption
+        run, resumption = self._run, self._run.resumption
         replicas = checkpoint.get(ENTRY, [])
         for index, gradients in apart.items():
             replicas[int(index)]["gradients"] = gradients
-        run.plan.resume(replicas[0] if replicas else {})
-        resumption.go_on(
-            replicas, run.replica, run.num_replicas, shares_batches=run.plan.shares_batches
-        )
-        resumption.random = progress.random_of(replicas, run.global_rank, run.total_ranks)
-        repeats = progress.repeats_data(checkpoint, resumption.here)
-        if run.is_global_zero and repeats:
+        places = (run.replica, run.num_replicas), (run.global_rank, run.total_ranks)
+        resumption.load(replicas, *places)
+        if run.is_global_zero and _repeats_data(checkpoint, resumption.here):
             warnings.warn(_REPEATED, stacklevel=2)
 
     def _load(self, path: Path, given: Any, weights_only: bool | None) -> Any:
@@ -148,6 +142,21 @@ class CheckpointReader:
             state = optimizer.state_dict()
             groups = source.optimizer_groups(index, state["param_groups"])
             optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+def _repeats_data(checkpoint: dict[str, Any], progress: dict[str, Any] | None) -> bool:
+    """Whether nothing tells where in its epoch a loader was.
+
+    Args:
+        checkpoint: Lightning's.
+        progress: Where the run goes on, as found in it.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    batches = loops["epoch_loop.batch_progress"]
+    within = batches["current"]["completed"] > 0 and not batches["is_last_batch"]
+    has_state = bool(loops["state_dict"].get("combined_loader"))
+    is_known = progress is not None and progress["loader"] is not None
+    return within and not has_state and not is_known
 
 
 def _check_names(own: dict[str, tuple[int, ...]], source: Source, *, strict: bool) -> None:

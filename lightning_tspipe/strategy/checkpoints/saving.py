@@ -20,16 +20,14 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.faults.failures import first_line, waiting
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
-from lightning_tspipe.runtime.weights.materializing import is_on_meta
+from lightning_tspipe.runtime.weights.materializing import GRADIENTS, is_on_meta
 from lightning_tspipe.runtime.weights.ownership import Shards
 from lightning_tspipe.strategy.checkpoints.files import innermost, is_usual
 from lightning_tspipe.strategy.checkpoints.folders import aside, is_sharded
 from lightning_tspipe.strategy.checkpoints.loading import ENTRY
-from lightning_tspipe.strategy.checkpoints.sources import GRADIENTS
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter
-from lightning_tspipe.strategy.training import progress
+from lightning_tspipe.strategy.setup.resumption import Progress, collect
 from lightning_tspipe.strategy.training.optimizers import optimizer_names, plain_optimizer
-from lightning_tspipe.strategy.training.progress import Progress
 from lightning_tspipe.strategy.training.steps import Parts
 
 log = logging.getLogger("lightning_tspipe")
@@ -160,15 +158,15 @@ class CheckpointWriter:
         if "optimizer_states" not in checkpoint:  # with weights_only
             return
         with self._parts.evaluator.outside_validation():
-            before = self._parts.resumption.here if self._left is None else self._left
+            before = self._run.resumption.here if self._left is None else self._left
             found = before if run.engine is None else self._progress()
-        if found is not None and run.is_global_zero and run.plan.now is not None:
-            found |= run.plan.to_entries(self._parts.repacking.freezing)
+        if found is not None and run.is_global_zero and run.resumption.now is not None:
+            found |= run.resumption.to_entries(run.freezing)
         if run.is_loss_rank:
             # Of shards no rank has the teacher that a callback would go on from.
             declared = None if self._saves_shards else self._parts.data.declared_delay
             _add(checkpoint, run.replicas.gather(found), declared)
-        self._parts.heads.note_stopped(checkpoint)
+        self._parts.results.note_stopped(checkpoint)
 
     def _write(self, checkpoint: dict[str, Any], given: Any, storage_options: Any) -> None:
         run = self._run
@@ -232,8 +230,8 @@ class CheckpointWriter:
 
     def end_without_batches(self) -> None:
         """A fit went on from a checkpoint of its end: what is saved now is what was loaded."""
-        if self._run.engine is None and self._parts.resumption.here is not None:
-            self._left = self._parts.resumption.here
+        if self._run.engine is None and self._run.resumption.here is not None:
+            self._left = self._run.resumption.here
             self._parts.weights.restore_optimizers()
 
     def end_writing(self, *, waits: bool) -> None:
@@ -297,7 +295,7 @@ class CheckpointWriter:
         coming = batches.processed if repeats else batches.ready
         place = (epoch, 0) if ended else (epoch - 1, coming)
         self._accumulates = loop._should_accumulate() or bool(self._parts.manual.waiting)  # noqa: SLF001
-        return progress.collect(
+        return collect(
             engine,
             self._parts.data.loader,
             epoch_ended=ended,
@@ -331,7 +329,7 @@ def _add(checkpoint: dict[str, Any], replicas: list[dict[str, Any] | None], decl
 
     Args:
         checkpoint: Lightning's; changed in place.
-        replicas: What ``progress.collect`` gave for each; None if there is nothing to go on from.
+        replicas: What ``collect`` gave for each; None if there is nothing to go on from.
         declared: The ``DelayedTeacherUpdate`` callback, if there is one.
     """
     loops = checkpoint["loops"]["fit_loop"]["state_dict"]

@@ -28,18 +28,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.strategy.checkpoints.checksums import TABLE_FILE, Sums, sums_of, to_json
-from lightning_tspipe.strategy.checkpoints.files import (
-    explain_unsaved,
-    system_error,
-    written_through,
-)
-from lightning_tspipe.strategy.checkpoints.folders import (
-    CONTENTS_FILE,
-    IS_SUMMED,
-    META_FILE,
-    take_place_of,
-)
+from lightning_tspipe.strategy.checkpoints import files, folders
 
 
 class ShardWriter:
@@ -134,25 +123,26 @@ class ShardWriter:
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[self._place])
         content = io.BytesIO()
         if self._is_first:
-            torch.save({**rest, IS_SUMMED: True}, content)
+            torch.save({**rest, folders.IS_SUMMED: True}, content)
 
-        def write() -> tuple[Any, dict[str, Sums]]:
+        def write() -> tuple[Any, dict[str, folders.Sums]]:
             done = writer.write_data(plan, planner)
             done.wait()
-            files = {written.storage_data.relative_path for written in done.value()}
-            return done.value(), {name: sums_of(part / name) for name in files}
+            names = {written.storage_data.relative_path for written in done.value()}
+            return done.value(), {name: folders.sums_of(part / name) for name in names}
 
         def complete(results: list[Any]) -> None:
             writer.finish(metadata, [written for written, _ in results])
-            _write_through(content.getvalue(), part / META_FILE)
-            files = {name: one for _, sums in results for name, one in sums.items()}
-            files |= {name: sums_of(part / name) for name in (CONTENTS_FILE, META_FILE)}
-            _write_through(to_json(files).encode(), part / TABLE_FILE)
+            _write_through(content.getvalue(), part / folders.META_FILE)
+            table = {name: one for _, sums in results for name, one in sums.items()}
+            for name in (folders.CONTENTS_FILE, folders.META_FILE):
+                table[name] = folders.sums_of(part / name)
+            _write_through(folders.to_json(table).encode(), part / folders.TABLE_FILE)
             _sync_folder(part)
-            take_place_of(part, path)
+            folders.take_place_of(part, path)
 
         def finish() -> None:
-            with explain_unsaved(path), self._removed_on_failure(part):
+            with files.explain_unsaved(path), self._removed_on_failure(part):
                 results = self._all_write(write)
                 if self._is_first:
                     complete(results)
@@ -176,7 +166,7 @@ class ShardWriter:
         except Exception as error:  # noqa: BLE001 - raised when all know of it
             own, result = error, None
         # Of another rank's error that is not the system's, its text: it may not be pickled.
-        told = own and (system_error(own) or f"{type(own).__name__}: {own}")
+        told = own and (files.system_error(own) or f"{type(own).__name__}: {own}")
         outcomes = self._gather((result, told))
         if own is not None:
             raise own
@@ -198,7 +188,7 @@ class ShardWriter:
 
 
 def _write_through(content: bytes, path: Path) -> None:
-    with written_through(path) as file:
+    with files.written_through(path) as file:
         file.write(content)
 
 

@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import (
 )
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.networks.modules import attributes_replaced
+from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.faults.failures import print_at_the_end, say
 from lightning_tspipe.runtime.faults.local_processes import (
     PARENT,
@@ -41,12 +41,7 @@ from lightning_tspipe.runtime.faults.local_processes import (
     until,
     watch_launcher,
 )
-from lightning_tspipe.runtime.faults.private_folder import (
-    entry_name,
-    make_job_folder,
-    remove_job_folder,
-    shared_temporary_folder,
-)
+from lightning_tspipe.runtime.faults.private_folder import shared_temporary_folder
 from lightning_tspipe.runtime.faults.rendezvous import HEIR, JOB_TOKEN, Launched, process_name
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
 
@@ -174,7 +169,7 @@ class InWorker:
                     # What it saves of this end is written meanwhile, and this process may be the
                     # first to end: then the launcher ends all, in the middle of a file.
                     strategy.shutdown.await_ends()
-                if strategy.shutdown.tell_now(exception):
+                if strategy.failures is not None and strategy.failures.tell_now(exception):
                     raise SystemExit(1) from None
             raise
 
@@ -237,11 +232,10 @@ class _Workers:
             states = self._strategy.namespace.workers._GlobalStateSnapshot.capture()  # noqa: SLF001
             shared_temporary_folder()  # now: it serves all launches of this process
         worker = InWorker(function, self._start_method, states)
-        job = Launched(worker.token, self._strategy.cluster_environment.main_port)
         # Temporary files of torch and Lightning lie where they are removed: those of tracebacks,
         # and of the weights that travel back, would stay if a worker fails.
-        folder = make_job_folder(entry_name("launch", worker.token))
-        self._folder = str(folder)
+        job = Launched(worker.token, self._strategy.cluster_environment.main_port)
+        self._folder = str(job.temporary)
         is_over, signals = threading.Event(), _PassedOn(self)
         threading.Thread(target=self._look_after, args=(is_over, signals), daemon=True).start()
         try:
@@ -266,7 +260,6 @@ class _Workers:
                 self._await_workers()
             finally:
                 job.remove()
-                remove_job_folder(folder)
 
     def _await_workers(self) -> None:
         """Until all have ended: after Ctrl-C, which they have heard as well, they tidy up.
@@ -312,20 +305,15 @@ def own_memory(owners: Iterable[Any]) -> None:
     Of an object, the tensors and modules that its attributes are; data sets keep sharing theirs.
     """
     for owner in owners:
-        if isinstance(owner, nn.Module):
-            _own(owner)
-        elif hasattr(owner, "state_dict"):
+        modules = [owner] if isinstance(owner, nn.Module) else []
+        if not modules and hasattr(owner, "state_dict"):
             _own_attributes(owner)
-            for value in vars(owner).values():
-                if isinstance(value, nn.Module):
-                    _own(value)
-
-
-def _own(module: nn.Module) -> None:
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        tensor.data = tensor.data.clone()
-    for child in module.modules():
-        _own_attributes(child)
+            modules = [value for value in vars(owner).values() if isinstance(value, nn.Module)]
+        for module in modules:
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                tensor.data = tensor.data.clone()
+            for child in module.modules():
+                _own_attributes(child)
 
 
 def _own_attributes(owner: Any) -> None:

@@ -1,7 +1,8 @@
-"""Lightning's side of a run: ranks, collectives, and the state that components share."""
+"""Lightning's side of a run: ranks, their processes, collectives, and what components share."""
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -16,12 +17,23 @@ from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.faults.failures import first_line
+from lightning_tspipe.runtime.faults.failures import Failures, first_line
+from lightning_tspipe.runtime.faults.local_processes import watch_instead, watch_launcher
+from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet
 from lightning_tspipe.runtime.faults.stopping import Stop
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.recording import Recorder
+from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.transport.base import Alone, Transport
-from lightning_tspipe.runtime.transport.replicas import Replicas, gather_among, reduce_among
+from lightning_tspipe.runtime.transport.replicas import (
+    Replicas,
+    default_group,
+    gather_among,
+    make_groups,
+    reduce_among,
+)
+from lightning_tspipe.runtime.transport.shared_memory import SharedMemoryTransport
+from lightning_tspipe.runtime.transport.wired import GlooTransport, NcclWire, OrderedTransport
+from lightning_tspipe.strategy.lightning.launching import WORKER_LAUNCHERS, script_launcher
 from lightning_tspipe.strategy.lightning.namespaces import (
     LightningStrategy,
     StrategyArguments,
@@ -29,11 +41,17 @@ from lightning_tspipe.strategy.lightning.namespaces import (
     namespace_of,
 )
 from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.setup.resumption import Resumption
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+_START = timedelta(minutes=2)
+"""How long ranks may at least differ in their starts, such as in imports."""
+_BACKEND = "gloo"
+"""Of the group of all ranks; activations travel on groups of their own."""
 
 
 class Run(LightningStrategy):
@@ -55,9 +73,15 @@ class Run(LightningStrategy):
         replicas: The pipelines that train the same networks, as this rank sees them.
         transport: How this rank reaches the others of its pipeline.
         has_met: Whether the ranks have met, and can be reached.
+        failures: What is known of other ranks' failures; None where there are no others.
         engine: What runs this rank's stages; None before the first batch.
         spread: That of a training which is over, if its stages stay spread over the ranks.
-        plan: The plan that the run goes by.
+        resumption: Where the run goes on, and by which plan.
+        freezing: What is frozen, and what is known about the step.
+        features: Keeps what the trunk of heads returns for a sample, in the coming fit; None: the
+            trunk makes all of them.
+        seconds_reading: How long this rank has read training batches, in all.
+        shortest_reading: How long it has read the batch that took the least; 0 before the first.
         stop: What ranks were asked to do, by signals.
         recorder: Notes what this rank does while a window is recorded.
         reduces: Whether a backward ends with gradients that are means over the replicas; not while
@@ -87,13 +111,18 @@ class Run(LightningStrategy):
         self.replicas = Replicas()
         self.transport: Transport = Alone()
         self.has_met = False
+        self.failures: Failures | None = None
         self.engine: Engine | None = None
         self.spread: Engine | None = None
-        self.plan = PlanOfRun()
+        self.resumption = Resumption()
+        self.freezing = Freezing()
+        self.features: FeatureCache | None = None
+        self.seconds_reading = self.shortest_reading = 0.0
         self.stop = Stop()
         self.recorder = Recorder()
         self.reduces = True
         self.ends_together = self.have_workers_failed = False
+        self._own_groups: tuple[Any, ...] = ()  # of this rank's pipeline, and of its peers
         super().__init__(**kwargs)
 
     # Lightning's objects
@@ -152,8 +181,9 @@ class Run(LightningStrategy):
         networks = networks or find_networks(self.module, self.options)
         seed = self.transport.broadcast_object(torch.initial_seed() % 2**31, LOSS_RANK)
         return Rank(
-            self.module, networks, self.transport, self.root_device, Chain(), seed,
-            self.precision_plugin.forward_context, self.replicas, None, self.stop, self.recorder,
+            self.module, networks, self.transport, self.root_device, seed=seed,
+            context=self.precision_plugin.forward_context, replicas=self.replicas, stop=self.stop,
+            recorder=self.recorder,
         )  # fmt: skip
 
     @property
@@ -224,6 +254,128 @@ class Run(LightningStrategy):
     def placed(self) -> Engine | None:
         """The engine that has the stages; of a training that is over, if they stay spread."""
         return self.engine or self.spread
+
+    # Processes: launched, met, connected
+
+    @override
+    def _configure_launcher(self) -> None:
+        """Choose what starts the other processes; None where somebody else does, or there are none.
+
+        Raises:
+            ConfigurationError: The devices can't be divided into pipelines.
+        """
+        environment, method = self.cluster_environment, self.options.start_method
+        number = self.num_stages
+        if number is not None and self.total_ranks % number:
+            raise ConfigurationError(
+                f"num_stages={number}: {self.total_ranks} devices cannot be divided into pipelines "
+                f"of {number}. Choose a multiple of {number} for Trainer(devices=...), or another "
+                "num_stages"
+            )
+        assert environment is not None
+        watch_launcher()
+        if method != "popen":
+            self._launcher = WORKER_LAUNCHERS[self.namespace.name](self, start_method=method)
+        elif not environment.creates_processes_externally and self.num_processes > 1:
+            self._launcher = script_launcher(self)
+
+    def join(self) -> None:
+        """Meet the other ranks and connect to them, once in a process."""
+        self.set_world_ranks()
+        if self.has_met:
+            return
+        if self.total_ranks > 1:
+            self._meet()
+            self._connect()
+        self.has_met = True
+
+    def _meet(self) -> None:
+        """Find the other ranks, look after each other from then on, and make the group of all."""
+        environment: Any = self.cluster_environment
+        patience, is_first = max(self.timeout, _START), current_job() is None
+        job = meet(
+            environment.main_port, self.global_rank, self.total_ranks, patience,
+            on_one_machine=self.num_nodes == 1,
+        )  # fmt: skip
+        if is_first:
+            # Not in the store, whose waiting ends after the timeout: that may be short, imports
+            # long.
+            failures = self.look_after_others(job)
+            watch_instead()
+            job.wait_for_all(patience.total_seconds(), failures.has_failed)
+        self.namespace.init_dist_connection(
+            environment, _BACKEND, timeout=self.timeout, store=job.new_store()
+        )
+
+    @property
+    def started(self) -> Any:
+        """The processes that this one has started for other ranks."""
+        return getattr(self.launcher, "procs", ())
+
+    def failures_of(self, job: Job) -> Failures:
+        """What the ranks of a job know of each other's failures, in a run that begins."""
+        # A launcher that starts functions tells of the process that ended first, and no other.
+        ends_last = self.options.start_method != "popen"
+        return Failures(job, self.timeout.total_seconds(), self.started, ends_last=ends_last)
+
+    def look_after_others(self, job: Job) -> Failures:
+        """From now on the other ranks can be told apart: look after each other."""
+        failures = self.failures = self.failures_of(job)
+        failures.watch()
+        job.tell = failures.tell_of_signal
+        return failures
+
+    def reconnect(self, num_ranks: int) -> None:
+        """Divide the ranks into other pipelines; every rank calls it, and nothing is under way.
+
+        Args:
+            num_ranks: Ranks of a pipeline from now on.
+        """
+        self.barrier("another mesh")
+        self.transport.close()
+        before = self._own_groups
+        self.num_stages = num_ranks
+        self._connect()
+        for group in before:
+            dist.destroy_process_group(group)
+
+    def _connect(self) -> None:
+        """Make the groups, and the transport within this rank's pipeline."""
+        has_nccl = self._ordered_backend == "nccl"
+        pipeline, peers = make_groups(
+            self.num_ranks, self.num_replicas, "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
+            self.timeout, self.root_device,
+        )  # fmt: skip
+        self.replicas = Replicas(self.replica, self.num_replicas, peers)
+        self._own_groups = (pipeline, peers)
+        # Inside, ranks are places in this pipeline.
+        with default_group(pipeline):
+            transport = self._make_transport()
+        self.transport = transport
+        if self.num_ranks > 1:
+            transport.measure_link(self.root_device)
+
+    @property
+    def _ordered_backend(self) -> str:
+        """The backend that tensors travel by in order, without tags; "" where there is none."""
+        # NCCL refuses two ranks on one GPU: then tensors go through pinned host memory.
+        is_alone = self.options.ranks_per_device == 1
+        return "nccl" if self.root_device.type == "cuda" and is_alone else ""
+
+    def _make_transport(self) -> Transport:
+        device, timeout = self.root_device, self.timeout
+        if self.num_ranks == 1:
+            return Alone()
+        backend = self._ordered_backend
+        if backend:
+            beside = GlooTransport(device, timeout)
+            return OrderedTransport(beside, NcclWire(device, timeout, backend), device)
+        first = self.replica * self.num_ranks
+        last = first + self.num_ranks - 1
+        on_one_node = first // self.num_processes == last // self.num_processes
+        if device.type == "cpu" and on_one_node and hasattr(os, "memfd_create"):
+            return SharedMemoryTransport(timeout, self.num_processes)
+        return GlooTransport(device, timeout)
 
     # All ranks at once. Where one of them may be gone, nobody waits.
 

@@ -4,34 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.ir.shares import largest_share
-from lightning_tspipe.planning.plain import from_plain, plain, to_plain
+from lightning_tspipe.networks import swap
+from lightning_tspipe.networks.profiler import seconds_of
+from lightning_tspipe.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
 from lightning_tspipe.profiling import moments
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
-from lightning_tspipe.runtime.modes.relay.profiler import measure_block
 from lightning_tspipe.runtime.stages.randomness import draws
-from lightning_tspipe.strategy.setup.options import (
-    SetupOptions,
-    link_of,
-    memory_limit,
-    nominal_rate,
-)
-from lightning_tspipe.strategy.setup.plan_of_run import PlanOfRun
+from lightning_tspipe.strategy.setup.options import SetupOptions
+from lightning_tspipe.strategy.setup.resumption import Resumption
 
 
 class BlockPlanner:
@@ -64,7 +65,7 @@ class BlockPlanner:
         self._here, self._callback, self._options = here, callback, options
         self._batch, self._samples, self._optimizers = batch, len(x), optimizers
 
-    def plan(self, run: PlanOfRun) -> RelayPlan:
+    def plan(self, run: Resumption) -> RelayPlan:
         """Who gets which blocks: as in the checkpoint that the run goes on from, or a new plan.
 
         Args:
@@ -89,11 +90,9 @@ class BlockPlanner:
         blocks = found.blocks
         assert blocks is not None
 
-        def changes(before: RunPlan) -> list[str]:
-            return self._changes(before.blocks, blocks)
-
-        run.place(found, changes if transport.rank == LOSS_RANK else None)
-        if transport.rank == LOSS_RANK:
+        is_first = transport.rank == LOSS_RANK
+        run.place(found, partial(self._changes, now=blocks) if is_first else None)
+        if is_first:
             rank_zero_info(f"BlockwiseRelay, mode {wished.mode!r}\n{blocks}")
         return blocks
 
@@ -119,13 +118,14 @@ class BlockPlanner:
         if plan is not None and self._options.memory_limit is None:
             return plan
         profile = self.profile(widths if plan is None else plan.widths)
-        limit = memory_limit(self._options, self._here.device)
+        limit = self._options.bytes_on(self._here.device)
         if plan is not None:
             return profile.priced(plan, limit)
         return plan_mode(wished.mode, profile, num_ranks, limit)
 
-    def _changes(self, before: RelayPlan | None, now: RelayPlan) -> list[str]:
+    def _changes(self, found: RunPlan, now: RelayPlan) -> list[str]:
         """What is computed differently where blocks lie otherwise than in the run before."""
+        before = found.blocks
         if before is None:
             return ["its blocks were not relayed"]
         is_apart = self._callback.sync_batchnorm is False and _shares(before) != _shares(now)
@@ -170,32 +170,65 @@ class BlockPlanner:
             if transport.rank == LOSS_RANK and file is not None:
                 _write(file, text)
         found = from_plain(tuple[BlockProfile, ...], json.loads(text))
-        return RelayProfile(found, self._samples, *link_of(self._options, transport))
+        return RelayProfile(found, self._samples, *self._options.link(transport))
 
     def _measured(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
         started = time.perf_counter()
-        device = self._here.device
-        module: Any = self._here.module
-        pair.teacher.to(device)
-        pair.student.to(device)
-        found = measure_block(
-            pair,
-            module.block_loss,
-            self.shapes,
-            sizes,
-            self._batch,
-            device,
-            steps=self._callback.profile_steps,
-            moments=max((moments(o.defaults) for o in self._optimizers), default=0),
-            context=self._here.context,
-            flops_per_second=nominal_rate(self._options, device),
-        )
+        pair.teacher.to(self._here.device)
+        pair.student.to(self._here.device)
+        found = self._costs_of(pair, sizes)
         took = time.perf_counter() - started
         rank_zero_info(
             f"BlockwiseRelay: measured block {pair.index + 1} of {len(self.shapes.fields)} "
             f"({pair.name}), with {sizes} samples, in {took:.1f} s"
         )
         return found
+
+    def _costs_of(self, pair: BlockPair, sizes: Sequence[int]) -> BlockProfile:
+        """Run a block as a training would, for each number of samples; nothing of it changes."""
+        here, shapes, module = self._here, self.shapes, cast("Any", self._here.module)
+        blocks = (pair.teacher, pair.student)
+        trained = [parameter for parameter in pair.student.parameters() if parameter.requires_grad]
+        teacher: dict[int, float] = {}
+        student: dict[int, float] = {}
+        activations = 0
+
+        def forward(x: Tensor) -> Tensor:
+            with torch.no_grad(), here.context():
+                target: Tensor = pair.teacher(x)
+            return target
+
+        def train(x: Tensor, target: Tensor, part: Any) -> None:
+            with here.context():
+                loss = module.block_loss(pair.student(x), target, pair.index, part)
+            if loss.requires_grad:
+                loss.backward()
+
+        rate = self._options.rate(here.device)
+        steps = self._callback.profile_steps
+        seconds = partial(seconds_of, device=here.device, steps=steps, rate=rate)
+        parts = [part for block in blocks for part in block.modules()]
+        with swap.attributes_restored(parts, tensors=True):
+            for samples in sizes:
+                spec = shapes.input_spec(pair.index, samples)
+                x = torch.zeros(spec.shape, dtype=spec.dtype, device=here.device)
+                if spec.dtype.is_floating_point:
+                    x.normal_()
+                cut = partial(_first, samples=samples)
+                work = partial(train, x, forward(x), pytree.tree_map_only(Tensor, cut, self._batch))
+                teacher[samples] = seconds(partial(forward, x))
+                student[samples] = seconds(work)
+                activations = max(activations, math.ceil(_bytes_kept(work) / samples))
+            update = seconds(partial(_touch, trained))
+        for parameter in trained:
+            parameter.grad = None
+        gradients = sum(p.nbytes for p in trained)
+        held = sum(t.nbytes for block in blocks for t in (*block.parameters(), *block.buffers()))
+        kept = max((moments(optimizer.defaults) for optimizer in self._optimizers), default=0)
+        return BlockProfile(
+            pair.name, teacher, student, update, shapes.input_spec(pair.index, 1).num_bytes,
+            gradients, held + (2 + kept) * gradients, activations,
+        )  # fmt: skip
 
     def _cache_file(self, sizes: Sequence[int]) -> Path | None:
         where, device = self._callback.profile_cache, self._here.device
@@ -228,3 +261,30 @@ def _write(file: Path, text: str) -> None:
         part.replace(file)
     except OSError as error:
         rank_zero_info(f"BlockwiseRelay: the measured costs are not kept: {error}")
+
+
+def _first(leaf: Tensor, samples: int) -> Tensor:
+    """The beginning of a tensor of the batch, if it is as long."""
+    return leaf[:samples] if leaf.dim() and len(leaf) >= samples else leaf
+
+
+@torch.no_grad()
+def _touch(parameters: Sequence[nn.Parameter]) -> None:
+    """About what an optimizer reads and writes, without a change."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.add_(parameter.grad, alpha=0.0)
+
+
+def _bytes_kept(run: Callable[[], Any]) -> int:
+    """Bytes that the forwards of a run keep for their backwards, beside parameters."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            kept.setdefault(tensor.untyped_storage().data_ptr(), tensor.nbytes)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(kept.values())

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from lightning_tspipe.capture.rebinding import refuse_rebinding
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.strategy.setup.fanout import fanout_networks, fanout_of
+from lightning_tspipe.heads import FanoutTraining, StudentFanout
+from lightning_tspipe.heads.training import refuse_trained_trunk
 from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.setup.refusals import refuse_compiled
+from lightning_tspipe.strategy.setup.refusals import refuse, refuse_compiled
 
 
 def find_networks(module: nn.Module, options: SetupOptions) -> Networks:
@@ -90,3 +91,37 @@ def relay_of(trainer: Any) -> Any:
     """The callback ``BlockwiseRelay``, if there is one."""
     callbacks = getattr(trainer, "callbacks", ())
     return next((c for c in callbacks if type(c).__name__ == "BlockwiseRelay"), None)
+
+
+def fanout_of(module: nn.Module) -> StudentFanout | None:
+    """The heads of a module; None if its student is something else."""
+    student = getattr(module, "student", None)
+    return student if isinstance(student, StudentFanout) else None
+
+
+def fanout_networks(module: nn.Module, options: SetupOptions) -> Networks:
+    """The trunk goes through the pipeline; heads run where they are.
+
+    Raises:
+        ConfigurationError: No trunk, a trunk that is trained, or options that heads don't have.
+    """
+    name, trunk, own = type(module).__name__, getattr(module, "teacher", None), cast("Any", module)
+    beside = "does not go with heads on a trunk:"
+    refuse({
+        f"{name}.student is a StudentFanout: derive {name} from FanoutTraining first, as in class "
+        "Tasks(FanoutTraining, LightningModule), which runs its steps for each head":
+        not isinstance(module, FanoutTraining),
+        f"{name} has heads and no trunk: give it a submodule `teacher`":
+        not isinstance(trunk, nn.Module),
+        f"schedule={options.schedule!r} {beside} heads wait for no other rank as it is. Use "
+        "schedule='tspipe'": options.schedule == "1f1b",
+        f"plan {beside} heads are measured when they are placed. Give partition= and "
+        "num_microbatches=": options.plan is not None,
+        f"activation_checkpointing {beside} a trunk has no backward. In a head, use "
+        "torch.utils.checkpoint in its forward":
+        options.activation_checkpointing != "auto" and bool(options.activation_checkpointing),
+        f"automatic_optimization=False {beside} each rank has an optimizer for its own heads. "
+        "Write head_optimizer(name, parameters)": not getattr(own, "automatic_optimization", True),
+    })  # fmt: skip
+    refuse_trained_trunk(own.teacher)
+    return Networks((), ("teacher",), ("student",))

@@ -11,9 +11,9 @@ from operator import attrgetter
 from typing import Any, get_type_hints
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.plain import from_plain, to_plain
 from lightning_tspipe.planning.cluster import divisors
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.planning.plain import from_plain, to_plain
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -186,18 +186,18 @@ def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
     return replace(profile, teacher=NetworkProfile((*read[:known], *atoms[known:])))
 
 
-def ask_front(part: FrozenPart | None, here: Rank, captured: Captured, freezing: Freezing) -> None:
+def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezing) -> None:
     """Have the front say whether it is going to know anything; every rank calls it.
 
     Args:
-        part: The frozen part, if there is one.
+        part: The frozen part.
         here: This rank.
         captured: The step; all values of its networks are here.
         freezing: What is known.
     """
-    if part is None or part.front is None:
+    if part.front is None:
         return
-    network, number, profile = part, part.num_frozen, freezing.profile
+    number, profile = part.num_frozen, freezing.profile
 
     def call(index: int) -> Call:
         found = captured.plan.calls[index]
@@ -206,9 +206,9 @@ def ask_front(part: FrozenPart | None, here: Rank, captured: Captured, freezing:
         def seconds() -> float:
             if profile is not None:
                 return profile.student.sums("forward", size)[number]
-            return seconds_of_forward(network, number, spec, here.device)
+            return seconds_of_forward(part, number, spec, here.device)
 
-        shapes = network.shapes(spec, found.num_links, here.context, grad=False)
+        shapes = part.shapes(spec, found.num_links, grad=False)
         return Call(spec, shapes.boundaries[number], seconds)
 
     if not part.front.placed(part, [call(i) for i in captured.plan.calls_of("student")]):

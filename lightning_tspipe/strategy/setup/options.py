@@ -25,6 +25,7 @@ from lightning_tspipe.strategy.setup.refusals import refuse
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MICROBATCHES = (1, 2, 4, 8)
+_ACTION_SECONDS = 1.0e-4
 _ENTRY, _META_FILE = "lightning_tspipe", "meta.pt"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -62,14 +63,19 @@ class SetupOptions:
         if self.weights is not None:
             policy_of(self.weights)
         parse_bytes(self.memory_limit)
-        refuse(self._wrong_values())
-        refuse(self._wrong_pairs())
+        refuse(self._wrong())
 
-    def _wrong_values(self) -> dict[str, bool]:
-        """Values that an option does not have; whether each was given."""
+    def _wrong(self) -> dict[str, bool]:
+        """Values that an option does not have, and options that can't be had together.
+
+        With schedule='1f1b', updates come while batches are under way. In CUDA graphs, a replay
+        overwrites outputs that are saved, or on their way.
+        """
         number, depth = self.num_microbatches, self.queue_depth
-        again = self.activation_checkpointing
+        is_late, again = self.schedule == "1f1b", self.activation_checkpointing
         is_count = isinstance(number, int) and number >= 1
+        arguments = self.compile if isinstance(self.compile, Mapping) else {}
+        chosen = arguments.get("options") or {}
         return {
             f"schedule={self.schedule!r}: choose {', '.join(map(repr, SCHEDULES))} or "
             f"{ASYNCHRONOUS!r}": self.schedule not in {*SCHEDULES, ASYNCHRONOUS},
@@ -82,25 +88,12 @@ class SetupOptions:
             f"queue_depth={depth!r}: 'auto' or a number from 0 on": depth != "auto" and depth < 0,
             f"activation_checkpointing={again!r}: 'auto', True, or a list of patterns":
             isinstance(again, str) and again != "auto",
-        }  # fmt: skip
-
-    def _wrong_pairs(self) -> dict[str, bool]:
-        """Options that can't be had together; whether both were given.
-
-        With schedule='1f1b', updates come while batches are under way. In CUDA graphs, a replay
-        overwrites outputs that are saved, or on their way.
-        """
-        is_late, again = self.schedule == "1f1b", self.activation_checkpointing
-        arguments = self.compile if isinstance(self.compile, Mapping) else {}
-        chosen = arguments.get("options") or {}
-        return {
             f"weights={self.weights!r} is for schedule='1f1b'; with schedule={self.schedule!r} the "
             "student always reads its newest weights": not is_late and self.weights is not None,
             f"drain_epochs=False is for schedule='1f1b'; with schedule={self.schedule!r} no batch "
             "is under way where an epoch ends. Remove it": not is_late and not self.drain_epochs,
-            f"num_microbatches={self.num_microbatches} with schedule='1f1b': a batch is one unit "
-            "there. Leave it out, and give the loader a smaller batch_size":
-            is_late and self.num_microbatches not in {"auto", 1},
+            f"num_microbatches={number} with schedule='1f1b': a batch is one unit there. Leave it "
+            "out, and give the loader a smaller batch_size": is_late and number not in {"auto", 1},
             "split_backward=True with schedule='1f1b': no rank waits, so halves have nothing to "
             "fill. Leave it out": is_late and self.split_backward is True,
             "compile with schedule='1f1b': what a compiled backward reads of the weights can't be "
@@ -174,6 +167,47 @@ class SetupOptions:
             return (self.num_microbatches,)
         return (1,) if self.schedule in {"sequential", "1f1b"} else _MICROBATCHES
 
+    # What the options mean on a machine
+
+    def rate(self, device: torch.device) -> float | None:
+        """Operations per second by which plans are made without measuring; None to measure.
+
+        The same for each device of a kind, so that each of them gives the same plan.
+        """
+        if not self.plans_by_flops:
+            return None
+        return 5.0e13 if device.type == "cuda" else 5.0e10
+
+    def link(self, transport: Transport) -> Link:
+        """What is between two ranks: as measured, unless plans are to be the same in each run."""
+        return NOMINAL if self.plans_by_flops or transport.link is None else transport.link
+
+    def bytes_on(self, device: torch.device) -> int | None:
+        """Bytes that a rank may hold: as said, else most of what is free on a GPU, fairly shared.
+
+        One part in ten is left for what plans don't count: what kernels need for a while, and gaps
+        between tensors. Connections between neighbours are there already, and their buffers with
+        them. If plans are to be the same in each run, a GPU counts as empty.
+        """
+        if self.memory_limit is not None or device.type != "cuda":
+            return parse_bytes(self.memory_limit)
+        # What other ranks only hold in reserve is theirs; this rank's is free.
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return int((total if self.plans_by_flops else free) * 0.9 / self.ranks_per_device)
+
+    def constraints(self, device: torch.device, transport: Transport) -> dict[str, Any]:
+        """Constraints of the user and the machine on every plan of a run."""
+        return {
+            "link": self.link(transport),
+            "memory_limit": self.bytes_on(device),
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "split": False if self.compile else self.split_backward,
+            "action_overhead": _ACTION_SECONDS,
+            "weights": self.weights or "pipeoptim",
+        }
+
 
 def parse_bytes(amount: int | str | None) -> int | None:
     """Bytes from a number or a text.
@@ -227,32 +261,3 @@ def _text_in(file: Path) -> str:
             "has heads or relayed blocks, or ran on one device"
         )
     return text
-
-
-def nominal_rate(options: SetupOptions, device: torch.device) -> float | None:
-    """Operations per second by which plans are made without measuring; None to measure.
-
-    The same for each device of a kind, so that each of them gives the same plan.
-    """
-    if not options.plans_by_flops:
-        return None
-    return 5.0e13 if device.type == "cuda" else 5.0e10
-
-
-def link_of(options: SetupOptions, transport: Transport) -> Link:
-    """What is between two ranks: as measured, unless plans are to be the same in each run."""
-    return NOMINAL if options.plans_by_flops or transport.link is None else transport.link
-
-
-def memory_limit(options: SetupOptions, device: torch.device) -> int | None:
-    """Bytes that a rank may hold: as said, else most of what is free on a GPU, fairly shared.
-
-    One part in ten is left for what plans don't count: what kernels need for a while, and gaps
-    between tensors. Connections between neighbours are there already, and their buffers with them.
-    If plans are to be the same in each run, a GPU counts as empty.
-    """
-    if options.memory_limit is not None or device.type != "cuda":
-        return parse_bytes(options.memory_limit)
-    torch.cuda.empty_cache()  # what other ranks only hold in reserve is theirs; this rank's is free
-    free, total = torch.cuda.mem_get_info(device)
-    return int((total if options.plans_by_flops else free) * 0.9 / options.ranks_per_device)

@@ -173,11 +173,11 @@ def refuse_loaders(trainer: Any) -> None:
         ConfigurationError: There are several.
     """
     combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public way
-    if combined is not None and len(combined.flattened) > 1:
-        raise ConfigurationError(
-            f"{len(combined.flattened)} training loaders: a pipeline reads ahead in one. Combine "
-            "the datasets in one loader (torch.utils.data.ConcatDataset, StackDataset)"
-        )
+    number = 0 if combined is None else len(combined.flattened)
+    refuse({
+        f"{number} training loaders: a pipeline reads ahead in one. Combine the datasets in one "
+        "loader (torch.utils.data.ConcatDataset, StackDataset)": number > 1
+    })  # fmt: skip
 
 
 def refuse_result(result: Any) -> None:
@@ -186,12 +186,11 @@ def refuse_result(result: Any) -> None:
     Raises:
         ConfigurationError: There is none.
     """
-    if result is None or (isinstance(result, dict) and result.get("loss") is None):
-        raise ConfigurationError(
-            "training_step returned no loss. A pipeline can't skip a batch: return a loss of zero "
-            "that depends on the outputs, such as 0 * output.sum(), or leave such batches out in "
-            "the loader"
-        )
+    refuse({
+        "training_step returned no loss. A pipeline can't skip a batch: return a loss of zero that "
+        "depends on the outputs, such as 0 * output.sum(), or leave such batches out in the loader":
+        result is None or (isinstance(result, dict) and result.get("loss") is None)
+    })  # fmt: skip
 
 
 def refuse_training(

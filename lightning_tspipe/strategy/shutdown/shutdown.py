@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_tspipe.runtime.faults.failures import Failures, end_with_this_process
+from lightning_tspipe.runtime.faults.failures import end_with_this_process
 from lightning_tspipe.runtime.faults.loader_workers import hear_of_children, let_children_end
-from lightning_tspipe.runtime.faults.local_processes import watch_instead
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
 from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, end_by
 from lightning_tspipe.runtime.faults.stopping import END, REQUEUE, Stop
@@ -31,14 +30,11 @@ class Shutdown:
         _run: The run.
         _saving: What is being written where a run ends.
         _evaluator: Evaluations, which a signal ends too.
-        _starts_scripts: Whether the other processes are scripts, and not functions.
     """
 
     _run: Run
     _saving: CheckpointWriter
     _evaluator: Evaluator
-    _starts_scripts: bool
-    _failures: Failures | None = None
     _requeues: bool = False
     _hears_no_more: bool = False
     _muted: list[Any] = field(default_factory=list)
@@ -49,24 +45,10 @@ class Shutdown:
         """A run begins: in the first one of a process, nothing is known of other ranks."""
         HERE.enter("the start-up")
         HERE.checkpoint = ""  # of an earlier run
-        job = current_job() if self._run.total_ranks > 1 else None
-        self._failures = None if job is None else self._watch(job)
-
-    def watch(self, job: Job) -> Callable[[], bool]:
-        """From now on the other ranks can be told apart: look after each other.
-
-        Returns:
-            Whether one of them is known to have failed.
-        """
-        failures = self._failures = self._watch(job)
-        watch_instead()
-        return failures.has_failed
-
-    def _watch(self, job: Job) -> Failures:
-        failures = self._make_failures(job)
-        failures.watch()
-        job.tell = failures.tell_of_signal
-        return failures
+        run, job = self._run, current_job()
+        run.failures = None
+        if job is not None and run.total_ranks > 1:
+            run.look_after_others(job)
 
     def connected(self) -> None:
         """The ranks have met, in this run or an earlier one."""
@@ -74,8 +56,8 @@ class Shutdown:
         run.ends_together = self._requeues = self._saving.has_told = self._hears_no_more = False
         if run.total_ranks == 1:
             run.stop = Stop(self._on_agreed)
-            return
-        self._renew_stop()
+        else:
+            self._renew_stop()
 
     def reconnected(self) -> None:
         """The ranks have other places: notes of their own, since steps are counted anew."""
@@ -97,19 +79,6 @@ class Shutdown:
             gather=run.replicas.gather,
         )  # fmt: skip
 
-    def _make_failures(self, job: Job | None = None) -> Failures:
-        run = self._run
-        return Failures(
-            run.global_rank, job, 0 if job is None else job.num_begun,
-            run.timeout.total_seconds(), self._procs,
-            # A launcher that starts functions tells of the process that ended first, and no other.
-            ends_last=not self._starts_scripts,
-        )  # fmt: skip
-
-    @property
-    def _procs(self) -> Any:
-        return getattr(self._run.launcher, "procs", ())
-
     # Failures
 
     def begin_end(self, exception: BaseException) -> None:
@@ -120,12 +89,12 @@ class Shutdown:
         run.set_world_ranks()  # a worker may fail before it has set up anything
         is_sigterm = type(exception).__name__ == "SIGTERMException"  # of either Lightning
         run.ends_together = is_sigterm and run.stop.has_ended
-        failures = self._failures = self._failures or self._make_failures()
+        failures = run.failures = run.failures or run.failures_of(Job(run.global_rank))
         if run.ends_together:
             failures.end_watch()
         else:
             let_children_end()
-            failures.settle(exception, self._procs)
+            failures.settle(exception)
             if run.has_met:
                 run.transport.close()
 
@@ -133,12 +102,8 @@ class Shutdown:
         """Where all ranks end together, or one is alone: until each has written what it writes."""
         self._saving.end_writing(waits=True)
         self._saving.finish_files()
-        if self._failures is not None:
-            self._failures.await_ends()
-
-    def tell_now(self, exception: BaseException) -> bool:
-        """Print why this rank ends, where nothing else would; whether because of another rank."""
-        return self._failures is not None and self._failures.tell_now(exception)
+        if self._run.failures is not None:
+            self._run.failures.await_ends()
 
     def on_exception(self, exception: BaseException) -> None:
         """The run ends by an exception, of which callbacks know by now."""
@@ -152,7 +117,7 @@ class Shutdown:
             assert isinstance(exception, SystemExit)
             # Not 0: whoever started the job must not take it for complete.
             exception.code = _SIGTERM_EXIT_CODE
-            end_with_this_process(self._procs)
+            end_with_this_process(self._run.started)
 
     def _mute(self, trainer: Any) -> None:
         """Keep checkpoint callbacks from saving, and from removing what they saved before."""
@@ -171,8 +136,8 @@ class Shutdown:
         if run.lightning_module is not None:
             # A process that ends takes what it sent with it, unless it has arrived.
             run.barrier("teardown")
-        if self._failures is not None:
-            self._failures.end_watch()
+        if run.failures is not None:
+            run.failures.end_watch()
         HERE.enter("the script, after a run")
 
     # Signals

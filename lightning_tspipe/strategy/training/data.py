@@ -6,12 +6,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader, Remote, RemoteLoader
@@ -19,10 +23,7 @@ from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.fanout import fanout_of
-from lightning_tspipe.strategy.training.batches import copied_beside, on_cpu, to_device
-from lightning_tspipe.strategy.training.progress import Resumption
-from lightning_tspipe.strategy.training.step_results import StepResults
+from lightning_tspipe.strategy.setup.declared import fanout_of
 
 
 class Data:
@@ -30,27 +31,20 @@ class Data:
 
     Args:
         run: The run.
-        resumption: Where it goes on.
-        results: Watch what steps leave behind.
 
     Attributes:
         loader: The training loader; None before there is one.
         prepared: Batches that are on the device already, by their numbers.
         has_begun: Whether the step of the current batch has begun.
         position: Of the engine before the current batch; None before the first.
-        seconds_reading: How long this rank has read training batches, in all.
-        shortest_reading: How long it has read the batch that took the least; 0 before the first.
     """
 
-    def __init__(self, run: Run, resumption: Resumption, results: StepResults) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._resumption = resumption
-        self._results = results
         self.loader: LookaheadLoader | None = None
         self.prepared: dict[int, Any] = {}
         self.has_begun = False
         self.position: tuple[int, int] | None = None
-        self.seconds_reading = self.shortest_reading = 0.0
         self._num_loaders = 0
         self._announced: dict[int, deque[tuple[int, bool]]] = {}
 
@@ -60,10 +54,10 @@ class Data:
 
     def read(self, started: float) -> None:
         """This rank has read a training batch, from ``started`` until now."""
-        seconds = time.perf_counter() - started
-        self.shortest_reading = min(self.shortest_reading or seconds, seconds)
-        self.seconds_reading += seconds
-        self._run.recorder.paused("load", started)
+        run, seconds = self._run, time.perf_counter() - started
+        run.shortest_reading = min(run.shortest_reading or seconds, seconds)
+        run.seconds_reading += seconds
+        run.recorder.paused("load", started)
 
     def loader_of_rank(self, dataloader: object) -> object:
         """The loader that this rank iterates, in the place of the user's."""
@@ -113,25 +107,24 @@ class Data:
     ) -> LookaheadLoader:
         trains = self._run.trainer.training
         length = sized_len(dataloader)
-        loader = LookaheadLoader(
-            dataloader, announce, self.read if trains else None, trains=trains,
-            num_batches=self._num_batches(length) if trains else math.inf,
-            depth=self._depth if trains else 1,
-            follows=self._begin_next_epoch if trains else lambda: False,
-        )  # fmt: skip
+        loader = LookaheadLoader(dataloader, announce, trains=trains)
         if length is None and self._run.num_replicas > 1:
             loader.agree = self._run.replicas.all_say
         if trains:
             self.loader = loader
+            loader.on_read, loader.follows = self.read, self._begin_next_epoch
+            loader.num_batches, loader.depth = self._num_batches(length), self._depth
             loader.may_repeat = self._run.total_ranks == 1  # no failure of several ranks is saved
             self.prepared = {}  # numbers start anew
-            if self._resumption.here is not None and self._resumption.here["loader"] is not None:
-                loader.resume(self._resumption.here["loader"])
+            here = self._run.resumption.here
+            if here is not None and here["loader"] is not None:
+                loader.resume(here["loader"])
         return loader
 
     def restore_random(self) -> None:
         """A resumed run draws on where it was stopped, before any hook of an epoch or a batch."""
-        random, self._resumption.random = self._resumption.random, None
+        resumption = self._run.resumption
+        random, resumption.random = resumption.random, None
         if self.loader is not None:  # which knows what has been read already
             self.loader.restore_random()
         elif random is not None:
@@ -237,21 +230,50 @@ class Data:
             (c for c in callbacks if hasattr(c, "delay") and hasattr(c, "start_step")), None
         )
 
-    def step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
-        """A user's step as a function of the batch alone."""
-        method = getattr(self._run.module, name)
-        others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
 
-        def step(batch: Any) -> Any:
-            if not self._run.trainer.predicting:
-                # Lightning finds the batch size for averages here.
-                results = self._run.trainer._results  # noqa: SLF001
-                assert results is not None
-                results.batch, results.batch_size = batch, None
-            with self._run.replicas.as_world():
-                engine = self._run.engine
-                logs = self._run.is_loss_rank if engine is None else engine.computes_loss
-                with self._results.watch(name) if logs else nullcontext():
-                    return method(batch, *others)
+def copied_beside(device: torch.device) -> AbstractContextManager[Any]:
+    """Copies from the host to a GPU, while inside, run beside what the GPU computes.
 
-        return step
+    What is launched behind a copy waits for it; the copy waits for nothing, and so the host, which
+    is ahead of its GPU, is not held either where a batch lies in pageable memory.
+
+    Args:
+        device: Where the batches go; on a CPU they are copied as usual.
+    """
+    return nullcontext() if device.type != "cuda" else _Copying(_stream(device))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Copying(TorchFunctionMode):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        moves = func is Tensor.to or func is Tensor.cuda
+        if not moves or args[0].device.type != "cpu":
+            return func(*args, **(kwargs or {}))
+        computing = torch.cuda.current_stream(self._stream.device)
+        with torch.cuda.stream(self._stream):
+            result = func(*args, **(kwargs or {}))
+        if result.device.type == "cuda":
+            computing.wait_stream(self._stream)
+            result.record_stream(computing)  # or its memory would be free for the next copy
+        return result
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device."""
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, batch)
+
+
+def on_cpu(batch: Any) -> Any:
+    """A batch with its tensors in host memory."""
+    return to_device(batch, torch.device("cpu"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any, cast
 
 import torch
@@ -18,11 +17,10 @@ from lightning_tspipe.runtime.execution.evaluation import Evaluation
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.placing import InitialWeights, set_up, share_weights
-from lightning_tspipe.strategy.training.batches import on_cpu, to_device
-from lightning_tspipe.strategy.training.data import Data
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
-from lightning_tspipe.strategy.training.module_weights import ModuleWeights
+from lightning_tspipe.strategy.setup.refusals import refuse
+from lightning_tspipe.strategy.training.data import Data, on_cpu, to_device
+from lightning_tspipe.strategy.training.module_weights import ModuleWeights, share_weights
+from lightning_tspipe.strategy.training.placing import set_up
 from lightning_tspipe.strategy.training.step_results import StepResults
 
 log = logging.getLogger("lightning_tspipe")
@@ -38,18 +36,14 @@ class Evaluator:
         run: The run.
         data: Its batches.
         weights: Where values come from, if stages are made here.
-        results: Share what predictions leave behind.
-        heads: Those of a fan-out.
+        results: Watch steps.
     """
 
-    def __init__(
-        self, run: Run, data: Data, weights: ModuleWeights, results: StepResults, heads: HeadsHere
-    ) -> None:
+    def __init__(self, run: Run, data: Data, weights: ModuleWeights, results: StepResults) -> None:
         self._run = run
         self._data = data
         self._weights = weights
         self._results = results
-        self._heads = heads
         self._evaluations: dict[Any, Evaluation] = {}
         self._is_whole = self._is_forward_only = False
         self._outside: RandomStates | None = None
@@ -74,7 +68,7 @@ class Evaluator:
         """A step of the module, such as its ``validation_step``, on a batch."""
         run, trainer = self._run, cast("Any", self._run.trainer)
         batch, *rest = (*args, *kwargs.values())
-        step = self._data.step(name, rest, rest[0] if rest else 0)
+        step = self._results.step(name, rest, rest[0] if rest else 0)
         dataloader_idx = rest[1] if len(rest) > 1 else 0
         stop = ""
         if run.is_data_rank:
@@ -100,15 +94,12 @@ class Evaluator:
             self._outside = None
         self._end_forwards()
 
-    def evaluate(
-        self, fn: Callable[[Any], Any], loader: Iterable[Any], *, limit: int | None = None
-    ) -> Iterator[Any]:
+    def evaluate(self, fn: Callable[[Any], Any], loader: Iterable[Any]) -> Iterator[Any]:
         """Run ``fn`` on every batch of a loader; every rank calls it.
 
         Args:
             fn: Calls pipelined submodules; its argument is a batch of the loader.
             loader: Read on the data rank only.
-            limit: At most so many batches.
 
         Yields:
             What ``fn`` returns on the loss rank, None elsewhere.
@@ -118,7 +109,7 @@ class Evaluator:
         """
         key = object()
         try:
-            for batch in self._batches(loader, limit):
+            for batch in self._batches(loader):
                 stop = self._run.stop.next_word_alone() if self._run.is_data_rank else ""
                 result = self._evaluate(fn, batch, key, stop)
                 self.end_if_agreed()
@@ -126,14 +117,14 @@ class Evaluator:
         finally:
             self._evaluations.pop(key, None)
 
-    def _batches(self, loader: Iterable[Any], limit: int | None) -> Iterator[Any]:
+    def _batches(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches on the data rank; as many placeholders elsewhere."""
         run, transport = self._run, self._run.transport
         if not run.is_data_rank:
             while transport.broadcast_object(None, run.data_rank):
                 yield None
             return
-        for batch in islice(isolated(loader), limit):
+        for batch in isolated(loader):
             transport.broadcast_object(True, run.data_rank)
             yield self._data.transfer(batch)
         transport.broadcast_object(False, run.data_rank)
@@ -174,9 +165,9 @@ class Evaluator:
         # Tensors that are made in inference mode could not be trained afterwards.
         with torch.inference_mode(mode=False), torch.no_grad():
             if run.placed is None:
-                run.engine = set_up(run.rank(), run.options, step, first, self._weights.initial)
+                run.engine = set_up(run, self._weights, step, first, trains=False)
                 self._is_forward_only = True
-                self._heads.placed(run.engine)
+                self._results.placed(run.engine)
             assert run.placed is not None
             return Evaluation(run.placed, step, first)
 
@@ -192,7 +183,7 @@ class Evaluator:
                 engine.materializer.drop()
             else:
                 engine.shards.restore(run.pipeline_rank, run.transport)
-                share_weights(engine.here, InitialWeights())
+                share_weights(engine.here)
         run.engine = None
         self.release()
 
@@ -203,11 +194,11 @@ class Evaluator:
 
     def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any, stop: str) -> Any:
         """Without a pipeline, the loss rank holds all networks."""
-        if is_on_meta(self._run.module) and self._run.is_loss_rank:
-            raise ConfigurationError(
-                "the module was built on the meta device and has no weights before the first "
-                "training batch, so that nothing can be evaluated in a training before it"
-            )
+        refuse({
+            "the module was built on the meta device and has no weights before the first training "
+            "batch, so that nothing can be evaluated in a training before it":
+            self._run.is_loss_rank and is_on_meta(self._run.module)
+        })  # fmt: skip
         transport, data_rank = self._run.transport, self._run.data_rank
         with waiting("the start of a step"):
             stop, batch = transport.broadcast_object((stop, on_cpu(batch)), data_rank)

@@ -20,22 +20,25 @@ can be called after that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed import GroupMember
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.networks import swap
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.transport.replicas import default_group
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.training.batches import on_cpu
-from lightning_tspipe.strategy.training.commands import END, Command, Commands
+from lightning_tspipe.strategy.setup.refusals import refuse
+from lightning_tspipe.strategy.training.data import on_cpu
 from lightning_tspipe.strategy.training.optimizers import (
     hyperparameters,
     parameters_of,
@@ -43,20 +46,31 @@ from lightning_tspipe.strategy.training.optimizers import (
     set_hyperparameters,
 )
 
+Command = tuple[Any, ...]
+"""The name of a method below, which every rank carries out on what it owns, and its arguments."""
+
+END: Command = ("end",)
+
 _Method = Callable[..., Any]
 _Mode = Literal["outside", "live", "silent"]
 """The step that runs: none, the one with real outputs, one without effects on optimizers."""
 
 
-class ManualOptimization(Commands):
+class ManualOptimization:
     """One rank's part in optimization by hand.
 
     Args:
         run: The run.
+
+    Attributes:
+        student: The parameters of the pipelined networks that are trained, also those of others.
+        waiting: The optimizers that made no step since the last backward: gradients may add up.
     """
 
     def __init__(self, run: Run) -> None:
-        super().__init__(run)
+        self._run = run
+        self.student: list[nn.Parameter] = []
+        self.waiting: set[int] = set()
         self._mode: _Mode = "outside"
         self._begin()
 
@@ -72,6 +86,23 @@ class ManualOptimization(Commands):
         self._backward_under: set[int | None] = set()
         self._num_calls = 0
         self._world: Any = GroupMember.WORLD
+
+    def attach(self) -> None:
+        """The stages have their places."""
+        self.waiting = set()
+        blocks = [self._run.module.get_submodule(name) for name in self.engine.names.student]
+        self.student = [parameter for block in blocks for parameter in block.parameters()]
+
+    @property
+    def engine(self) -> PipelineEngine:
+        """The pipeline; a relay's engine has no commands to follow."""
+        return cast("PipelineEngine", self._run.engine)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers as the user gets them: they count steps and run hooks."""
+        optimizers: list[Any] = self._run._lightning_optimizers  # noqa: SLF001
+        return optimizers
 
     # The user's step, in its two ways
 
@@ -121,7 +152,7 @@ class ManualOptimization(Commands):
                 yield owner, "zero_grad", clear, _nothing
         for index, config in enumerate(self._run.lr_scheduler_configs):
             yield config.scheduler, "step", partial(self._schedule, index), _nothing
-        module = self.module
+        module = self._run.module
         yield module, "zero_grad", partial(self._zero_grad, None), _nothing
         yield module, "clip_gradients", self._clip, _nothing
         yield module, "toggle_optimizer", self._toggle, _nothing
@@ -147,12 +178,11 @@ class ManualOptimization(Commands):
         Raises:
             ConfigurationError: It comes too late, or from elsewhere than the step.
         """
-        if self._mode != "live":
-            raise ConfigurationError(
-                "manual_backward outside of training_step: the graph of a batch is gone when its "
-                "step is over. Call it in training_step"
-            )
-        module, plugin = self.module, self._run.precision_plugin
+        refuse({
+            "manual_backward outside of training_step: the graph of a batch is gone when its step "
+            "is over. Call it in training_step": self._mode != "live"
+        })  # fmt: skip
+        module, plugin = self._run.module, self._run.precision_plugin
         self._told.append(("before_backward",))
         with self._outside():
             self._run.pre_backward(loss)
@@ -173,12 +203,12 @@ class ManualOptimization(Commands):
     @contextmanager
     def _noted(self) -> Iterator[None]:
         """A backward runs inside: note what it reaches, and refuse what it must not reach."""
-        if self._is_used and self._run.num_replicas > 1:
-            raise ConfigurationError(
-                "a backward after an optimizer made use of gradients: several replicas average the "
-                "gradients of a batch once. Call manual_backward for all losses first, then the "
-                "optimizers, or update one network per batch"
-            )
+        refuse({
+            "a backward after an optimizer made use of gradients: several replicas average the "
+            "gradients of a batch once. Call manual_backward for all losses first, then the "
+            "optimizers, or update one network per batch":
+            self._is_used and self._run.num_replicas > 1
+        })  # fmt: skip
         self._note_calls()
         before = self._versions()
         yield
@@ -213,9 +243,9 @@ class ManualOptimization(Commands):
         self._note_calls()
         index = self._index_of(optimizer)
         with self._outside():
-            self.module.toggle_optimizer(optimizer)
+            self._run.module.toggle_optimizer(optimizer)
             # The networks have run already: which gradients they keep is decided afterwards.
-            wanted = self.module._param_requires_grad_state  # noqa: SLF001 - no public way
+            wanted: Any = self._run.module._param_requires_grad_state  # noqa: SLF001 - no public way
             for parameter in self.student:
                 if parameter in wanted:
                     parameter.requires_grad_(wanted[parameter])
@@ -224,7 +254,7 @@ class ManualOptimization(Commands):
     def _untoggle(self, optimizer: Any) -> None:
         self._note_calls()
         with self._outside():
-            self.module.untoggle_optimizer(optimizer)
+            self._run.module.untoggle_optimizer(optimizer)
         self._toggled = None
 
     def _index_of(self, optimizer: Any) -> int:
@@ -278,21 +308,21 @@ class ManualOptimization(Commands):
         self._note_calls()
         called, backward = self._called_under, self._backward_under or {self._toggled}
         either = (called | backward) - {None}
-        if len(called) > 1 or len(backward) > 1 or len(either) > 1:
-            raise ConfigurationError(
-                "several toggled optimizers in one training_step call the pipelined networks, but "
-                "the gradients of a batch are computed in one go. Toggle one optimizer per batch, "
-                "as in `opt = self.optimizers()[batch_idx % 2]`, or none"
-            )
+        refuse({
+            "several toggled optimizers in one training_step call the pipelined networks, but the "
+            "gradients of a batch are computed in one go. Toggle one optimizer per batch, as in "
+            "`opt = self.optimizers()[batch_idx % 2]`, or none":
+            max(len(called), len(backward), len(either)) > 1
+        })  # fmt: skip
         return next(iter(either), None)
 
     def _refuse_late(self) -> None:
-        if any(output.grad is not None for output in self._used):
-            raise ConfigurationError(
-                "a backward reaches the pipelined networks after an optimizer made use of their "
-                "gradients (step, clip_gradients or zero_grad). Call manual_backward for all "
-                "losses first, or for their sum, then the optimizers"
-            )
+        refuse({
+            "a backward reaches the pipelined networks after an optimizer made use of their "
+            "gradients (step, clip_gradients or zero_grad). Call manual_backward for all losses "
+            "first, or for their sum, then the optimizers":
+            any(output.grad is not None for output in self._used)
+        })  # fmt: skip
 
     def finish(self) -> None:
         """The user's step is over on the loss rank: what is left to do, on all ranks."""
@@ -311,11 +341,105 @@ class ManualOptimization(Commands):
         if now:
             self._tell()
         with self._outside():
-            return self.carry_out(command)
+            return self._carry_out(command)
 
     def _tell(self) -> None:
         self._run.transport.broadcast_object(self._told, LOSS_RANK)
         self._told = []
+
+    # What all ranks do
+
+    def follow(self) -> None:
+        """On the other ranks: do what the loss rank tells, until its step is over."""
+        recorder = self._run.recorder
+        while True:
+            started = time.perf_counter()
+            commands = self._run.transport.broadcast_object(None, LOSS_RANK)
+            recorder.paused("receive", started)
+            for command in commands:
+                if command == END:
+                    return
+                self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> Any:
+        """Do it, on this rank."""
+        name, *args = command
+        return getattr(self, name)(*args)
+
+    def before_backward(self) -> None:
+        """A backward begins on the loss rank."""
+        loss = torch.zeros((), device=self._run.root_device)
+        self._run.pre_backward(loss)
+        self._run.precision_plugin.pre_backward(loss, self._run.module)
+
+    def backward(
+        self, reached: bool, toggled: int | None, reduce: bool, num_backwards: int
+    ) -> None:
+        """Through the pipeline, from the networks' outputs to their parameters.
+
+        Args:
+            reached: Whether there are gradients at the outputs; if not, parameters have none
+                afterwards either (and not zeros, by which an optimizer would take a step).
+            toggled: The optimizer whose parameters alone are to have gradients; None: all.
+            reduce: Whether the gradients become the means over the replicas.
+            num_backwards: How many backwards of the user added up.
+        """
+        with (
+            _gradients_kept(self._untouched(reached, toggled)),
+            torch.enable_grad(),
+            self._run.precision_plugin.forward_context(),
+        ):
+            self.engine.backward(lambda: None, reduce=reduce)
+        self.after_backward(num_backwards)
+
+    def after_backward(self, num_backwards: int = 1) -> None:
+        """Gradients are there."""
+        self.waiting = set(range(len(self.optimizers)))
+        loss = torch.zeros((), device=self._run.root_device)
+        for _ in range(num_backwards):
+            self._run.precision_plugin.post_backward(loss, self._run.module)
+            self._run.post_backward(loss)
+
+    def _untouched(self, reached: bool, toggled: int | None) -> list[nn.Parameter]:
+        """The parameters of this rank whose gradients stay what they are."""
+        here = [parameter for parameter in self.student if not parameter.is_meta]
+        if not reached:
+            return here
+        if toggled is None:
+            return []
+        known = {id(p) for optimizer in self.optimizers for p in parameters_of(optimizer)}
+        off = known - set(map(id, parameters_of(self.optimizers[toggled])))
+        return [parameter for parameter in here if id(parameter) in off]
+
+    def step(
+        self, index: int, raw: bool, kwargs: dict[str, Any], groups: list[dict[str, Any]]
+    ) -> Any:
+        """An optimizer's step.
+
+        Args:
+            index: Which optimizer.
+            raw: Whether past Lightning's wrapper, without hooks and counters.
+            kwargs: What the user gave to ``step``.
+            groups: The hyperparameters on the loss rank, where the user may have changed them.
+        """
+        self.waiting.discard(index)
+        optimizer = self.optimizers[index]
+        plain = plain_optimizer(optimizer)
+        set_hyperparameters(plain, groups)
+        return (plain if raw else optimizer).step(**kwargs)
+
+    def zero_grad(self, index: int | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Of an optimizer, or of the module."""
+        owner = self._run.module if index is None else self.optimizers[index]
+        owner.zero_grad(*args, **kwargs)
+
+    def clip(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """``clip_gradients`` of the module."""
+        self._run.module.clip_gradients(plain_optimizer(self.optimizers[index]), *args, **kwargs)
+
+    def schedule(self, index: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """A step of a scheduler."""
+        self._run.lr_scheduler_configs[index].scheduler.step(*args, **kwargs)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -323,9 +447,20 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def _check_closure(closure: Any = None, **_kwargs: Any) -> None:
-    if closure is not None:
-        raise ConfigurationError(
-            "optimizer.step(closure) runs a part of the step at a time of the optimizer's choice. "
-            "Write its lines before the step: the loss, self.manual_backward(loss), then "
-            "optimizer.step()"
-        )
+    refuse({
+        "optimizer.step(closure) runs a part of the step at a time of the optimizer's choice. "
+        "Write its lines before the step: the loss, self.manual_backward(loss), then "
+        "optimizer.step()": closure is not None
+    })  # fmt: skip
+
+
+@contextmanager
+def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    kept = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.networks.construction import Construction
 from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
+from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.placing import InitialWeights
+from lightning_tspipe.strategy.setup.resumption import gradients_of_replica
 from lightning_tspipe.strategy.training.optimizers import (
     optimizer_names,
     parameters_of,
     plain_optimizer,
 )
-from lightning_tspipe.strategy.training.progress import gradients_of_replica
 
 
 class ModuleWeights:
@@ -39,14 +42,6 @@ class ModuleWeights:
         self._known: nn.Module | None = None
         self.source: Source | None = None
         self.restores_optimizers = False
-
-    @property
-    def initial(self) -> InitialWeights:
-        """Where values come from that the loss rank has not."""
-        spread = self._run.spread
-        return InitialWeights(
-            self._construction, self.source, None if spread is None else spread.placement
-        )
 
     # Building
 
@@ -85,13 +80,43 @@ class ModuleWeights:
 
     def fill_whole(self) -> None:
         """Give the only rank all values."""
+        if is_on_meta(self._run.module):
+            self._fill(lambda _: True).done()
+
+    def _fill(self, keep: Callable[[str], bool]) -> Materializer:
+        """Give values to what all ranks keep; what is returned has those of the rest."""
         run = self._run
-        if is_on_meta(run.module):
-            materializer = Materializer(run.module, self._construction, self.source)
-            materializer.agree(run.transport, run.replicas)
-            materializer.fill(lambda _: True)
-            materializer.fill_attributes()
-            materializer.done()
+        materializer = Materializer(run.module, self._construction, self.source)
+        materializer.agree(run.transport, run.replicas)
+        materializer.fill(keep)
+        materializer.fill_attributes()
+        return materializer
+
+    # Placing
+
+    def share(self, here: Rank) -> Materializer | None:
+        """Every rank gets the weights of the loss rank, whatever its own random numbers were.
+
+        Args:
+            here: This rank, before its stages are placed.
+
+        Returns:
+            Where the values of the pipelined networks come from, if the loss rank has none.
+        """
+        inside = tuple(f"{name}." for _, name in here.networks.items())
+        is_spread = self._run.spread is not None
+        share_weights(here, inside if is_spread else ())
+        if is_spread or not is_on_meta(here.module):
+            return None
+        return self._fill(lambda name: not name.startswith(inside))
+
+    def forget_others(self, engine: Engine) -> None:
+        """The stages are placed: let go of what only their placement needed."""
+        if engine.materializer is not None:
+            engine.materializer.done()
+        engine.shards.stays_spread |= self._run.spread is not None
+        for optimizer in map(plain_optimizer, self._run.optimizers):
+            engine.shards.forget_optimizer_state(optimizer)
 
     # Restoring
 
@@ -119,13 +144,12 @@ class ModuleWeights:
 
     def restore_optimizers(self) -> None:
         """If no batch came, for whose stages each rank would have read its part: read all of it."""
-        if self.source is not None and not is_on_meta(self._run.module):
+        is_known = self.restores_optimizers and not is_on_meta(self._run.module)
+        if self.source is not None and is_known:
             self._restore_optimizers(self.source)
 
     def _restore_optimizers(self, source: Source) -> None:
         """Load what the optimizers keep for the parameters that are here."""
-        if not self.restores_optimizers:
-            return
         for index, optimizer in enumerate(map(plain_optimizer, self._run.optimizers)):
             names = optimizer_names(self._run.module, optimizer)
             here = zip(names, parameters_of(optimizer), strict=True)
@@ -134,3 +158,31 @@ class ModuleWeights:
             state = {place: found[name] for place, name in enumerate(names) if name in found}
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def share_weights(here: Rank, spread: tuple[str, ...] = ()) -> None:
+    """Every rank gets the values of the loss rank, of all that has values there.
+
+    Args:
+        here: This rank; its replicas are the pipelines that are to have the first one's weights.
+        spread: Beginnings of names: what is spread over the ranks already is not sent around.
+    """
+    transport, replicas = here.transport, here.replicas
+    if transport.num_ranks * replicas.number == 1:
+        return
+    shared = {name: t for name, t in named_tensors(here.module) if not name.startswith(spread)}
+    mine = transport.rank == LOSS_RANK and replicas.is_first
+    state = None
+    if mine:
+        state = {name: t.detach().cpu() for name, t in shared.items() if not t.is_meta}
+    if transport.rank == LOSS_RANK:
+        state = replicas.broadcast(state)
+    state = transport.broadcast_object(state, LOSS_RANK)
+    if mine:
+        return
+    for name, value in state.items():
+        if shared[name].is_meta:
+            put(here.module, shared[name], value)
+        else:
+            with torch.no_grad():
+                shared[name].copy_(value)

@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
 from lightning_tspipe.profiling import flops_per_sample
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.stages.frozen import Front
+from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.simulation.timeline import Timeline
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
-from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.repacking import Repacking
-
-if TYPE_CHECKING:
-    from lightning_tspipe.ir.pipeline import Pipeline
-    from lightning_tspipe.runtime.execution.engine import Engine
-    from lightning_tspipe.runtime.stages.frozen import Front
-    from lightning_tspipe.runtime.stages.heads import FeatureCache
 
 
 class Pipelined:
@@ -30,9 +25,7 @@ class Pipelined:
 
     Args:
         run: The run.
-        data: Its batches.
         evaluator: Runs steps of callbacks.
-        heads: Those of a fan-out.
         repacking: Changes what is frozen.
 
     Attributes:
@@ -52,13 +45,8 @@ class Pipelined:
             same on all ranks.
     """
 
-    def __init__(
-        self, run: Run, data: Data, evaluator: Evaluator, heads: HeadsHere, repacking: Repacking
-    ) -> None:
+    def __init__(self, run: Run, evaluator: Evaluator, repacking: Repacking) -> None:
         self._run = run
-        self._data = data
-        self._heads = heads
-        self._repacking = repacking
         self.freezes, self.freeze = repacking.enable, repacking.freeze
         self.evaluate = evaluator.evaluate
         self._steps_left = 0
@@ -75,7 +63,7 @@ class Pipelined:
     @property
     def seconds_reading(self) -> float:
         """How long this rank has read training batches, in all."""
-        return self._data.seconds_reading
+        return self._run.seconds_reading
 
     @property
     def is_loss_rank(self) -> bool:
@@ -127,11 +115,11 @@ class Pipelined:
 
     def use_front(self, front: Front) -> None:
         """Have something asked what the frozen part returned for a sample before."""
-        self._repacking.freezing.front = front
+        self._run.freezing.front = front
 
     def use_features(self, cache: FeatureCache) -> None:
         """Have something asked what the trunk of heads returns for a sample; before a fit."""
-        self._heads.cache = cache
+        self._run.features = cache
 
     def look_at_trunk(self) -> None:
         """Features of a trunk that has changed are not read; every rank calls it."""
@@ -149,8 +137,7 @@ class Pipelined:
 
         Others send theirs and go on.
         """
-        found: list[Any] | None = self._run.transport.gather_object(value, LOSS_RANK)
-        return found
+        return self._run.transport.gather_object(value, LOSS_RANK)
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """Of each of some numbers, the sum over all ranks of all replicas; every rank calls it."""
@@ -186,7 +173,8 @@ class Pipelined:
         """The first batch has been seen: every rank has its stages."""
         names = [atom.parameter_names for atom in engine.captured.held["student"].atoms]
         self.student_stages = tuple(
-            tuple(chain(*names[start:stop])) for start, stop in pairwise(engine.cuts["student"])
+            tuple(chain(*names[start:stop]))
+            for start, stop in pairwise(engine.placement.student_cuts)
         )
         self._pipeline = engine.pipeline
         if self.predicts_teacher:
@@ -196,7 +184,7 @@ class Pipelined:
     def delay(self) -> int:
         """How many updates the teacher is late in the steady state."""
         engine = self._run.engine
-        if engine is not None and engine.mode.has_fixed_teacher:
+        if engine is not None and engine.mode.apart is not None:
             return 0
         return int(self._run.options.schedule == "tspipe")
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Step
-from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.relay import passes
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.modes.relay.engine import (
@@ -21,9 +20,7 @@ from lightning_tspipe.runtime.modes.relay.engine import (
     capture_blocks,
 )
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
-from lightning_tspipe.strategy.setup.placing import begin, share_weights
-from lightning_tspipe.strategy.setup.refusals import refuse_compiled
-from lightning_tspipe.strategy.training.head_logs import gather_everywhere
+from lightning_tspipe.strategy.setup.refusals import refuse, refuse_compiled
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts, Training
 
@@ -53,50 +50,42 @@ class RelayTraining(Training):
             ConfigurationError: Blocks that don't fit together, or options that don't.
             PartitionError: They can't be distributed as wished, or don't fit the memory.
         """
-        run, options, initial = self._run, self._callback, self._parts.weights.initial
-        self._refuse()
+        run, options = self._run, self._callback
+        refuse({
+            f"BlockwiseRelay with num_stages={run.num_ranks}: it divides all devices by itself. "
+            "Leave num_stages out, and let devices share blocks with mode='ahd'":
+            run.num_replicas > 1,
+            f"BlockwiseRelay with schedule={run.options.schedule!r}: it has an order of its own. "
+            "Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)":
+            run.options.schedule != "tspipe",
+        })  # fmt: skip
         module: Any = run.module
+        refuse_compiled(module, ("student", "teacher"))
         here = run.rank(NETWORKS)
-        materializer = share_weights(here, initial)
+        materializer = self._parts.weights.share(here)
         memory = run.options.memory_limit if options.memory_limit is None else options.memory_limit
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
         chosen = replace(run.options, memory_limit=memory)
         planner = BlockPlanner(here, options, chosen, batch, optimizers)
         pairs = planner.pairs
         captured = capture_blocks(here, pairs, module.block_input, batch)
-        options.plan = planner.plan(run.plan)
+        options.plan = planner.plan(run.resumption)
         walks = passes(options.mode, options.plan)
         shared = [pairs[i] for w in walks for s in w.stages if len(s.ranks) > 1 for i in s.trained]
         wished = options.sync_batchnorm
         syncs = any(p.has_batchnorm for p in shared) if wished == "auto" else bool(wished)
         together = RelayOptions(options.run_ahead, options.mode == "tr", syncs)
-        engine = RelayEngine(here, captured, pairs, planner.shapes, walks, together, materializer)
-        begin(engine, initial, optimizers)
-        return engine
-
-    def _refuse(self) -> None:
-        run = self._run
-        if run.num_replicas > 1:
-            raise ConfigurationError(
-                f"BlockwiseRelay with num_stages={run.num_ranks}: it divides all devices by "
-                "itself. Leave num_stages out, and let devices share blocks with mode='ahd'"
-            )
-        if run.options.schedule != "tspipe":
-            raise ConfigurationError(
-                f"BlockwiseRelay with schedule={run.options.schedule!r}: it has an order of "
-                "its own. Use Trainer(strategy='tspipe'), and BlockwiseRelay(mode=...)"
-            )
-        refuse_compiled(run.module, ("student", "teacher"))
+        return RelayEngine(here, captured, pairs, planner.shapes, walks, together, materializer)
 
     @override
     def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
         run, engine = self._run, self._engine
         module: Any = run.module
-        module.rounds = self
+        module.rounds = engine
         engine.backwards.factor = self._factor
         names = ["weights"] if module.automatic_optimization else module.block_rounds(batch_idx)
         engine.begin(batch, lambda batch: [module.block_input(batch, name) for name in names])
-        result = self._parts.data.step("training_step", rest, batch_idx)(engine.batch)
+        result = self._parts.results.step("training_step", rest, batch_idx)(engine.batch)
         self._parts.pipelined.stepped(engine)
         if not module.automatic_optimization:
             engine.finish()
@@ -113,14 +102,6 @@ class RelayTraining(Training):
         if not run.module.automatic_optimization:
             return scale
         return scale / run.trainer.accumulate_grad_batches
-
-    def run_round(self, number: int) -> Any:
-        """The losses of the blocks that this rank trains; the module asks."""
-        return self._engine.run_round(number)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, on all ranks; the module asks."""
-        return gather_everywhere(value, self._run.transport)
 
     @override
     def backward(self, loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:

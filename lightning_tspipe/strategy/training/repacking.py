@@ -12,36 +12,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import _set_sampler_epoch, sized_len
 
-from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.batches.global_batches import share_batches
+from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.frozen import num_frozen_atoms, parameter_names
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.deciding import planning_constraints
-from lightning_tspipe.strategy.setup.declared import relay_of
-from lightning_tspipe.strategy.setup.fanout import fanout_of
+from lightning_tspipe.strategy.setup.declared import fanout_of, relay_of
 from lightning_tspipe.strategy.setup.freezing import Freezing, choose, possible_meshes
-from lightning_tspipe.strategy.setup.placing import InitialWeights, share_weights
-from lightning_tspipe.strategy.setup.plan_of_run import FROZEN
-from lightning_tspipe.strategy.training import progress
+from lightning_tspipe.strategy.setup.refusals import refuse
+from lightning_tspipe.strategy.setup.resumption import FROZEN, between_epochs, collect
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
+from lightning_tspipe.strategy.training.module_weights import share_weights
 from lightning_tspipe.strategy.training.optimizers import parameters_of, plain_optimizer
 
 # ruff: noqa: SLF001 - a part of the strategy, which also makes Lightning's loops begin anew
 
-if TYPE_CHECKING:
-    from lightning_tspipe.runtime.execution.engine import Engine
 _MANY = 2**30
 
 
@@ -53,17 +49,11 @@ class Repacking:
         run: The run.
         data: Its batches.
         evaluator: Evaluations, which follow the stages.
-        resumption: Where the next engine goes on.
-        reconnect: Called with the number of ranks of a pipeline, to make new groups.
-        freezing: What is frozen, and what is known about the step.
     """
 
     run: Run
     data: Data
     evaluator: Evaluator
-    resumption: progress.Resumption
-    reconnect: Callable[[int], None]
-    freezing: Freezing = field(default_factory=Freezing)
     _wanted: int | None = None
     _has_begun: bool = False
     _tell: Callable[[], None] | None = None
@@ -75,29 +65,26 @@ class Repacking:
             ConfigurationError: A way of training in which the mesh can't change.
         """
         run = self.run
-        if fanout_of(run.module) is not None or relay_of(run.trainer) is not None:
-            raise ConfigurationError(
-                "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
-                "here heads or blocks are trained apart, each behind what is frozen. Leave it out"
-            )
-        if run.options.schedule == "1f1b":
-            raise ConfigurationError(
-                "FreezeAndRepack with asynchronous training: several versions of the weights are "
-                "under way where stages would move. Use schedule='tspipe' or 'gpipe'"
-            )
-        self.freezing, self._has_begun = Freezing(is_on=True), False
-        self.freezing.read(run.plan.freezing)
-        if not self.freezing.is_shared:
-            self.freezing.num_joined = run.num_replicas
+        refuse({
+            "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
+            "here heads or blocks are trained apart, each behind what is frozen. Leave it out":
+            fanout_of(run.module) is not None or relay_of(run.trainer) is not None,
+            "FreezeAndRepack with asynchronous training: several versions of the weights are under "
+            "way where stages would move. Use schedule='tspipe' or 'gpipe'":
+            run.options.schedule == "1f1b",
+        })  # fmt: skip
+        run.freezing, self._has_begun = Freezing(is_on=True), False
+        run.freezing.read(run.resumption.freezing)
+        if not run.freezing.is_shared:
+            run.freezing.num_joined = run.num_replicas
         # One device divides nothing, but may go on with the global batches of several.
-        shared = repack and max(run.total_ranks, self.freezing.num_joined) > 1
-        self.freezing.is_shared = shared
-        if shared and not run.module.automatic_optimization:
-            raise ConfigurationError(
-                "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that "
-                "come and go can't weigh a loss that the module runs backward itself. Set "
-                "repack=False"
-            )
+        shared = repack and max(run.total_ranks, run.freezing.num_joined) > 1
+        run.freezing.is_shared = shared
+        refuse({
+            "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that come "
+            "and go can't weigh a loss that the module runs backward itself. Set repack=False":
+            shared and not run.module.automatic_optimization,
+        })  # fmt: skip
 
     def run_begins(self) -> None:
         """Callbacks know by now that the training begins; its first epoch follows."""
@@ -119,16 +106,16 @@ class Repacking:
         started = time.perf_counter()
         run = self.run
         engine = run.engine
-        if engine is not None and engine.shards.stays_spread:
-            raise ConfigurationError(
-                "FreezeAndRepack under a pipeline needs a module that a host can hold: this one "
-                "was built on the meta device. Build it in __init__"
-            )
-        self.freezing.names, self.freezing.num_stages = frozenset(names), mesh[0]
+        refuse({
+            "FreezeAndRepack under a pipeline needs a module that a host can hold: this one was "
+            "built on the meta device. Build it in __init__":
+            engine is not None and engine.shards.stays_spread,
+        })  # fmt: skip
+        run.freezing.names, run.freezing.num_stages = frozenset(names), mesh[0]
         self._wanted = mesh[1]
-        self.freezing.plan = None
+        run.freezing.plan = None
         with waiting("moving the stages"):
-            plan = self.freezing.plan = run.broadcast(self._choose(engine))
+            plan = run.freezing.plan = run.broadcast(self._choose(engine))
             num_ranks = self._meshes()[-1] if plan is None else plan.pipeline.num_ranks
             if engine is not None:
                 self._collect(engine, moves=num_ranks != run.num_ranks)
@@ -148,25 +135,25 @@ class Repacking:
         run = self.run
         if self._wanted is not None and run.total_ranks % self._wanted == 0:
             return (self._wanted,)
-        if not self.freezing.is_shared:
+        if not run.freezing.is_shared:
             return (run.num_ranks,)
         return possible_meshes(
-            run.total_ranks, run.num_ranks, min(self._batch()), self.freezing.num_stages
+            run.total_ranks, run.num_ranks, min(self._batch()), run.freezing.num_stages
         )
 
     def _choose(self, engine: Engine | None) -> Plan | None:
         run = self.run
         if not run.is_global_zero:
             return None
-        parameters = self.freezing.parameters  # of the run that this one goes on with
+        parameters = run.freezing.parameters  # of the run that this one goes on with
         if engine is not None:
             parameters = parameter_names(engine.captured.networks["student"])
-        number = num_frozen_atoms(parameters, self.freezing.names)
-        kept = run.plan.found  # of a checkpoint, and not carried out yet
+        number = num_frozen_atoms(parameters, run.freezing.names)
+        kept = run.resumption.found  # of a checkpoint, and not carried out yet
         if kept is not None and kept.made_for.get(FROZEN) == number:
             return None
-        constraints = planning_constraints(run.options, run.root_device, run.transport)
-        return choose(self.freezing, number, run.total_ranks, self._meshes(), constraints)
+        constraints = run.options.constraints(run.root_device, run.transport)
+        return choose(run.freezing, number, run.total_ranks, self._meshes(), constraints)
 
     # What moves
 
@@ -176,7 +163,7 @@ class Repacking:
         transport, replicas = run.transport, run.replicas
         engine.drain()
         by_hand = not run.module.automatic_optimization
-        mine = progress.collect(engine, self.data.loader, epoch_ended=True, with_gradients=by_hand)
+        mine = collect(engine, self.data.loader, epoch_ended=True, with_gradients=by_hand)
         found: Any = replicas.gather(mine) if run.is_loss_rank else None
         found = transport.broadcast_object(found, LOSS_RANK)
         optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
@@ -184,7 +171,7 @@ class Repacking:
         engine.shards.restore(engine.rank, transport)
         # Replicas that stay keep what is their own, such as statistics of BatchNorm.
         here = replace(engine.here, replicas=replicas if moves else Replicas())
-        share_weights(here, InitialWeights())
+        share_weights(here)
         states = transport.broadcast_object(states, LOSS_RANK)
         for optimizer, state in zip(optimizers, states, strict=True):
             for index, parameter in enumerate(parameters_of(optimizer)):
@@ -192,10 +179,10 @@ class Repacking:
                     optimizer.state[parameter] = dict(state["state"][index])
         # With the next batch others come, and go on where these were.
         if moves:
-            self.resumption.here = progress.between_epochs(found[0])
+            run.resumption.here = between_epochs(found[0])
         else:  # the loaders and the generators of this process go on by themselves
-            self.resumption.here = {**found[run.replica], "loader": None}
-        self.resumption.replicas = run.engine = None
+            run.resumption.here = {**found[run.replica], "loader": None}
+        run.resumption.replicas = run.engine = None
         self.evaluator.release()
         self.data.prepared = {}
 
@@ -203,7 +190,7 @@ class Repacking:
 
     def _change(self, num_ranks: int) -> None:
         """New groups, new connections, new loaders."""
-        self.reconnect(num_ranks)
+        self.run.reconnect(num_ranks)
         trainer: Any = self.run.trainer
         loop = trainer.fit_loop
         validation = loop.epoch_loop.val_loop
@@ -234,7 +221,7 @@ class Repacking:
         length = sized_len(getattr(loader, "dataset", None))
         if not size or length is None:
             return _MANY, _MANY
-        size *= self.freezing.num_joined
+        size *= self.run.freezing.num_joined
         last = length % size or size
         return size, size if getattr(loader, "drop_last", False) else last
 
@@ -244,8 +231,8 @@ class Repacking:
         Raises:
             ConfigurationError: Its batches can't be divided before they are read.
         """
-        replicas, joined = self.run.replicas, self.freezing.num_joined
-        if not self.freezing.is_shared or max(replicas.number, joined) == 1:
+        replicas, joined = self.run.replicas, self.run.freezing.num_joined
+        if not self.run.freezing.is_shared or max(replicas.number, joined) == 1:
             return loader
         return share_batches(loader, replicas, joined)
 
@@ -258,7 +245,7 @@ class Repacking:
         size, _ = self._batch()
         is_even = size != _MANY and size % replicas.number == 0
         is_even = is_even and not self.run.trainer.is_last_batch
-        if not self.freezing.is_shared or replicas.number == 1 or is_even:
+        if not self.run.freezing.is_shared or replicas.number == 1 or is_even:
             return 1.0
         total = torch.tensor(num_samples)
         dist.all_reduce(total, group=replicas.peers)

@@ -4,6 +4,13 @@ A step runs on the loss rank: what it appends to a list of the module, what its 
 counted, what it logged and returned is there and nowhere else. Hooks run on every rank. So before
 the hooks at the end of an epoch the other ranks get all of it, in one message; between them nothing
 is said. Metrics are shared before callbacks decide by them.
+
+Where the student is a fan-out, every rank runs the step for its own heads, logs for them and
+updates them; nobody waits for rank 0. What loggers get travels one step after the Trainer logs, all
+else at the ends of epochs::
+
+    rank 0  a/loss  b/loss ──┐                            ┌──► all metrics, on every rank
+    rank 1  c/loss         ──┴── metrics, stopped heads ──┴──► rank 0's loggers: c/loss of rank 1
 """
 
 from __future__ import annotations
@@ -12,8 +19,8 @@ import logging
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,12 +29,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.heads import StudentFanout
+from lightning_tspipe.heads.training import STOPPED
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.runtime.batches.loading import Remote
+from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.faults.failures import waiting
+from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.declared import find_networks
-from lightning_tspipe.strategy.training.batches import to_device
-from lightning_tspipe.strategy.training.head_logs import HeadsHere, gather_everywhere
+from lightning_tspipe.strategy.training.data import to_device
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -37,26 +48,30 @@ _SHARED = (*_CONTAINERS, int, float, str, Tensor)
 _ASKS = ("distributed_available_fn", "process_group")
 Place = tuple[str, str]
 """Name of a module, name of an attribute."""
+Record = tuple[dict[str, float], int]
+"""What a rank logged, and in which step."""
 
 
 class StepResults:
-    """Shares what steps leave behind, and the metrics.
+    """Watches steps, and shares what they leave behind, and the metrics.
 
     Args:
         run: The run.
-        heads: Those of a fan-out, which log on several ranks.
     """
 
-    def __init__(self, run: Run, heads: HeadsHere) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._heads = heads
         self._collected: dict[str, Collected] = {}
         self._confined = ExitStack()
+        self._unsent: list[Record] = []
+        self._num_steps = self._every = 0
+        self._is_due = False
+        self._connector: Any = None  # of the Trainer to its loggers, where its logs are kept here
 
     def set_up(self, trainer: Any) -> None:
         """Before a run: look after the module, and have Lightning's callbacks call this."""
         run = self._run
-        self._insert_metrics_sync(trainer)
+        self._insert_callbacks(trainer)
         if run.num_ranks == 1:
             return
         # Rank 0 predicts and another rank reads: it tells rank 0 which samples they were.
@@ -67,17 +82,20 @@ class StepResults:
         modules = self._modules_outside()
         internal = frozenset(vars(run.namespace.module()))
         self._collected = {stage: Collected(modules, internal) for stage in _STAGES}
-        self._insert_step_sync(trainer)
 
     def reconnected(self) -> None:
         """The ranks have other places."""
         if self._collected:
-            self.release()
+            self._confined.close()
             self._confine_metrics()
 
     def release(self) -> None:
-        """The run is over: metrics ask whom they asked before."""
+        """The run is over: metrics ask whom they asked before, and logging is Lightning's again."""
         self._confined.close()
+        self._every = 0
+        if self._connector is not None:
+            vars(self._connector).pop("log_metrics", None)
+            self._connector = None
 
     def _confine_metrics(self) -> None:
         """Keep metrics from asking all processes: only loss ranks have counted."""
@@ -102,16 +120,32 @@ class StepResults:
         inside = {part for name in names for part in module.get_submodule(name).modules()}
         return {path: part for path, part in module.named_modules() if part not in inside}
 
-    def watch(self, step: str) -> AbstractContextManager[None]:
-        """While inside, this rank runs a step, such as ``training_step``."""
-        stage = "train" if step == "training_step" else step.removesuffix("_step")
-        return self._collected[stage].watch() if self._collected else nullcontext()
+    def step(self, name: str, rest: Sequence[Any], batch_idx: int) -> Callable[[Any], Any]:
+        """A user's step as a function of the batch alone."""
+        method = getattr(self._run.module, name)
+        stage = "train" if name == "training_step" else name.removesuffix("_step")
+        others = [batch_idx if i == 0 else value for i, value in enumerate(rest)]
+
+        def step(batch: Any) -> Any:
+            if not self._run.trainer.predicting:
+                # Lightning finds the batch size for averages here.
+                results = self._run.trainer._results  # noqa: SLF001
+                assert results is not None
+                results.batch, results.batch_size = batch, None
+            with self._run.replicas.as_world():
+                engine = self._run.engine
+                logs = self._run.is_loss_rank if engine is None else engine.computes_loss
+                collected = self._collected.get(stage) if logs else None
+                with nullcontext() if collected is None else collected.watch():
+                    return method(batch, *others)
+
+        return step
 
     # Callbacks
 
-    def _insert_metrics_sync(self, trainer: Any) -> None:
-        """Have all ranks know the metrics before callbacks decide by them."""
-        if any(getattr(callback, "is_metrics_sync", False) for callback in trainer.callbacks):
+    def _insert_callbacks(self, trainer: Any) -> None:
+        """Have all ranks know the metrics before callbacks decide by them, and what steps left."""
+        if any(hasattr(callback, "shares_results") for callback in trainer.callbacks):
             return
         namespace = self._run.namespace
         kinds = (namespace.callbacks.Checkpoint, namespace.callbacks.EarlyStopping)
@@ -125,7 +159,7 @@ class StepResults:
 
         # Not a Checkpoint: users take those for ModelCheckpoints.
         sync = namespace.callback(
-            is_metrics_sync=True, on_train_batch_end=share_if_due,
+            shares_results=True, on_train_batch_end=share_if_due,
             **{f"on_{when}_end": share for when in ("train_epoch", "validation", "test")},
         )  # fmt: skip
 
@@ -135,23 +169,19 @@ class StepResults:
             decides = isinstance(callback, kinds) or hasattr(callback, "decides_by_metrics")
             found += (sync, callback) if decides else (callback,)
         trainer.callbacks = [*found, sync]
-
-    def _insert_step_sync(self, trainer: Any) -> None:
-        """Have the other ranks know what steps left and logged, before all other callbacks."""
-        if any(hasattr(callback, "is_step_sync") for callback in trainer.callbacks):
-            return
-        sync = self._run.namespace.callback(
-            is_step_sync=True,
-            **{f"on_{stage}_batch_start": _batch_starts for stage in _STAGES},
-            **{f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES},
-        )
-        trainer.callbacks.insert(0, sync)
+        if self._run.num_ranks > 1:  # before all others
+            first = namespace.callback(
+                shares_results=True,
+                **{f"on_{stage}_batch_start": _batch_starts for stage in _STAGES},
+                **{f"on_{stage}_epoch_end": partial(self._epoch_ends, stage) for stage in _STAGES},
+            )
+            trainer.callbacks.insert(0, first)
 
     def share_metrics(self) -> None:
         """All ranks get the metrics of rank 0; of heads, those of the ranks that train them."""
         run = self._run
-        if self._heads.student is not None:
-            self._heads.exchange()
+        if self._student is not None:
+            self.exchange()
             return
         metrics = {name: v.detach().cpu() for name, v in run.trainer.callback_metrics.items()}
         shared = run.broadcast(metrics)
@@ -164,7 +194,7 @@ class StepResults:
         own, packed = collected.take(), b""
         if run.engine is not None and run.engine.mode.apart is not None:  # steps on each rank
             packed = pack("results", results)
-            everything = gather_everywhere((own, packed), run.transport)
+            everything = run.transport.gather_everywhere((own, packed))
         else:
             if run.is_loss_rank:
                 packed = pack("results", results)
@@ -192,6 +222,111 @@ class StepResults:
         if run.num_ranks > 1:
             found = run.transport.broadcast_object(getattr(loop, name), run.data_rank)
             setattr(loop, name, found)
+
+    # Heads of a fan-out
+
+    @property
+    def _student(self) -> StudentFanout | None:
+        """The heads, once they are placed over several ranks; None without any."""
+        engine = self._run.engine
+        if engine is None or engine.transport.num_ranks == 1:
+            return None
+        return engine.mode.apart
+
+    def placed(self, engine: Engine) -> None:
+        """Every rank has its stages."""
+        engine.mode.begin(engine.rank, engine.pipeline)
+        if engine.mode.apart is not None and engine.transport.num_ranks > 1:
+            self._keep_logs()
+            trainer: Any = self._run.trainer
+            every = trainer.log_every_n_steps if trainer.training and trainer.loggers else 0
+            self._every = engine.transport.broadcast_object(every, LOSS_RANK)
+            self._num_steps, self._is_due = 0, False
+        engine.mode.begin_epoch(engine.transport, engine.pipeline)
+
+    def begin_step(self, engine: Engine) -> None:
+        """Before a training step: what was logged goes to rank 0, which gets it a step later.
+
+        By then the others have sent it, since none is more than a step behind.
+        """
+        if not self._every:
+            return
+        self._log_received()
+        self._num_steps += 1
+        self._is_due = self._num_steps % self._every == 0
+        if self._is_due and not engine.is_loss_rank and engine.computes_loss:
+            unsent, self._unsent = self._unsent, []
+            engine.transport.send_object(unsent, LOSS_RANK, Channel.LOGS)
+
+    def _log_received(self) -> None:
+        """On rank 0: log what the other ranks with heads sent in the step before."""
+        is_due, self._is_due = self._is_due, False
+        engine = self._run.engine
+        if not is_due or not self._run.is_loss_rank or engine is None:
+            return
+        records: list[Record] = []
+        with waiting("what other ranks have logged"):
+            for rank in engine.pipeline.loss_ranks:
+                if rank != LOSS_RANK:
+                    records += engine.transport.receive_object(rank, Channel.LOGS)
+        self._log(records)
+
+    def _log(self, records: list[Record]) -> None:
+        """On rank 0: give loggers what other ranks have logged."""
+        connector: Any = self._run.trainer._logger_connector  # noqa: SLF001 - no public way
+        for values, step in sorted(records, key=lambda record: record[1]):
+            connector.log_metrics(values, step)
+
+    def _keep_logs(self) -> None:
+        """What this rank logs is for rank 0's loggers, which get it when the ranks next meet."""
+        trainer: Any = self._run.trainer
+        if self._run.is_loss_rank or self._connector is not None:
+            return
+        self._connector = trainer._logger_connector  # noqa: SLF001 - no public way
+        original = self._connector.log_metrics
+
+        def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
+            if trainer.loggers and metrics:
+                steps = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
+                values = {k: float(v) for k, v in metrics.items() if "/" in k}
+                self._unsent.append((values, steps if step is None else step))
+            original(metrics, step)
+
+        self._connector.log_metrics = log_metrics
+
+    def exchange(self) -> None:
+        """All ranks get to know metrics and stopped heads; rank 0 logs. Every rank calls it."""
+        student, run = self._student, self._run
+        if student is None or run.engine is None:
+            return
+        trainer, owners = run.trainer, run.engine.pipeline.student.ranks
+        rank_of = dict(zip(student.names, owners, strict=False))
+        self._log_received()
+        unsent, self._unsent = self._unsent, []
+        known = {name: value.detach().cpu() for name, value in trainer.callback_metrics.items()}
+        everything = run.transport.gather_everywhere((known, dict(student.stopped), unsent))
+        metrics = {k: v for each, _, _ in reversed(everything) for k, v in each.items()}
+        for rank, (own, _, _) in enumerate(everything):
+            metrics |= {k: v for k, v in own.items() if rank_of.get(k.partition("/")[0]) == rank}
+        trainer._logger_connector._callback_metrics.update(metrics)  # noqa: SLF001
+        if run.is_loss_rank:
+            self._log([record for _, _, each in everything for record in each])
+        stopped = {k: v for _, each, _ in everything for k, v in each.items()}
+        for name, reason in stopped.items():
+            if name not in student.stopped and run.is_loss_rank:
+                log.warning("head %s has stopped: %s", name, reason)
+            student.stop(name, reason)
+        if set(student.stopped) >= set(student.names):
+            trainer.should_stop = True
+
+    def note_stopped(self, checkpoint: dict[str, Any]) -> None:
+        """Say in a checkpoint which heads have stopped, on any rank; every rank calls it."""
+        student = self._student
+        if student is None:
+            return
+        gathered = self._run.transport.gather_object(student.stopped, LOSS_RANK)
+        if gathered is not None:
+            checkpoint[STOPPED] = {name: why for each in gathered for name, why in each.items()}
 
 
 def _not_available() -> bool:

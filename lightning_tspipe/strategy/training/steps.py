@@ -20,26 +20,14 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.placing import set_up
-from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy
-from lightning_tspipe.strategy.setup.refusals import (
-    check_epochs,
-    refuse_changes,
-    refuse_result,
-    teacher_check,
-)
+from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
-from lightning_tspipe.strategy.training.head_logs import HeadsHere
 from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
-from lightning_tspipe.strategy.training.optimizers import (
-    hyperparameters,
-    parameters_of,
-    plain_optimizer,
-)
+from lightning_tspipe.strategy.training.optimizers import hyperparameters, parameters_of
 from lightning_tspipe.strategy.training.pipelined import Pipelined
-from lightning_tspipe.strategy.training.progress import Resumption, late_teacher
+from lightning_tspipe.strategy.training.placing import set_up
 from lightning_tspipe.strategy.training.repacking import Repacking
 from lightning_tspipe.strategy.training.step_results import StepResults
 
@@ -49,13 +37,10 @@ class Parts:
 
     Args:
         run: What they share.
-        reconnect: Called with the number of ranks of a pipeline, to divide the ranks anew.
 
     Attributes:
         run: The same.
-        resumption: Where the run goes on.
         weights: Where values come from when stages are placed.
-        heads: Those of a fan-out.
         results: What steps leave behind, and metrics.
         data: Loaders, batches ahead, transfer.
         evaluator: Validation, test and prediction.
@@ -64,21 +49,19 @@ class Parts:
         pipelined: What callbacks may ask.
     """
 
-    def __init__(self, run: Run, reconnect: Callable[[int], None]) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.resumption = Resumption()
         self.weights = ModuleWeights(run)
-        self.heads = HeadsHere(run)
-        self.results = StepResults(run, self.heads)
-        self.data = Data(run, self.resumption, self.results)
-        self.evaluator = Evaluator(run, self.data, self.weights, self.results, self.heads)
+        self.results = StepResults(run)
+        self.data = Data(run)
+        self.evaluator = Evaluator(run, self.data, self.weights, self.results)
         self.manual = ManualOptimization(run)
-        self.repacking = Repacking(run, self.data, self.evaluator, self.resumption, reconnect)
-        self.pipelined = Pipelined(run, self.data, self.evaluator, self.heads, self.repacking)
+        self.repacking = Repacking(run, self.data, self.evaluator)
+        self.pipelined = Pipelined(run, self.evaluator, self.repacking)
 
     def silent_step(self, rest: Sequence[Any], batch_idx: int) -> Step:
         """The module's ``training_step``, as the trace and the prologue run it."""
-        step = self.data.step("training_step", rest, batch_idx)
+        step = self.results.step("training_step", rest, batch_idx)
         by_hand = not self.run.module.automatic_optimization
         return partial(self.manual.run, "silent", step) if by_hand else step
 
@@ -131,15 +114,17 @@ class Training:
         before = list(map(hyperparameters, watched))
         yield
         has_stopped = self._run.trainer.should_stop and not was_stopped
-        refuse_changes(before, list(map(hyperparameters, watched)), has_stopped=has_stopped)
+        after = list(map(hyperparameters, watched))
+        refusals.refuse_changes(before, after, has_stopped=has_stopped)
 
     def _begin(self, batch: Any, step: Step, batch_idx: int) -> Engine:
         """Trace the first step, plan, and give every rank its stages."""
         random = RandomStates.now()
         first = self._parts.data.share(batch)
         self._run.engine = self._set_up(first, step)
+        self._parts.weights.forget_others(self._run.engine)
         if not self._run.options.drain_epochs:
-            check_epochs(self._run.trainer, self._run.num_ranks)
+            refusals.check_epochs(self._run.trainer, self._run.num_ranks)
         self._run.namespace.optimizers_to_device(self._run.optimizers, self._run.root_device)
         random.restore()  # measuring must not change what the networks draw
         if self._run.root_device.type == "cpu":
@@ -151,14 +136,14 @@ class Training:
         self._epoch = self._run.trainer.current_epoch
         self._parts.manual.attach()
         self._parts.pipelined.placed(self._run.engine)
-        self._parts.heads.placed(self._run.engine)
+        self._parts.results.placed(self._run.engine)
         self._parts.repacking.begun()
         self._parts.weights.placed(self._run.engine)
         return self._run.engine
 
     def _go_on(self, engine: Engine, step: Step, batch: Any, batch_idx: int) -> None:
         """If the run is resumed, go on exactly where it was stopped."""
-        progress, has_teacher = self._parts.resumption.take(), "teacher" in engine.captured.networks
+        progress, has_teacher = self._run.resumption.take(), "teacher" in engine.captured.networks
         runs_ahead = has_teacher and self._run.options.schedule == "tspipe"
         if progress is not None:
             is_there = progress.get("place") == [self._run.trainer.current_epoch, batch_idx]
@@ -173,7 +158,7 @@ class Training:
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}
         if weights and runs_ahead and batch_idx > 0 and engine.ahead() is None:
-            with late_teacher(self._run.module, weights):
+            with _late_teacher(self._run.module, weights):
                 engine.run_ahead(step, batch)
 
     def _watch_teacher(self, engine: Engine) -> Callable[[], None] | None:
@@ -183,17 +168,11 @@ class Training:
         if is_alone or student is None or teacher is None or is_paired(student, teacher):
             return None
         blocks = [self._run.module.get_submodule(name) for name in teacher.block_names]
-        return teacher_check(p for block in blocks for p in block.parameters())
+        return refusals.teacher_check(p for block in blocks for p in block.parameters())
 
     def _set_up(self, batch: Any, step: Step) -> Engine:
         """Give every rank its stages; all ranks of a pipeline have the same first batch."""
-        run, parts = self._run, self._parts
-        optimizers = [plain_optimizer(optimizer) for optimizer in run.optimizers]
-        planned_by = PlannedBy(
-            optimizers, parts.repacking.freezing, run.plan, parts.heads.cache,
-            parts.data.shortest_reading,
-        )  # fmt: skip
-        return set_up(run.rank(), run.options, step, batch, parts.weights.initial, planned_by)
+        return set_up(self._run, self._parts.weights, step, batch, trains=True)
 
     def _training_step(self, batch: Any, rest: Sequence[Any], batch_idx: int) -> Any:
         """A step up to its loss.
@@ -206,7 +185,7 @@ class Training:
         run, parts = self._run, self._parts
         engine = cast("PipelineEngine", run.engine)  # as it was set up here
         self._drain_at_an_end(engine)
-        parts.heads.begin_step(engine)
+        parts.results.begin_step(engine)
         step = parts.silent_step(rest, batch_idx)
         following = parts.data.next_batches(batch_idx, engine.lookahead)
         length = run.trainer.fit_loop.max_batches  # behind which the next epoch's follow
@@ -222,7 +201,7 @@ class Training:
         automatic = run.module.automatic_optimization
         replay = None
         if not automatic:
-            live = parts.data.step("training_step", rest, batch_idx)
+            live = parts.results.step("training_step", rest, batch_idx)
             replay = partial(parts.manual.run, "live", live)
         result = engine.forward(step, batch, ahead, replay=replay)
         parts.pipelined.stepped(engine)
@@ -232,7 +211,7 @@ class Training:
         if not engine.computes_loss:
             return torch.zeros((), device=run.root_device, requires_grad=True)
         if automatic:
-            refuse_result(result)
+            refusals.refuse_result(result)
         return result
 
     def _drain_at_an_end(self, engine: PipelineEngine) -> None:
@@ -314,10 +293,59 @@ class Training:
 
     def end(self) -> None:
         """The training is over: every rank holds the whole module again."""
-        self._parts.heads.exchange()
+        self._parts.results.exchange()
         if self._run.engine is not None:
             self._run.engine.drain()
             self._run.engine.shards.restore(self._run.pipeline_rank, self._run.transport)
             self._run.engine.mode.end()
             self._run.engine = None
             self._parts.evaluator.release()
+
+
+def leave_ended_epoch(loop: Any) -> None:
+    """Begin a new epoch where a run goes on from behind the last batch, or the end, of one.
+
+    Lightning 2.6 does that only for checkpoints of an epoch's end, and only without ``max_steps``.
+    With it, the ended epoch goes on and ends again after one batch. From behind a last batch, the
+    next epoch is trained and never counted as begun: in a checkpoint of it, its place is lost.
+
+    Args:
+        loop: The Trainer's ``fit_loop``, when it is about to run.
+    """
+    progress = loop.epoch_progress
+    if loop.restarted_on_epoch_end:
+        progress.increment_completed()
+    is_behind_last = progress.current.processed == progress.current.started
+    is_left = loop.restarted_on_epoch_end or (loop.restarted_mid_epoch and is_behind_last)
+    if not (is_left or loop.resumed_on_epoch_end):
+        return
+    loop.reset_restart_stage()
+    for each in (loop, loop.epoch_loop, *vars(loop.epoch_loop).values()):
+        if hasattr(each, "_restarting"):
+            each._restarting = False  # noqa: SLF001 - its setter would say otherwise
+    # Of a loader without a length it has fetched a batch, before what hooks draw: once more.
+    loop._resuming_from_checkpoint = False  # noqa: SLF001
+
+
+@contextmanager
+def _late_teacher(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """While inside, the tensors that this rank holds have other values.
+
+    Args:
+        module: The LightningModule.
+        weights: Values by dotted name. Buffers of modules in train mode keep their own: their
+            forwards update them.
+    """
+    swapped = []
+    for name, value in weights.items():
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        tensor = getattr(owner, key)
+        if not tensor.is_meta and not (key in owner._buffers and owner.training):  # noqa: SLF001
+            swapped.append((tensor, tensor.data))
+            tensor.data = value.to(tensor.device)
+    try:
+        yield
+    finally:
+        for tensor, data in swapped:
+            tensor.data = data

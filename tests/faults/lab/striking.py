@@ -24,18 +24,18 @@ BALLAST = "ballast"
 TEXT = "a mistake of the user's own"
 PACKAGE = "lightning_tspipe.strategy"
 PATCHED: dict[str, tuple[str, ...]] = {
-    "connect": ("lightning.processes:ConnectedRun.join",),
+    "connect": ("lightning.run:Run.join",),
     "capture": ("setup.block_costs:infer_shapes",),  # in other modes, the module's own step
     "in step": ("training.relaying:RelayTraining._training_step",),
     "planning": (
-        "setup.deciding:Decider.agree",
-        "setup.fanout:HeadPlanner.plan",
+        "training.placing:Decider.agree",
+        "training.fanout:HeadPlanner.plan",
         "setup.block_costs:BlockPlanner.plan",
     ),
-    "repack": ("lightning.processes:ConnectedRun.reconnect",),
+    "repack": ("lightning.run:Run.reconnect",),
 }
 """Functions that every rank calls at these moments, and no hook of Lightning's tells of."""
-START = "lightning.processes:_START"
+START = "lightning.run:_START"
 """How long ranks may differ in their starts."""
 _wall_clock = time.time
 

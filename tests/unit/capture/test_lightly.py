@@ -177,7 +177,6 @@ def test_byol() -> None:
     )
     assert plan.used == {"student": (ValueRef(3, 0),), "teacher": (ValueRef(2, 0),)}
     assert plan.batch_fields == ()  # views feed calls only; labels and names are not read
-    assert plan.num_batch_leaves == 5
     assert plan.has_effects
     assert [call.grad for call in plan.calls] == [True, False] * 2
     assert all(call.input.shape == (4, 3, 9, 9) for call in plan.calls)

@@ -127,7 +127,6 @@ def assert_unchanged(module: Module, before: Any) -> None:
 def test_only_what_the_step_reads_itself_is_a_field() -> None:
     _, plan, _ = make()
     assert plan.batch_fields == (1,)
-    assert plan.num_batch_leaves == 2
 
 
 def test_a_look_ahead_gives_the_inputs_and_changes_nothing() -> None:
@@ -318,6 +317,20 @@ def test_what_random_numbers_are_drawn_for_is_a_field(draw: Callable[[Tensor], T
 
     plan = Tracer(module, NETWORKS, torch.device("cpu")).trace(step, make_batch(), seed=3)
     assert 0 in plan.batch_fields
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_attention_draws_for_its_dropout_only(dropout: float) -> None:
+    module = Module()
+
+    def step(batch: Any) -> Tensor:
+        x, _ = batch
+        y = x[None]
+        seen = nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=dropout)[0]
+        return (module.student(seen) * module.teacher(x)).sum()  # type: ignore[no-any-return]
+
+    plan = Tracer(module, NETWORKS, torch.device("cpu")).trace(step, make_batch(), seed=3)
+    assert plan.batch_fields == ((0,) if dropout else ())
 
 
 def test_a_replay_can_be_left_for_a_while() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from lightning_tspipe.cli.checking import DifferenceError, Record, compare
 from lightning_tspipe.cli.main import main
-from lightning_tspipe.cli.planning import Outcome, recommended, table
+from lightning_tspipe.cli.planning import recommended, staleness, table
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.step_profile import StepProfile
@@ -205,20 +206,19 @@ def test_a_plan_simulates_what_it_says() -> None:
 
 
 def test_of_equally_fast_schedules_the_one_without_staleness_is_recommended() -> None:
-    profile = step_profile()
-    plan = profile.plan(1, schedule="sequential")
-    late, exact = Outcome("tspipe", plan), Outcome("sequential", plan)
+    exact = step_profile().plan(1, schedule="sequential")
+    late = replace(exact, schedule="tspipe")
+    assert (staleness(late), staleness(exact)) == (1, 0)
     assert recommended([late, exact]) is exact
     assert recommended([]) is None
 
 
 def test_under_1f1b_the_first_stage_is_the_most_late() -> None:
-    profile = step_profile()
-    outcome = Outcome("1f1b", profile.plan(3, schedule="1f1b", weights="pipedream"))
-    assert outcome.staleness == 2
-    assert "2 updates" in table([outcome], outcome)
-    versions = dict(outcome.plan.memory.of_rank(2))["versions"]
-    assert versions == 2 * outcome.plan.memory.gradients[2]
+    plan = step_profile().plan(3, schedule="1f1b", weights="pipedream")
+    assert staleness(plan) == 2
+    assert "2 updates" in table({"1f1b": plan}, plan)
+    versions = dict(plan.memory.of_rank(2))["versions"]
+    assert versions == 2 * plan.memory.gradients[2]
 
 
 @pytest.fixture

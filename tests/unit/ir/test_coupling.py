@@ -7,10 +7,10 @@ import pytest
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action
 from lightning_tspipe.ir.dependencies import depends_on
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.plain import from_plain, plain
 from lightning_tspipe.schedules.sequential import sequential
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.simulation.cost import CostTable
@@ -69,16 +69,16 @@ def test_features_and_labels_travel_once_to_each_rank() -> None:
 0E 2T0+1 0F0 1F0 0L 0B0 1B0 0O
 1E 1T0+2 2F0 1L 2B0 1O
 2E 2D 2D+3 0T0+3 3F0 4F0 2L 3B0 4B0 2O"""
-    program = lower(Schedule.parse(text, pipeline))
-    validate(program.schedule)
+    program = Schedule.parse(text, pipeline)
+    validate(program)
     assert sorted(map(str, program.messages)) == [
         "0T0+3>1T0+3@1", "1T0+2>2T0+2@0", "2D>0L@0", "2D>1L@1", "2T0+1>2F0+1@1", "2T0+1>3F0+1@2"
     ]  # fmt: skip
 
 
 def test_a_relay_sends_each_activation_once() -> None:
-    program = lower(Schedule.parse(BLOCKWISE, relay()))
-    validate(program.schedule)
+    program = Schedule.parse(BLOCKWISE, relay())
+    validate(program)
     assert sorted(map(str, program.messages)) == ["0T0>1T0@0", "1D>0L@0"]
     ends = {span.action: span.end for span in simulate([program], _costs(relay())).spans}
     assert ends["1O"] == ends["0O"] - 1  # nobody waits for rank 0
@@ -111,9 +111,9 @@ def test_what_can_not_be_coupled() -> None:
 
 def test_is_json() -> None:
     for pipeline in (fan((0, 1, 1)), relay()):
-        assert Pipeline.from_dict(pipeline.to_dict()) == pipeline
-    old = {name: value for name, value in relay().to_dict().items() if name != "coupling"}
-    assert Pipeline.from_dict(old).is_chain
+        assert from_plain(Pipeline, plain(pipeline)) == pipeline
+    old = {name: value for name, value in plain(relay()).items() if name != "coupling"}
+    assert from_plain(Pipeline, old).is_chain
 
 
 def test_a_frozen_part_comes_before_the_rest_and_may_run_ahead() -> None:
@@ -126,8 +126,8 @@ def test_a_frozen_part_comes_before_the_rest_and_may_run_ahead() -> None:
     assert needs("1F1", pipeline) == ["0F1 activation"]
     assert needs("0L", pipeline) == ["1D batch", "1F0 output", "1F1 output"]
     for now, ahead in ((True, False), (True, True), (False, True)):
-        program = lower(tspipe(pipeline, teacher_now=now, teacher_next=ahead))
-        validate(program.schedule)
+        program = tspipe(pipeline, teacher_now=now, teacher_next=ahead)
+        validate(program)
         # What runs ahead goes to the first stage at once, which waits for it in the next step.
         sent = {str(message) for message in program.messages}
         assert ("1T0+1>0F0+1@1" in sent) == ahead

@@ -8,7 +8,6 @@ import pytest
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.dependencies import depends_on
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules.tspipe import tspipe
 
@@ -56,7 +55,7 @@ def test_schedule_prints_and_parses(make_pipeline: Any) -> None:
 
 
 def test_messages_of_a_steady_step(make_pipeline: Any) -> None:
-    program = lower(Schedule.parse(STEADY, make_pipeline(2, 1, 2)))
+    program = Schedule.parse(STEADY, make_pipeline(2, 1, 2))
     sent = {str(action): list(map(str, messages)) for action, messages in program.sends.items()}
     assert sent == {
         "1D": ["1D>0L@0"],
@@ -73,11 +72,11 @@ def test_messages_of_a_steady_step(make_pipeline: Any) -> None:
 def test_teacher_outputs_travel_in_the_step_that_makes_them(make_pipeline: Any) -> None:
     # The only teacher stage is on the data rank: its outputs go to the loss of the next step.
     pipeline = make_pipeline(2, 1, 1, teacher_ranks=(1,))
-    program = lower(tspipe(pipeline, teacher_now=False, teacher_next=True))
+    program = tspipe(pipeline, teacher_now=False, teacher_next=True)
     (message,) = program.sends[Action.parse("0T0+1")]
     assert str(message) == "0T0+1>0L+1@0"
     assert message.channel == (1, 0, "output", True)
-    last = lower(tspipe(pipeline, teacher_now=False, teacher_next=False))
+    last = tspipe(pipeline, teacher_now=False, teacher_next=False)
     assert Counter(m.payload for m in last.messages) == {"batch": 1, "activation": 1, "gradient": 1}
 
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, Atomized, atomize
+from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize
 
 IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
 
@@ -20,11 +20,11 @@ def run(atomized: Atomized, packed: Tensor) -> list[Tensor]:
     """Atom by atom; the leaves of the return value."""
     chain = AtomChain(atomized.atoms)
     values: tuple[Tensor, ...] = (packed,)
-    found: dict[tuple[int, int], Tensor] = {}
+    found: dict[OutputRef, Tensor] = {}
     for index in range(len(atomized.atoms)):
         values, new = chain.run(values, index, index + 1)
-        found.update({(atom, slot): tensor for atom, slot, tensor in new})
-    return [found[output.atom, output.slot] for output in atomized.outputs]
+        found |= new
+    return [found[output] for output in atomized.outputs]
 
 
 @pytest.mark.parametrize("dtype", [
@@ -51,6 +51,13 @@ def test_tensors_of_one_shape_may_have_another_one_later() -> None:
     assert torch.equal(ids, longer)
     assert torch.equal(mask, longer > 3)
     assert not arguments.takes(Arguments.of((longer,), {"mask": longer}))
+    assert not arguments.takes(Arguments.of((longer, longer > 3), {}))
+
+
+def test_constants_are_part_of_a_call() -> None:
+    arguments = Arguments.of((IDS,), {"both": True})
+    assert arguments.takes(Arguments.of((IDS[:2],), {"both": True}))
+    assert not arguments.takes(Arguments.of((IDS,), {"both": False}))
 
 
 def test_a_call_prints_its_constants() -> None:

@@ -197,7 +197,7 @@ def test_join_atoms_reaches_over_the_boundary_of_two_networks() -> None:
     assert [len(atom.segments) for atom in atoms] == [1, 2, 1]
     assert places == (OutputRef(0, 0), OutputRef(1, 0), OutputRef(1, 1), OutputRef(2, 0))
     _, outputs = AtomChain(atoms).run((torch.randn(3, 4),), 0, 3)
-    assert [(atom, slot) for atom, slot, _ in outputs] == [(1, 0), (2, 0)]
+    assert list(outputs) == [OutputRef(1, 0), OutputRef(2, 0)]
 
 
 @dataclass
@@ -229,12 +229,11 @@ def test_a_structured_return_value_is_emitted_where_it_is_computed() -> None:
     values, first = chain.run((x,), 0, 1)
     end, rest = chain.run(values, 1, len(cut.atoms))
     assert end == ()
-    tensors = {OutputRef(atom, slot): tensor for atom, slot, tensor in first + rest}
-    found = tree_unflatten([tensors[ref] for ref in cut.outputs], cut.output_spec)
+    found = tree_unflatten([(first | rest)[ref] for ref in cut.outputs], cut.output_spec)
     assert (found.name, type(found)) == ("features", Features)
     assert torch.equal(found.logits, expected.logits)
     assert all(map(torch.equal, found.maps, expected.maps))
-    assert [(atom, slot) for atom, slot, _ in first] == [(0, 0)]
+    assert list(first) == [OutputRef(0, 0)]
 
 
 def test_only_wanted_outputs_are_reported() -> None:
@@ -242,7 +241,7 @@ def test_only_wanted_outputs_are_reported() -> None:
     _, outputs = AtomChain(cut.atoms, wanted={cut.outputs[0]}).run(
         (torch.randn(3, 4),), 0, len(cut.atoms)
     )
-    assert [OutputRef(atom, slot) for atom, slot, _ in outputs] == [cut.outputs[0]]
+    assert list(outputs) == [cut.outputs[0]]
 
 
 class TokenMixer(nn.Module):

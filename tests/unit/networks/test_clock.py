@@ -11,13 +11,10 @@ from lightning_tspipe.networks.profiler import Clock
 
 
 def test_on_a_cpu() -> None:
-    found: dict[str, float] = {}
     clock = Clock(torch.device("cpu"))
-    time.sleep(0.01)
-    clock.lap()
+    begin = clock.now()
     time.sleep(0.02)
-    clock.lap(found, "forward")
-    clock.settle()
+    (found,) = clock.seconds([{"forward": (begin, clock.now())}])
     assert found["forward"] == pytest.approx(0.02, abs=0.015)
 
 
@@ -41,11 +38,9 @@ def test_on_a_gpu_all_laps_wait_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: asked.append("wait"))
-    found: dict[str, float] = {}
     clock = Clock(torch.device("cuda"))
-    for name in ("forward", "", "backward"):
-        clock.lap(found if name else None, name)
+    first, second, third = (clock.now() for _ in range(3))
     assert not asked
-    clock.settle()
+    (found,) = clock.seconds([{"forward": (first, second), "backward": (first, third)}])
     assert asked == ["wait", "time", "time"]
-    assert found == pytest.approx({"forward": 0.01, "backward": 0.01})
+    assert found == pytest.approx({"forward": 0.01, "backward": 0.02})

@@ -7,16 +7,24 @@ from torch import nn
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.atoms import atomize
-from lightning_tspipe.networks.profiler import estimate_atoms
+from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.planning.profile import AtomProfile
 
 RATE = 1e9
+
+
+def estimate(
+    network: nn.Module, inputs: torch.Tensor, sizes: tuple[int, ...] = (), *, trainable: bool = True
+) -> list[AtomProfile]:
+    atoms = atomize(network).atoms
+    return profile_atoms(atoms, inputs, sizes, trainable=trainable, flops_per_second=RATE)
 
 
 def test_a_network_on_meta_is_priced_by_its_operations() -> None:
     with torch.device("meta"):
         network = torchvision.models.resnet50()
         images = torch.empty(2, 3, 224, 224)
-    records = estimate_atoms(atomize(network).atoms, images, RATE, trainable=True)
+    records = estimate(network, images)
     # He et al., Deep Residual Learning, table 1: 3.8e9 multiply-adds; torchvision puts the stride
     # of a bottleneck into its second convolution, which makes it 4.1e9.
     assert sum(record.forward[1] for record in records) * RATE == pytest.approx(2 * 4.09e9, 0.01)
@@ -28,9 +36,7 @@ def test_a_network_on_meta_is_priced_by_its_operations() -> None:
 
 def test_a_backward_is_two_forwards_and_its_halves_are_one_each() -> None:
     network = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    first, between, last = estimate_atoms(
-        atomize(network).atoms, torch.zeros(5, 8), RATE, trainable=True
-    )
+    first, between, last = estimate(network, torch.zeros(5, 8))
     assert first.forward == pytest.approx({1: 2 * 8 * 16 / RATE, 5: 5 * 2 * 8 * 16 / RATE})
     assert (first.input_backward[1], first.weight_backward[1]) == (0, first.forward[1])
     assert between.backward == {1: 0.0, 5: 0.0}
@@ -41,7 +47,7 @@ def test_a_backward_is_two_forwards_and_its_halves_are_one_each() -> None:
 
 def test_a_teacher_has_forwards_only() -> None:
     network = nn.Sequential(nn.Linear(8, 16)).requires_grad_(requires_grad=False)
-    (record,) = estimate_atoms(atomize(network).atoms, torch.zeros(5, 8), RATE, trainable=False)
+    (record,) = estimate(network, torch.zeros(5, 8), trainable=False)
     assert record.forward[5] > 0
     assert not record.backward
     assert record.trainable_bytes == 0
@@ -50,8 +56,8 @@ def test_a_teacher_has_forwards_only() -> None:
 def test_only_sizes_that_the_network_can_run() -> None:
     network = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to("meta")
     inputs = torch.empty(6, 8, device="meta")
-    records = estimate_atoms(atomize(network).atoms, inputs, RATE, trainable=True, sizes=(1, 3, 6))
+    records = estimate(network, inputs, (1, 3, 6))
     assert {tuple(record.forward) for record in records} == {(3, 6)}
     assert records[0].forward == pytest.approx({3: 3 * 2 * 8 * 4 / RATE, 6: 6 * 2 * 8 * 4 / RATE})
     with pytest.raises(PartitionError, match="use larger batches"):
-        estimate_atoms(atomize(network).atoms, inputs, RATE, trainable=True, sizes=(1,))
+        estimate(network, inputs, (1,))

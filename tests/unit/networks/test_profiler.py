@@ -111,3 +111,20 @@ def test_a_frozen_beginning_has_no_backward() -> None:
     )
     assert profiles[0].activation_bytes_per_sample == 0
     assert profiles[2].activation_bytes_per_sample > 0
+
+
+@pytest.mark.parametrize(("lies", "runs"), [("meta", "cpu"), ("cpu", "meta")])
+def test_an_atom_is_measured_on_a_device_where_the_network_is_not(lies: str, runs: str) -> None:
+    """Without values, and as before the first batch on a GPU, for which meta stands here."""
+    network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(lies)
+    before = dict(network.state_dict(keep_vars=True))
+    values = copy.deepcopy(network.state_dict())
+    inputs = torch.randn(4, 4).to(runs)
+    profiles = profile_atoms(atomize(network).atoms, inputs, [2, 4], trainable=True, repeats=0)
+    assert all(profile.backward[4] > 0 for profile in profiles)
+    assert [profile.parameter_bytes for profile in profiles] == [160, 136, 72]
+    after = network.state_dict(keep_vars=True)
+    assert all(tensor is before[name] for name, tensor in after.items())
+    assert all(tensor.grad is None for tensor in after.values())
+    if lies == "cpu":
+        torch.testing.assert_close(network.state_dict(), values, rtol=0, atol=0)

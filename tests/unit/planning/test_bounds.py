@@ -6,16 +6,17 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.planning.bounds import cycle_seconds
-from lightning_tspipe.planning.layout import Cuts, Layout
+from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.simulation.cost import CostTable, StageCost
+from tests.unit.pipelines import uniform_costs
 
 
 def test_by_hand(make_pipeline: Any) -> None:
     pipeline = make_pipeline(3, 1, 2)
     costs = replace(
-        CostTable.uniform(pipeline, teacher=7, loss=0.5, optimizer=0.25, latency=0.125),
+        uniform_costs(pipeline, teacher=7, loss=0.5, optimizer=0.25, latency=0.125),
         student=(
             StageCost(1, 2, 1.5, 1, output_bytes=8),
             StageCost(1, 2, 1.5, 1, output_bytes=16),
@@ -52,4 +53,4 @@ def test_a_step_takes_the_larger_of_both() -> None:
     slow = NetworkProfile((AtomProfile("a", {1: 9.0}),) * 2)
     for teacher, bound in ((atoms, 3 + 3), (slow, 3 + 9)):
         workload = Workload(atoms, teacher, (1, 1), (1,), num_ranks=2)
-        assert Layout(workload, Cuts((0, 1, 2)), 1).bound() == bound
+        assert Layout(workload, (0, 1, 2), 1).bound == bound

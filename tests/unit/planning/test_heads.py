@@ -7,13 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.heads import HeadCost, Task, TrunkCost
+from lightning_tspipe.planning.heads import HeadCost, Task
+from lightning_tspipe.planning.partition import Chain
 
 
-def trunk(*seconds: float, size: int = 0) -> TrunkCost:
+def trunk(*seconds: float, size: int = 0) -> Chain:
     number = len(seconds)
     names = tuple(f"atom{index}" for index in range(number))
-    return TrunkCost(tuple(seconds), (size,) * number, (0.0,) * number, names)
+    return Chain(seconds, memory=(size,) * number, transfers=(0.0,) * number, names=names)
 
 
 def heads(*seconds: float, size: int = 0) -> list[HeadCost]:

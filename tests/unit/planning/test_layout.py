@@ -9,7 +9,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.cluster import Cluster, Link
-from lightning_tspipe.planning.layout import Cuts, Layout
+from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.workload import Workload
 
@@ -48,7 +48,7 @@ def test_prices_by_hand() -> None:
         action_overhead=0.5,
         update_seconds_per_byte=1e-6,
     )
-    layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=2)
+    layout = Layout(workload, (0, 2, 3), num_microbatches=2)
     # The teacher ends inside the student's first stage, so it has one stage.
     assert layout.pipeline == Pipeline(
         2,
@@ -87,7 +87,7 @@ def test_what_the_memory_is_needed_for() -> None:
     workload = Workload(
         student, teacher, (2, 1), (8,), num_ranks=2, optimizer_bytes_per_parameter_byte=2
     )
-    layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=2)
+    layout = Layout(workload, (0, 2, 3), num_microbatches=2)
     use = layout.memory
     assert (use.parameters, use.gradients, use.optimizer, use.teacher) == (
         (3 * MB, 3 * MB),
@@ -100,7 +100,7 @@ def test_what_the_memory_is_needed_for() -> None:
     assert total == layout.memory_bytes
     # A teacher that is cut on its own counts where it is.
     apart = replace(workload, paired=False)
-    assert Layout(apart, Cuts((0, 2, 3), (0, 1, 2)), 2).memory.teacher == (2 * MB, MB)
+    assert Layout(apart, (0, 2, 3), 2, teacher_bounds=(0, 1, 2)).memory.teacher == (2 * MB, MB)
 
 
 def test_devices_that_differ() -> None:
@@ -115,7 +115,7 @@ def test_devices_that_differ() -> None:
         update_seconds_per_byte=1e-6,
         memory_limit=30 * MB,
     )
-    layout = Layout(workload, Cuts((0, 2, 3)), num_microbatches=1)
+    layout = Layout(workload, (0, 2, 3), num_microbatches=1)
     first, last = layout.costs.student
     # Rank 1 has the first stage and is fast; what an action costs besides is the same.
     assert (first.forward, first.backward) == (8 + 0.5, 16 + 0.5)
@@ -126,7 +126,7 @@ def test_devices_that_differ() -> None:
     assert workload.memory_limits == (9.0 * MB, 30.0 * MB)
     # Rank 0 would need 3 x 3 + 3 MB, and some for activations.
     assert layout.excess > 0
-    assert Layout(workload, Cuts((0, 2, 3)), 1).memory_bytes[0] > 9 * MB
+    assert Layout(workload, (0, 2, 3), 1).memory_bytes[0] > 9 * MB
 
 
 def test_links_between_nodes_and_replicas() -> None:
@@ -134,7 +134,7 @@ def test_links_between_nodes_and_replicas() -> None:
     workload = Workload(
         network(1, 1, 1, 1), None, (1, 0), (4,), num_ranks=4, cluster=cluster, num_replicas=2
     )
-    layout = Layout(workload, Cuts((0, 1, 2, 3, 4)), 1)
+    layout = Layout(workload, (0, 1, 2, 3, 4), 1)
     costs = layout.costs
     assert costs.nodes == (0, 0, 1, 1)
     assert (costs.inter_node_latency, costs.inter_node_bandwidth) == (1e-3, 1e6)
@@ -153,7 +153,7 @@ def test_links_between_nodes_and_replicas() -> None:
 
 def test_folded_stages_share_their_rank() -> None:
     workload = Workload(network(1, 2, 3, 4), None, (1, 0), (8,), num_ranks=2)
-    layout = Layout(workload, Cuts((0, 1, 3, 4)), num_microbatches=1)
+    layout = Layout(workload, (0, 1, 3, 4), num_microbatches=1)
     assert layout.pipeline.student.ranks == (1, 0, 1)
     assert layout.pipeline.data_rank == 1
     assert layout.busy == (3.0 * 8 * (1 + 4), 3.0 * 8 * (2 + 3))
@@ -166,8 +166,8 @@ def test_halves_are_priced_apart() -> None:
         for _ in range(2)
     )
     workload = Workload(NetworkProfile(atoms), None, (1, 0), (1,), num_ranks=2)
-    whole = Layout(workload, Cuts((0, 1, 2)), 1)
-    halves = Layout(workload, Cuts((0, 1, 2)), 1, frozenset({1}))
+    whole = Layout(workload, (0, 1, 2), 1)
+    halves = Layout(workload, (0, 1, 2), 1, frozenset({1}))
     assert whole.busy == (3.0, 3.0)
     assert halves.busy == (3.5, 3.0)
 
@@ -180,7 +180,7 @@ def test_an_independent_teacher_may_leave_ranks_out() -> None:
         ((0, 0, 2), (0,), (0, 2)),
         ((0, 2, 2), (1,), (0, 2)),
     ):
-        layout = Layout(workload, Cuts((0, 1, 2), bounds), 1)
+        layout = Layout(workload, (0, 1, 2), 1, teacher_bounds=bounds)
         assert layout.pipeline.teacher is not None
         assert layout.pipeline.teacher.ranks == ranks
         assert layout.teacher_cuts == cuts
@@ -190,14 +190,14 @@ def test_an_independent_teacher_may_leave_ranks_out() -> None:
 def test_uneven_batches_are_averaged() -> None:
     workload = Workload(network(1, 1), None, (2, 0), (7, 3), num_ranks=2)
     # Units of 4, 3, 2 and 1 samples.
-    assert workload.units(2).forward == (0.0, 2.5, 5.0)
-    assert workload.units(2).samples[0] == 2.5
+    assert workload.units(2)["forward"] == (0.0, 2.5, 5.0)
+    assert workload.unit_samples(2)[0] == 2.5
 
 
 def test_fits() -> None:
     def fits(**limits: float) -> bool:
         workload = Workload(network(1, 1), None, (1, 0), (8,), num_ranks=2, **limits)  # type: ignore[arg-type]
-        return not Layout(workload, Cuts((0, 1, 2)), 1).excess
+        return not Layout(workload, (0, 1, 2), 1).excess
 
     assert fits()
     assert fits(state_limit=6 * MB, memory_limit=math.inf)
@@ -217,8 +217,9 @@ def test_batches_and_versions_in_flight_need_memory(policy: str, copies: tuple[i
         network(1, 1, 1), None, num_ranks=3, num_calls=(1, 0), batch_sizes=(8,),
         optimizer_bytes_per_parameter_byte=0,
     )  # fmt: skip
-    one = Layout(workload, Cuts((0, 1, 2, 3)), num_microbatches=1)
-    flying = Layout(replace(workload, weights=policy), one.cuts, num_microbatches=1)
+    one = Layout(workload, (0, 1, 2, 3), num_microbatches=1)
+    late = replace(workload, schedule="1f1b", weights=policy)
+    flying = Layout(late, one.student_cuts, num_microbatches=1)
     weights = (3 * MB, 2 * MB, 1 * MB)
     versions = tuple(n * size for n, size in zip(copies, weights, strict=True))
     assert flying.memory.versions == versions

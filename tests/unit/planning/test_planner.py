@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.cluster import Cluster
-from lightning_tspipe.planning.layout import Cuts, Layout
+from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.planner import Evaluator
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
@@ -325,9 +325,9 @@ def test_unequal_ranks_get_the_best_of_all_cuts(num_ranks: int, speeds: tuple[fl
         student, student, num_ranks=num_ranks, cluster=cluster, num_microbatches=4, split=False
     )
     workload = Workload(student, student, (2, 2), (32,), num_ranks=num_ranks, cluster=cluster)
-    evaluator = Evaluator("tspipe")
+    evaluator = Evaluator()
     best = min(
-        evaluator.exact(Layout(workload, Cuts((0, *inner, 7)), 4))
+        evaluator.exact(Layout(workload, (0, *inner, 7), 4))
         for inner in combinations(range(1, 7), num_ranks - 1)
     )
     assert found.step_seconds <= 1.02 * best
@@ -341,9 +341,9 @@ def test_two_ranks_get_about_the_best_of_all_cuts(data: st.DataObject) -> None:
     teacher = data.draw(st.sampled_from([None, student]))
     found = planned(student, teacher, num_microbatches=2, split=False)
     workload = Workload(student, teacher, (2, 2 * (teacher is not None)), (32,), num_ranks=2)
-    evaluator = Evaluator("tspipe")
+    evaluator = Evaluator()
     best = min(
-        evaluator.exact(Layout(workload, Cuts((0, *inner, len(seconds))), 2))
+        evaluator.exact(Layout(workload, (0, *inner, len(seconds)), 2))
         for inner in combinations(range(1, len(seconds)), 1)
     )
     assert found.step_seconds <= 1.02 * best

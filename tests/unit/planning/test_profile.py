@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.planning.plain import from_plain, to_plain
+from lightning_tspipe.plain import from_plain, to_plain
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile, seconds_at
 
 
@@ -48,7 +48,7 @@ def test_sums_over_atoms() -> None:
     assert network.sizes == (2,)
     assert network.sums("forward", 2) == (0.0, 1.5, 5.5)
     assert network.sums("backward", 2) == (0.0, 3.0, 11.0)
-    assert network.byte_sums("parameter_bytes") == (0, 10, 15)
+    assert network.parameter_sums == (0, 10, 15)
     assert not network.can_split
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from lightning_tspipe.errors import CheckpointError
+from lightning_tspipe.plain import plain
 from lightning_tspipe.planning.placement import Pieces, Placement
-from lightning_tspipe.planning.plain import plain
 from lightning_tspipe.planning.plan import PLACED, PLAN, Plan, RunPlan
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.relay import RelayPlan

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.profiling import profile_step
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.transport.base import Alone
 from lightning_tspipe.runtime.weights.ownership import Shards, followed_tensors
 
@@ -43,10 +43,9 @@ def test_tensors_follow_those_of_their_name_and_shape() -> None:
 
 def test_an_average_lies_with_the_student_and_is_not_trained() -> None:
     module, transport = Module(), Alone()
-    here = Rank(module, Networks(("student",), ("average",)), transport, CPU, Chain())
+    here = Rank(module, Networks(("student",), ("average",)), transport, CPU)
     captured = here.capture(module.training_step, torch.randn(4, 3))
-    cuts, ranks = {"student": (0, 1, 3)}, {"student": (1, 0)}
-    shards = Shards(module, captured.held, cuts, ranks, followed=captured.followed)  # type: ignore[arg-type]
+    shards = Shards(module, captured, Placement(2, (0, 1, 3), (1, 0)))
     owners = {"average.0.weight": 1, "average.1.running_mean": 0, "average.2.bias": 0}
     assert {name: shards.owner(name) for name in owners} == owners
     trained = {p for rank in (0, 1) for part in shards.by_stage(rank).values() for p in part}
@@ -67,7 +66,7 @@ def test_the_planner_counts_the_bytes_of_an_average() -> None:
     held = []
     for teacher in ((), ("average",)):
         module, transport = Module(), Alone()
-        here = Rank(module, Networks(("student",), teacher), transport, CPU, Chain())
+        here = Rank(module, Networks(("student",), teacher), transport, CPU)
         captured = here.capture(module.training_step, torch.randn(4, 3))
         profile = profile_step(captured, CPU, [], (1,)).student
         held.append([atom.parameter_bytes for atom in profile.atoms])

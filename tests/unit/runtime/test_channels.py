@@ -7,11 +7,11 @@ from itertools import accumulate
 
 import pytest
 
-from lightning_tspipe.ir.lowering import Message, lower
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
+from lightning_tspipe.ir.schedule import Message
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.relay import Pass, Work
-from lightning_tspipe.runtime.modes.relay.passes import edges_of, pipeline_of
+from lightning_tspipe.runtime.modes.relay.engine import edges_of, pipeline_of
 from lightning_tspipe.runtime.transport.channels import (
     Edge,
     Lane,
@@ -36,13 +36,13 @@ def messages(kind: str) -> tuple[Message, ...]:
     if kind == "fanout":
         heads = NetworkLayout((0, 1), 1, 1, frozenset({0, 1}))
         pipeline = Pipeline(3, heads, network(2, 1, 0), 2, coupling=Coupling.FANOUT)
-        return lower(fanout(pipeline, before=2, following=2, depth=2)).messages
+        return fanout(pipeline, before=2, following=2, depth=2).messages
     if kind == "1f1b":
         pipeline = Pipeline(3, network(2, 1, 0, pieces=1), None, 2)
-        return lower(one_f_one_b(pipeline, fresh=True, ahead=2)).messages
+        return one_f_one_b(pipeline, fresh=True, ahead=2).messages
     pipeline = Pipeline(3, network(2, 1, 0), network(2, 0), 2)
     costs = CostTable.uniform(pipeline)
-    return lower(build_step("tspipe", pipeline, costs, fresh=True, ahead=1)).messages
+    return build_step("tspipe", pipeline, costs, fresh=True, ahead=1).messages
 
 
 @pytest.mark.parametrize("kind", ["fanout", "1f1b", "tspipe"])
@@ -67,7 +67,7 @@ def test_a_rank_has_as_many_communicators_as_neighbours(
     costs = CostTable.uniform(pipeline)
     ahead = num_ranks if schedule == "1f1b" else 0
     step = build_step(schedule, pipeline, costs, fresh=True, ahead=ahead)
-    edges = program_edges(lower(step))
+    edges = program_edges(step)
     for lane in (Lane.FIELDS, Lane.EARLY_FIELDS):
         edges |= edges_from(pipeline.data_rank, pipeline.loss_ranks, lane)
     edges |= edges_along(num_ranks)  # links are measured over them, and norms added up
@@ -86,7 +86,7 @@ def edges_of_heads(num_ranks: int) -> set[Edge]:
     heads = NetworkLayout(tuple(range(1, num_ranks)), 1, 1, frozenset(range(num_ranks - 1)))
     trunk = NetworkLayout((0,), 1, 1, frozenset({0}))
     pipeline = Pipeline(num_ranks, heads, trunk, 0, coupling=Coupling.FANOUT)
-    edges = program_edges(lower(fanout(pipeline, before=1, following=1, depth=1)))
+    edges = program_edges(fanout(pipeline, before=1, following=1, depth=1))
     return edges | edges_from(0, pipeline.loss_ranks, Lane.EARLY_FIELDS)
 
 
@@ -95,7 +95,7 @@ def edges_of_relay(*widths: int, is_relayed: bool = True) -> set[Edge]:
     starts = accumulate(widths, initial=0)
     groups = [tuple(range(start, start + n)) for start, n in zip(starts, widths, strict=False)]
     stages = tuple(Work(block, (block,), group) for block, group in enumerate(groups))
-    program = lower(relay(pipeline_of(Pass(stages, is_relayed))))
+    program = relay(pipeline_of(Pass(stages, is_relayed)))
     return edges_of(program, stages)
 
 

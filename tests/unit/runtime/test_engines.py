@@ -14,9 +14,8 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay import RelayPlan, passes
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
-from lightning_tspipe.runtime.modes.fanout import Fanout
+from lightning_tspipe.runtime.execution.rank import Rank, TrainingMode
+from lightning_tspipe.runtime.modes.frozen import Fanout
 from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import (
     NETWORKS,
@@ -86,7 +85,7 @@ def run(engine: PipelineEngine, step: Any, batch: Any) -> None:
 
 def test_a_pipeline() -> None:
     module, batch = Pair(), torch.randn(4, 3)
-    here = make(module, Networks(("student",), ("teacher",)), Chain())
+    here = make(module, Networks(("student",), ("teacher",)), TrainingMode())
     captured = here.capture(module.training_step, batch)
     placement = Placement(1, (0, 1, 3), (0, 0), (0, 2), (0,), 2, frozenset({0}))
     engine = PipelineEngine(here, captured, placement, "tspipe")
@@ -95,7 +94,7 @@ def test_a_pipeline() -> None:
 
 def test_an_asynchronous_pipeline() -> None:
     module, batch = Pair(), torch.randn(4, 3)
-    here = make(module, Networks(("student",), ("teacher",)), Chain())
+    here = make(module, Networks(("student",), ("teacher",)), TrainingMode())
     captured = here.capture(module.training_step, batch)
     placement = Placement(1, (0, 3), (0,), (0, 2), (0,))
     engine = PipelineEngine(here, captured, placement, "1f1b", policy=policy_of("pipedream"))
@@ -117,7 +116,7 @@ def test_heads_on_a_trunk() -> None:
 def test_a_relay() -> None:
     split = Split("ir", (0, 2), (1,))
     module, batch = split.build(), split.batches()[0]
-    here, pairs = make(module, NETWORKS, Chain()), pair_blocks(module, module.boundaries)
+    here, pairs = make(module, NETWORKS, TrainingMode()), pair_blocks(module, module.boundaries)
     shapes = infer_shapes(pairs, module.block_loss, batch[0], batch)
     captured = capture_blocks(here, pairs, lambda batch: batch[0], batch)
     walks = passes(split.mode, RelayPlan(split.cuts, split.widths))

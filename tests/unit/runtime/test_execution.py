@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.atoms import AtomChain, atomize
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
-from lightning_tspipe.runtime.stages.running import Execution
+from lightning_tspipe.runtime.stages.stage import Execution
 
 
 def network() -> nn.Sequential:

@@ -16,10 +16,9 @@ import pytest
 
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.runtime.faults import local_processes
-from lightning_tspipe.runtime.faults.failures import Failures, first_line
+from lightning_tspipe.runtime.faults.failures import Failures, Found, first_line
 from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
 from lightning_tspipe.runtime.faults.notes import FolderNotes
-from lightning_tspipe.runtime.faults.patrol import Found
 from lightning_tspipe.runtime.faults.phases import HERE
 from lightning_tspipe.runtime.faults.rendezvous import Job
 
@@ -57,7 +56,8 @@ def failures_of(folder: Path, child: int, rank: int = 0, *, ends_last: bool = Fa
     other = replace(job.this, rank=1, pid=child, started=start_of(child))
     if rank != 1:
         job.notes.claim("member/1", dumps(asdict(other)))
-    return Failures(rank, job, 3, ends_last=ends_last)
+    job.num_begun = 3
+    return Failures(job, ends_last=ends_last)
 
 
 def said(exception: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
@@ -129,7 +129,7 @@ def test_what_gloo_says_is_told_in_plain_words(text: str, plain: str) -> None:
 
 def test_who_has_met_nobody_tells_what_it_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     error = TransportError("rank 0 did not come within 8 s")
-    Failures(1).settle(error)
+    Failures(Job(1)).settle(error)
     assert said(error, capsys).startswith(f"The job ends, because {error}")
 
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.runtime.transport.base import NOMINAL, Alone, Transport
 from lightning_tspipe.runtime.transport.channels import Channel
-from lightning_tspipe.strategy.setup.options import SetupOptions, link_of
+from lightning_tspipe.strategy.setup.options import SetupOptions
 from tests.local_transport import LocalNetwork, LocalTransport
 from tests.strict import StrictNetwork
 from tests.threads import run_on_threads
@@ -58,8 +58,8 @@ def test_the_slowest_link_counts() -> None:
 
 def test_plans_use_what_was_measured_unless_they_are_to_be_the_same_in_each_run() -> None:
     transport = Alone()
-    assert link_of(SetupOptions(), transport) == NOMINAL
+    assert SetupOptions().link(transport) == NOMINAL
     transport.link = Link(5e-6, 3e11)
-    assert link_of(SetupOptions(), transport) == Link(5e-6, 3e11)
-    assert link_of(SetupOptions(costs="flops"), transport) == NOMINAL
+    assert SetupOptions().link(transport) == Link(5e-6, 3e11)
+    assert SetupOptions(costs="flops").link(transport) == NOMINAL
     assert str(transport.link) == "300 GB/s, 5 µs per message"

@@ -36,9 +36,6 @@ def test_what_was_left_is_read(notes: Notes) -> None:
     notes.leave("beat/1", "2 training")
     assert notes.read("run-0/over/1") == ""
     assert notes.read("beat/1") == "2 training"
-    notes.remove("beat/1")
-    notes.remove("beat/1")
-    assert notes.read("beat/1") is None
 
 
 def test_one_of_two_claims(notes: Notes) -> None:
@@ -51,7 +48,6 @@ def test_without_a_folder_nothing_fails(tmp_path: Path) -> None:
     """Another job has removed it: then nobody else can tell the cause either."""
     notes = FolderNotes(tmp_path / "gone")
     notes.leave("over")
-    notes.remove("over")
     assert notes.read("over") is None
     assert notes.claim("cause", "rank 0")
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +8,7 @@ from lightning_tspipe.capture.plan import TensorSpec, ValueRef
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
+from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.captured import Captured, StepUnits, split_sizes
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.network import ChainNetwork
@@ -54,7 +53,8 @@ def make_units(
     assert len(network.atoms) == 3
     inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
     captured = Captured(plan, {"student": network})
-    units = StepUnits(captured, {"student": (0, 2, 3)}, num_microbatches, inputs, nullcontext)
+    placement = Placement(2, (0, 2, 3), (1, 0), num_microbatches=num_microbatches)
+    units = StepUnits(captured, placement, inputs)
     return units, network
 
 
@@ -92,10 +92,10 @@ def test_a_stage_skips_calls_that_ended_before_it_and_empty_micro_batches() -> N
 def test_what_a_unit_hands_to_the_loss_and_gets() -> None:
     units, _ = make_units(5, 3)
     features, head = ValueRef(0, 0), ValueRef(1, 0)
-    assert units.outputs_of(Action(Op.FORWARD, 0, 0)) == (features,)
-    assert units.outputs_of(Action(Op.FORWARD, 1, 0)) == (head,)
-    assert units.outputs_of(Action(Op.FORWARD, 0, 3)) == (features,)
-    assert units.outputs_of(Action(Op.FORWARD, 1, 3)) == ()
+    assert list(units.outputs(Action(Op.FORWARD, 0, 0))) == [features]
+    assert list(units.outputs(Action(Op.FORWARD, 1, 0))) == [head]
+    assert list(units.outputs(Action(Op.FORWARD, 0, 3))) == [features]
+    assert units.outputs(Action(Op.FORWARD, 1, 3)) == {}
     (spec,) = units.input_specs(Action(Op.FORWARD, 1, 2))
     assert spec == TensorSpec((1, 4), torch.float32, requires_grad=True)
     assert units.input_specs(Action(Op.FORWARD, 1, 3)) == ()
@@ -116,7 +116,7 @@ def test_frozen_stages_before_what_is_known_have_nothing_to_do(
     part = FrozenPart(network, 2)
     units = StepUnits(
         Captured(whole._plan, {"student": network, "teacher": part}),
-        {"student": (2, 3), "teacher": (0, 1, 2)}, 1, whole.inputs, nullcontext, known,
+        Placement(2, (2, 3), (0,), (0, 1, 2), (1, 0)), whole.inputs, known,
     )  # fmt: skip
     stages = [Action(Op.TEACHER, stage, 0) for stage in range(2)]
     assert [units.span(action) for action in stages] == spans

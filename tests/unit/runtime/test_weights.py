@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork
 from lightning_tspipe.runtime.weights.ownership import Shards
 from tests.local_transport import LocalNetwork, LocalTransport
 from tests.threads import run_on_threads
 
 CPU = torch.device("cpu")
-CUTS = {"student": (0, 1, 3)}
-RANKS = {"student": (1, 0)}
+PLACEMENT = Placement(2, (0, 1, 3), (1, 0))
 
 
 class Module(nn.Module):
@@ -37,7 +38,7 @@ def make(rank: int) -> tuple[Module, Shards]:
         module.training_step, torch.randn(4, 3), 0
     )
     network = ChainNetwork.of("student", module, plan, CPU)
-    shards = Shards(module, {"student": network}, CUTS, RANKS)  # type: ignore[arg-type]
+    shards = Shards(module, Captured(plan, {"student": network}), PLACEMENT)
     shards.place(rank, CPU)
     return module, shards
 
@@ -75,7 +76,7 @@ def test_an_optimizer_made_before_keeps_its_parameters() -> None:
         module.training_step, torch.randn(4, 3), 0
     )
     network = ChainNetwork.of("student", module, plan, CPU)
-    Shards(module, {"student": network}, CUTS, RANKS).place(0, CPU)  # type: ignore[arg-type]
+    Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(0, CPU)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
 
 
@@ -88,7 +89,7 @@ def test_a_weight_that_was_computed_from_parameters_does_not_hold_them() -> None
         module.training_step, torch.randn(4, 3), 0
     )
     network = ChainNetwork.of("student", module, plan, CPU)
-    Shards(module, {"student": network}, CUTS, RANKS).place(1, CPU)  # type: ignore[arg-type]
+    Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(1, CPU)
     assert module.student[2].weight_v.is_meta
 
 
@@ -174,22 +175,6 @@ def test_a_tied_parameter_stays_in_one_stage() -> None:
     network.check_cuts((0, 3, 4))
     with pytest.raises(PartitionError, match=r"student\.0\.weight.*stages 0 and 1.*partition="):
         network.check_cuts((0, 2, 4))
-
-
-def test_an_atom_is_measured_on_a_device_where_the_network_is_not() -> None:
-    """As before the first batch on a GPU: the meta device stands for it here."""
-    module, batch = Module(), torch.randn(4, 3)
-    plan = Tracer(module, Networks(("student",)), CPU).trace(module.training_step, batch, 0)
-    device = torch.device("meta")
-    network = ChainNetwork.of("student", module, plan, device)
-    assert network.is_elsewhere
-    assert not ChainNetwork.of("student", module, plan, CPU).is_elsewhere
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    norm = network.atoms[1]
-    with network.with_values(norm):
-        assert all(tensor.device == device for tensor in (*norm.parameters(), *norm.buffers()))
-        assert not module.student[0].weight.is_meta
-    torch.testing.assert_close(module.state_dict(), before, rtol=0, atol=0)
 
 
 def test_gradients_come_back_where_they_belong() -> None:

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
@@ -13,7 +12,7 @@ from lightning_tspipe.schedules.fanout import fanout
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Timeline
-from tests.unit.pipelines import fanout_pipeline
+from tests.unit.pipelines import fanout_pipeline, uniform_costs
 
 
 def epoch(pipeline: Pipeline, depth: int, num_batches: int) -> list[Schedule]:
@@ -26,7 +25,7 @@ def epoch(pipeline: Pipeline, depth: int, num_batches: int) -> list[Schedule]:
 
 
 def timeline(pipeline: Pipeline, depth: int, costs: CostTable, num_batches: int = 12) -> Timeline:
-    return simulate([lower(step) for step in epoch(pipeline, depth, num_batches)], costs)
+    return simulate(list(epoch(pipeline, depth, num_batches)), costs)
 
 
 def test_is_drawn() -> None:
@@ -67,7 +66,7 @@ def test_every_stage_sees_every_batch_once(
 def test_nobody_waits_in_the_steady_state() -> None:
     """The paper's units: a trunk of 3, heads of 2, on three devices: 3 units instead of 5."""
     pipeline = fanout_pipeline((0, 1, 2), 3)
-    costs = CostTable.uniform(pipeline, forward=0.5, backward=1.5, teacher=1.0)
+    costs = uniform_costs(pipeline, forward=0.5, backward=1.5, teacher=1.0)
     walked = timeline(pipeline, 3, costs)
     assert walked.step_time == pytest.approx(3.0)
     assert walked.bubble_ratio == pytest.approx(0.0, abs=0.01)

@@ -11,7 +11,6 @@ import pytest
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.schedules import tspipe as tspipe_file
 from lightning_tspipe.schedules import zero_bubble as zero_bubble_file
@@ -22,6 +21,7 @@ from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate, steady_step_time
+from tests.unit.pipelines import uniform_costs
 
 
 def drawings(module: object) -> str:
@@ -31,8 +31,8 @@ def drawings(module: object) -> str:
 
 
 def drawn(schedule: Schedule, *, backward: float = 2.0, steps: int = 1) -> str:
-    costs = CostTable.uniform(schedule.pipeline, backward=backward)
-    timeline = simulate([lower(schedule)] * steps, costs)
+    costs = uniform_costs(schedule.pipeline, backward=backward)
+    timeline = simulate([schedule] * steps, costs)
     seconds = timeline.end - timeline.start
     return timeline.draw(2 * round(seconds))
 
@@ -57,7 +57,7 @@ def test_sequential_keeps_one_device_busy_at_a_time(make_pipeline: Any) -> None:
     for num_ranks, num_calls, num_microbatches in ((2, 2, 1), (3, 2, 2), (4, 1, 3)):
         pipeline = make_pipeline(num_ranks, num_calls, num_microbatches)
         costs = CostTable.uniform(pipeline)
-        spans = simulate([lower(sequential(pipeline))] * 3, costs).spans
+        spans = simulate([sequential(pipeline)] * 3, costs).spans
         working = sorted((s.start, s.end) for s in spans if s.end > s.start)
         assert all(a[1] <= b[0] for a, b in pairwise(working))
         # Nothing overlaps, so adding ranks doesn't help.
@@ -69,7 +69,7 @@ def test_paper_numbers(make_pipeline: Any) -> None:
     # SEMANTICS of the paper's order with equal costs: two views are bubble-free.
     for num_ranks in (2, 3, 4, 8):
         pipeline = make_pipeline(num_ranks, 2, num_ranks - 1)
-        costs = CostTable.uniform(pipeline, backward=1)
+        costs = uniform_costs(pipeline, backward=1)
         schedule = tspipe(pipeline, teacher_now=False, teacher_next=True)
         assert steady_step_time(schedule, costs) == 3 * pipeline.student.num_units
         # Stage s runs V (u - s) teacher units before its backwards.
@@ -83,7 +83,7 @@ def test_paper_numbers(make_pipeline: Any) -> None:
 def test_one_view_is_bubble_free_with_enough_units(make_pipeline: Any) -> None:
     for num_ranks in (2, 3, 4, 8):
         pipeline = make_pipeline(num_ranks, 1, 2 * (num_ranks - 1))
-        costs = CostTable.uniform(pipeline, backward=1)
+        costs = uniform_costs(pipeline, backward=1)
         schedule = tspipe(pipeline, teacher_now=False, teacher_next=True)
         assert steady_step_time(schedule, costs) == 3 * pipeline.student.num_units
 

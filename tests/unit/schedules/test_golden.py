@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
@@ -53,10 +52,9 @@ def epoch(
 
 def draw(steps: list[Schedule]) -> str:
     """The steps of an epoch, and their timeline: two columns per second."""
-    programs = [lower(step) for step in steps]
-    for program in programs:
-        validate(program.schedule)
-    timeline = simulate(programs, CostTable.uniform(steps[0].pipeline))
+    for step in steps:
+        validate(step)
+    timeline = simulate(steps, CostTable.uniform(steps[0].pipeline))
     grids = [(grid, len(list(same))) for grid, same in groupby(map(str, steps))]
     left, pages = len(steps), []
     for number, (grid, count) in enumerate(grids):

@@ -23,6 +23,7 @@ from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import steady_step_time
+from tests.unit.pipelines import uniform_costs
 
 
 def steady(pipeline: Pipeline, costs: CostTable, split: frozenset[int] = frozenset()) -> Schedule:
@@ -123,7 +124,7 @@ def test_beside_all_orders(make_pipeline: Any, num_ranks: int, num_units: int) -
 @pytest.mark.parametrize("latency", [0.0, 0.75])
 def test_halves_beside_all_orders(make_pipeline: Any, teacher: float, latency: float) -> None:
     pipeline, split = make_pipeline(2, 1, 2), frozenset({1})
-    costs = CostTable.uniform(pipeline, teacher=teacher, latency=latency)
+    costs = uniform_costs(pipeline, teacher=teacher, latency=latency)
     found = steady_step_time(steady(pipeline, costs, split), costs)
     assert found == pytest.approx(optimum(pipeline, costs, split))
 
@@ -142,7 +143,7 @@ def test_no_bubble_where_the_fill_condition_holds(
     way = max(1, teacher) + (1 if halves else 2)
     num_units = (num_ranks - 1) * math.ceil(way / teacher)
     pipeline = make_pipeline(num_ranks, num_calls, math.ceil(num_units / num_calls))
-    costs = CostTable.uniform(pipeline, teacher=teacher)
+    costs = uniform_costs(pipeline, teacher=teacher)
     busy = pipeline.student.num_units * (3 + teacher)
     assert max(cycle_seconds(pipeline, costs, split)) <= busy
     assert busy / steady_step_time(steady(pipeline, costs, split), costs) >= 0.99
@@ -151,7 +152,7 @@ def test_no_bubble_where_the_fill_condition_holds(
 def test_where_a_slow_teacher_leaves_a_bubble_every_order_has_it(make_pipeline: Any) -> None:
     # The teacher has work enough for the way there and back, but comes too late to the last stage.
     pipeline = make_pipeline(3, 1, 2)
-    costs = CostTable.uniform(pipeline, teacher=4)
+    costs = uniform_costs(pipeline, teacher=4)
     busy = 2 * (3 + 4)
     assert max(cycle_seconds(pipeline, costs)) < busy
     found = steady_step_time(steady(pipeline, costs), costs)
@@ -164,7 +165,7 @@ def test_there_is_a_bubble_where_the_fill_condition_fails(
     make_pipeline: Any, num_ranks: int, num_calls: int
 ) -> None:
     pipeline = make_pipeline(num_ranks, num_calls, 1)
-    costs = CostTable.uniform(pipeline, teacher=0.25)
+    costs = uniform_costs(pipeline, teacher=0.25)
     (*_, first), busy = sorted(cycle_seconds(pipeline, costs)), num_calls * 3.25
     assert first > busy
     assert steady_step_time(steady(pipeline, costs), costs) >= first

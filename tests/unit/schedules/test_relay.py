@@ -9,14 +9,18 @@ import pytest
 
 from benchmarks.relay.simulated import distributions
 from lightning_tspipe.errors import ScheduleError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
+from lightning_tspipe.plain import from_plain, plain
 from lightning_tspipe.schedules.relay import relay, relay_pipeline
 from lightning_tspipe.simulation.cost import CostTable, StageCost
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import graph_seconds, simulate, steady_step_time
+from lightning_tspipe.simulation.simulator import (
+    StepGraph,
+    graph_seconds,
+    simulate,
+    steady_step_time,
+)
 
 
 def test_is_drawn() -> None:
@@ -25,13 +29,13 @@ def test_is_drawn() -> None:
     )
     shared = relay(relay_pipeline([(2, 1), (0,)]))
     assert str(shared) == ("0E 1T0 1F0 0L 1B0 0O\n1E 0T1 0F1 1L 0B1 1O\n2E 2D 0T0 0F0 2L 0B0 2O")
-    sent = {str(m) for m in lower(shared).messages}
+    sent = {str(m) for m in shared.messages}
     assert {"0T0>1T0@0", "0T1>1T0@0", "2D>0T1@1", "0B0>1O@1", "0B1>2O@2"} <= sent
 
 
 def test_timeline_is_drawn() -> None:
     pipeline = relay_pipeline([(2,), (1,), (0,)])
-    timeline = simulate([lower(relay(pipeline))] * 2, CostTable.uniform(pipeline))
+    timeline = simulate([relay(pipeline)] * 2, CostTable.uniform(pipeline))
     assert timeline.draw(width=20).splitlines() == [
         "rank 0 |    T0F0B0──T0F0B0──|",
         "rank 1 |  T0F0B0──T0F0B0──  |",
@@ -43,8 +47,8 @@ def test_timeline_is_drawn() -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_every_distribution_is_valid(num_ranks: int, is_relayed: bool) -> None:
     for plan in distributions(3, num_ranks):
-        program = lower(relay(relay_pipeline(plan.ranks, is_relayed=is_relayed)))
-        validate(program.schedule)
+        program = relay(relay_pipeline(plan.ranks, is_relayed=is_relayed))
+        validate(program)
         sources = {(m.source, m.target) for m in program.messages if m.payload == "activation"}
         neighbours = {(a, b) for one, other in pairwise(plan.ranks) for a in one for b in other}
         assert sources <= neighbours
@@ -59,7 +63,7 @@ def test_a_step_takes_as_long_as_its_slowest_stage() -> None:
     schedule = relay(pipeline)
     assert steady_step_time(schedule, costs) == pytest.approx(1.0 + 7.5 + 0.1)
     # With a barrier, each step starts with all ranks idle.
-    assert graph_seconds(StepGraph.of(lower(schedule)), costs) == pytest.approx(0.5 + 8.5 + 0.1)
+    assert graph_seconds(StepGraph.of(schedule), costs) == pytest.approx(0.5 + 8.5 + 0.1)
 
 
 def test_gradients_are_summed_before_the_update() -> None:
@@ -78,4 +82,4 @@ def test_shares_belong_to_their_ranks() -> None:
 
 def test_pipelines_are_stored() -> None:
     pipeline = relay_pipeline([(3, 2), (1,), (0,)], is_relayed=False)
-    assert Pipeline.from_dict(pipeline.to_dict()) == pipeline
+    assert from_plain(Pipeline, plain(pipeline)) == pipeline

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ScheduleError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
@@ -20,8 +19,8 @@ from lightning_tspipe.schedules.synthesis import synthesize
 from lightning_tspipe.schedules.tspipe import tspipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable, StageCost
-from lightning_tspipe.simulation.graph import StepGraph
-from lightning_tspipe.simulation.simulator import steady_step_time
+from lightning_tspipe.simulation.simulator import StepGraph, steady_step_time
+from tests.unit.pipelines import uniform_costs
 from tests.unit.versions import versions
 
 SECONDS = st.integers(0, 8).map(lambda n: n / 4)
@@ -58,7 +57,7 @@ def test_the_order_follows_the_costs(make_pipeline: Any) -> None:
     # Slow backwards leave a longer bubble, which more teacher units fill.
     pipeline = make_pipeline(2, 1, 8)
     for backward, early in ((1.0, 2), (3.0, 4)):
-        schedule = steady(pipeline, CostTable.uniform(pipeline, backward=backward))
+        schedule = steady(pipeline, uniform_costs(pipeline, backward=backward))
         cells = [str(cell) for cell in schedule.ranks[1]]
         before = cells[: cells.index("0B7")]
         assert sum("T" in cell for cell in before) == early
@@ -70,9 +69,9 @@ def test_the_order_follows_the_costs(make_pipeline: Any) -> None:
 def test_a_filler_waits_for_what_is_urgent(make_pipeline: Any, patience: float, order: str) -> None:
     # Rank 1 forwards until 2 and runs a teacher unit until 8; a gradient arrives at 11.
     pipeline = make_pipeline(2, 1, 2)
-    costs = CostTable.uniform(pipeline, teacher=6, latency=3)
-    graph = StepGraph.of(lower(tspipe(pipeline, teacher_now=False, teacher_next=True)))
-    (ranks,) = list_schedule([graph], costs, Policy(patience))
+    costs = uniform_costs(pipeline, teacher=6, latency=3)
+    graph = StepGraph.of(tspipe(pipeline, teacher_now=False, teacher_next=True))
+    ranks = list_schedule(graph, costs, Policy(patience), repeats=False)
     assert " ".join(str(cell)[1:] for cell in ranks[1][5:-1]) == order
 
 
@@ -103,7 +102,7 @@ def costs_of(draw: st.DrawFn, pipeline: Pipeline) -> CostTable:
 
     teacher = pipeline.teacher
     return replace(
-        CostTable.uniform(pipeline, loss=draw(SECONDS), optimizer=draw(SECONDS)),
+        uniform_costs(pipeline, loss=draw(SECONDS), optimizer=draw(SECONDS)),
         student=stages(pipeline.student.num_stages),
         teacher=() if teacher is None else stages(teacher.num_stages),
         latency=draw(SECONDS),

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_tspipe.errors import ConfigurationError
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.registry import build_step
@@ -18,6 +17,7 @@ from lightning_tspipe.simulation.attribution import Attribution, Cause, attribut
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.timeline import Pause, Span, Timeline
+from tests.unit.pipelines import uniform_costs
 
 Row = tuple[str, float, float]
 
@@ -114,12 +114,12 @@ def test_effects_wait_for_the_data_rank(two_ranks: Pipeline, is_recorded: bool) 
 
 def test_one_simulated_step_by_hand(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 2, teacher=False)
-    found = attribute(simulate([lower(gpipe(pipeline))], CostTable.uniform(pipeline, loss=0.5)))
+    found = attribute(simulate([gpipe(pipeline)], uniform_costs(pipeline, loss=0.5)))
     assert stretches(found, 0) == [
         (0.0, 1.0, "waiting for 0F0 of rank 1"), (7.5, 9.5, "waiting for 1O of rank 1")
     ]  # fmt: skip
     assert stretches(found, 1) == [(2.0, 5.5, "waiting for 1B1 of rank 0")]
-    late = attribute(simulate([lower(gpipe(pipeline))], CostTable.uniform(pipeline, latency=10)))
+    late = attribute(simulate([gpipe(pipeline)], uniform_costs(pipeline, latency=10)))
     assert stretches(late, 0)[:2] == [
         (0.0, 1.0, "waiting for 0F0 of rank 1"), (1.0, 11.0, "transfer")
     ]  # fmt: skip
@@ -155,8 +155,7 @@ def steps_of(pipeline: Pipeline, name: str, num_steps: int) -> list[Any]:
     ahead = name == "tspipe" and pipeline.teacher is not None
     costs = CostTable.uniform(pipeline)
     programs = [
-        lower(build_step(name, pipeline, costs, fresh=now, ahead=int(ahead)))
-        for now in (True, not ahead)
+        build_step(name, pipeline, costs, fresh=now, ahead=int(ahead)) for now in (True, not ahead)
     ]
     return [programs[0], *[programs[1]] * (num_steps - 1)]
 
@@ -182,7 +181,7 @@ def test_a_simulation_waits_and_transfers_and_nothing_else(make_pipeline: Any, d
     )
     latency = data.draw(SECONDS)
     costs = replace(
-        CostTable.uniform(pipeline, loss=0.5, optimizer=data.draw(SECONDS), latency=latency),
+        uniform_costs(pipeline, loss=0.5, optimizer=data.draw(SECONDS), latency=latency),
         student=data.draw(stages(num_ranks)),
         teacher=data.draw(stages(num_ranks * teacher)),
         data=data.draw(SECONDS),
@@ -217,7 +216,7 @@ def overlap(idle: Sequence[Any], work: Sequence[Span]) -> list[bool]:
 def test_the_causes_of_a_run_add_up_to_its_idle_time(make_pipeline: Any, data: Any) -> None:
     # A simulated timeline with everything later than it could be, and pauses anywhere.
     pipeline = make_pipeline(2, 1, 2)
-    costs = CostTable.uniform(pipeline, loss=1.0, optimizer=1.0)
+    costs = uniform_costs(pipeline, loss=1.0, optimizer=1.0)
     steps = steps_of(pipeline, "tspipe", data.draw(st.integers(1, 5)))
     simulated = simulate(steps, costs)
     late = [

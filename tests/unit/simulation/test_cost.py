@@ -7,7 +7,6 @@ import pytest
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 from lightning_tspipe.simulation.simulator import simulate
@@ -41,7 +40,7 @@ def test_bytes_of_each_message(make_pipeline: Any) -> None:
         student=replace(pipeline.student, ranks=(0, 1)),
         teacher=replace(pipeline.teacher, ranks=(0, 1)),
     )
-    program = lower(gpipe(swapped))
+    program = gpipe(swapped)
     sizes = {str(m): COSTS.message_bytes(m) for m in program.messages}
     assert sizes == {
         "1D>0F0@0": 0,
@@ -67,7 +66,7 @@ def test_messages_between_nodes_take_their_own_link(make_pipeline: Any) -> None:
         inter_node_latency=5,
         inter_node_bandwidth=10,
     )
-    starts = {span.action: span.start for span in simulate([lower(gpipe(pipeline))], costs).spans}
+    starts = {span.action: span.start for span in simulate([gpipe(pipeline)], costs).spans}
     assert (starts["1F0"], starts["2F0"]) == (1 + 15, 17 + 2)
 
 

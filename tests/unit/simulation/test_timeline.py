@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.simulation.timeline import Pause, Span, Timeline, aligned
 from lightning_tspipe.simulation.trace import chrome_trace
 
@@ -94,7 +95,7 @@ def test_json_of_earlier_versions() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "{}", "3", '{"spans": [1], "num_ranks": 1}'])
 def test_json_of_something_else(text: str) -> None:
-    with pytest.raises((KeyError, TypeError)):
+    with pytest.raises(ConfigurationError, match="not a timeline"):
         Timeline.from_json(text)
 
 

@@ -2,18 +2,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_tspipe.ir.lowering import lower
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.simulation.attribution import attribute
-from lightning_tspipe.simulation.cost import CostTable
 from lightning_tspipe.simulation.simulator import simulate
 from lightning_tspipe.simulation.trace import chrome_trace
+from tests.unit.pipelines import uniform_costs
 
 
 def test_two_processes_whose_steady_steps_begin_together(make_pipeline: Any) -> None:
     pipeline = make_pipeline(2, 1, 2, teacher=False)
     fast, slow = (
-        simulate([lower(gpipe(pipeline))] * 4, CostTable.uniform(pipeline, forward=seconds))
+        simulate([gpipe(pipeline)] * 4, uniform_costs(pipeline, forward=seconds))
         for seconds in (1.0, 3.0)
     )
     trace = chrome_trace({"measured": fast, "simulated": slow}, {"measured": attribute(fast)})

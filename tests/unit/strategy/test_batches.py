@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_tspipe.strategy.training.batches import copied_beside, to_device
+from lightning_tspipe.strategy.training.data import copied_beside, to_device
 
 CUDA = torch.device("cuda:0")
 

@@ -20,17 +20,15 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.checkpoints.checksums import (
-    BLOCK,
-    TABLE_FILE,
-    from_json,
-    to_json,
-)
 from lightning_tspipe.strategy.checkpoints.folders import (
+    BLOCK,
     CONTENTS_FILE,
     META_FILE,
+    TABLE_FILE,
     FolderSource,
+    from_json,
     is_sharded,
+    to_json,
 )
 from lightning_tspipe.strategy.checkpoints.saving import own_optimizer_state
 from lightning_tspipe.strategy.checkpoints.writing import ShardWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_tspipe.strategy.setup.options import SetupOptions, memory_limit
+from lightning_tspipe.strategy.setup.options import SetupOptions
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 
@@ -17,11 +17,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_most_of_what_is_free_is_shared_fairly() -> None:
-    assert memory_limit(SetupOptions(), GPU) == 54_000
-    assert memory_limit(SetupOptions(ranks_per_device=2), GPU) == 27_000
-    assert memory_limit(SetupOptions(costs="flops"), GPU) == 72_000
+    assert SetupOptions().bytes_on(GPU) == 54_000
+    assert SetupOptions(ranks_per_device=2).bytes_on(GPU) == 27_000
+    assert SetupOptions(costs="flops").bytes_on(GPU) == 72_000
 
 
 def test_what_is_said_counts() -> None:
-    assert memory_limit(SetupOptions(memory_limit="1KiB", ranks_per_device=2), GPU) == 1024
-    assert memory_limit(SetupOptions(), CPU) is None
+    assert SetupOptions(memory_limit="1KiB", ranks_per_device=2).bytes_on(GPU) == 1024
+    assert SetupOptions().bytes_on(CPU) is None

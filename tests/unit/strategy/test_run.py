@@ -13,7 +13,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces, namespace_of
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.options import SetupOptions
-from lightning_tspipe.strategy.training.progress import Resumption
+from lightning_tspipe.strategy.setup.resumption import Resumption
 
 
 class OnRank(Run):

@@ -15,8 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_tspipe import TSPipeStrategy
 from lightning_tspipe.cli.exporting import read_part
 from lightning_tspipe.errors import CheckpointError
-from lightning_tspipe.strategy.checkpoints.checksums import TABLE_FILE
-from lightning_tspipe.strategy.checkpoints.folders import CONTENTS_FILE, META_FILE, FolderSource
+from lightning_tspipe.strategy.checkpoints.folders import (
+    CONTENTS_FILE,
+    META_FILE,
+    TABLE_FILE,
+    FolderSource,
+)
 from tests.unit.strategy.test_damage import SHARD, Running
 
 

@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from lightning_tspipe.capture import swap
+from lightning_tspipe.networks import swap
 
 Exchange = Callable[[Tensor], list[Tensor]]
 """Gives everybody's tensor, in the same order on all."""
@@ -42,12 +42,11 @@ def shared_statistics(modules: Iterable[nn.Module], exchange: Exchange) -> Itera
 
 
 def _forward(layer: _BatchNorm, exchange: Exchange, x: Tensor) -> Tensor:
-    shape = (1, -1, *[1] * (x.dim() - 2))
     normalised, mean, variance, count = _Normalise.apply(x, layer.eps, exchange)
     _track(layer, mean, variance, count)
     result: Tensor = normalised
     if layer.affine:
-        weight, bias = (p.view(shape).to(x.dtype) for p in (layer.weight, layer.bias))
+        weight, bias = (_like(p, x).to(x.dtype) for p in (layer.weight, layer.bias))
         result = normalised * weight + bias
     return result
 

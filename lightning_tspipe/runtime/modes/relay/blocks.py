@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, atomize
 from lightning_tspipe.networks.modules import blocks_of
 
@@ -214,7 +214,14 @@ def blocks_between(
             (i for i, first in enumerate(firsts) if f"{first}.".startswith(f"{boundary}.")), None
         )
         if found is None or found <= starts[-1]:
-            raise ConfigurationError(_refusal(name, network, boundary, boundaries, firsts))
+            known = {module for module, _ in network.named_modules()}
+            possible = [first for first in firsts[1:] if first in known]
+            why = "in their order" if boundary in known else f"and it has no submodule {boundary!r}"
+            raise ConfigurationError(
+                f"block_boundaries of the {name}, {list(boundaries)}: no block can begin with "
+                f"{boundary!r}. Name submodules of {type(network).__name__} with which an atom "
+                f"begins, {why}: for example {', '.join(possible[:12])}"
+            )
         starts.append(found)
     chain = AtomChain(atoms)
     names = [firsts[0].partition(".")[0], *boundaries]
@@ -224,30 +231,6 @@ def blocks_between(
             zip(names, pairwise((*starts, len(atoms))), strict=True)
         )
     ]
-
-
-def _refusal(
-    name: str,
-    network: nn.Module,
-    boundary: str,
-    boundaries: Sequence[str],
-    firsts: Sequence[str],
-) -> str:
-    known = {module for module, _ in network.named_modules()}
-    possible = [first for first in firsts[1:] if first in known]
-    why = "in their order" if boundary in known else f"and it has no submodule {boundary!r}"
-    return (
-        f"block_boundaries of the {name}, {list(boundaries)}: no block can begin with "
-        f"{boundary!r}. Name submodules of {type(network).__name__} with which an atom begins, "
-        f"{why}: for example {', '.join(possible[:12])}"
-    )
-
-
-def through(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """One block after the other."""
-    for block in blocks:
-        x = block(x)
-    return x
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,9 @@ Lightning has it; until then they lie aside::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-
-
-@dataclass
-class _Aside:
-    """What a backward gave, and by what its loss had been multiplied."""
-
-    stand_in: Tensor
-    factor: float | Tensor
-    gradients: list[tuple[nn.Parameter, Tensor]]
 
 
 class EarlyBackwards:
@@ -32,16 +22,17 @@ class EarlyBackwards:
 
     Args:
         parameters: All that a loss may reach.
+
+    Attributes:
         factor: By what the losses will be multiplied before their backward, as far as is known:
             small gradients would be lost without it where they have few bits.
     """
 
-    def __init__(
-        self, parameters: Iterable[nn.Parameter], factor: Callable[[], float | Tensor] = lambda: 1.0
-    ) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._parameters = [p for p in parameters if not p.is_meta]
-        self.factor = factor
-        self._aside: list[_Aside] = []
+        self.factor: Callable[[], float | Tensor] = lambda: 1.0
+        self._aside: list[tuple[Tensor, float | Tensor, list[tuple[nn.Parameter, Tensor]]]] = []
+        """What stands for a loss, by what this was multiplied, and what its backward gave."""
 
     def run(self, loss: Tensor) -> Tensor:
         """The backward of a loss.
@@ -61,20 +52,20 @@ class EarlyBackwards:
                 for parameter, gradient in before:
                     parameter.grad = gradient
         stand_in = loss.detach().requires_grad_()
-        self._aside.append(_Aside(stand_in, factor, gradients))
+        self._aside.append((stand_in, factor, gradients))
         return stand_in
 
     @torch.no_grad()
     def settle(self) -> None:
         """After the backward of what stands for the losses: gradients come to their parameters."""
         aside, self._aside = self._aside, []
-        for one in aside:
-            wanted = one.stand_in.grad
+        for stand_in, factor, gradients in aside:
+            wanted = stand_in.grad
             if wanted is None:  # this loss takes no part
                 continue
-            if one.gradients:
-                torch._foreach_mul_([g for _, g in one.gradients], wanted / one.factor)
-            for parameter, gradient in one.gradients:
+            if gradients:
+                torch._foreach_mul_([g for _, g in gradients], wanted / factor)
+            for parameter, gradient in gradients:
                 if parameter.grad is None:
                     parameter.grad = gradient
                 else:

@@ -14,7 +14,6 @@ from torch.nn.functional import mse_loss
 from lightning_tspipe import BlockwiseRelay
 from lightning_tspipe.planning.relay import RelayProfile
 from lightning_tspipe.runtime.execution.rank import Rank
-from lightning_tspipe.runtime.modes.chain import Chain
 from lightning_tspipe.runtime.modes.relay.blocks import pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import Alone
@@ -40,7 +39,7 @@ class Module(nn.Module):
 def profile(cache: Path | None, module: Module) -> RelayProfile:
     callback = BlockwiseRelay("ahd", profile_steps=2, profile_cache=cache)
     transport, device = Alone(), torch.device("cpu")
-    here = Rank(module, NETWORKS, transport, device, Chain())
+    here = Rank(module, NETWORKS, transport, device)
     optimizer = torch.optim.Adam(module.student.parameters())
     options = SetupOptions(costs="measured")
     planner = BlockPlanner(here, callback, options, (torch.zeros(7, 3),), [optimizer])

@@ -25,7 +25,8 @@ def test_equals_one_backward_of_all(known: float) -> None:
     old = [torch.ones_like(p) for p in blocks.parameters()]
     for parameter, gradient in zip(blocks.parameters(), old, strict=True):
         parameter.grad = gradient.clone()
-    early = EarlyBackwards(blocks.parameters(), lambda: known)
+    early = EarlyBackwards(blocks.parameters())
+    early.factor = lambda: known
     stand_ins = [early.run(loss) for loss in losses(blocks, x)]
     assert all(torch.equal(p.grad, g) for p, g in zip(blocks.parameters(), old, strict=True))
     (torch.stack(stand_ins).sum() * 0.25).backward()

@@ -1,4 +1,4 @@
-"""The plan of a run: kept in its checkpoints, and used again by a run that resumes.
+"""Where a run goes on, and by which plan: kept in checkpoints, and used by a run that resumes.
 
 ::
 
@@ -16,18 +16,25 @@ from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities import rank_zero_info
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.plain import plain
+from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
+from lightning_tspipe.runtime.batches.loading import LookaheadLoader
+from lightning_tspipe.runtime.batches.random_states import RandomStates
+from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.heads import FeatureCache
 from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
+
+Progress = dict[str, Any]
+"""What :func:`collect` gives for a replica: plain values and tensors."""
 
 FROZEN = "frozen atoms"
 FREEZING = "freezing"
@@ -99,28 +106,81 @@ def made_for(
 
 
 @dataclass
-class PlanOfRun:
-    """Knows the plan of this run, and that of the run which it goes on with.
+class Resumption:
+    """Progress and plan of the run that this one resumes, and the plan of this one.
 
     Attributes:
         now: The plan by which stages are placed; None before the first batch.
         found: That of the checkpoint from which this run goes on; None if there is none, and once
             stages were placed.
         freezing: What that run knew of layers that freeze, as text.
+        replicas: Where each of its replicas stopped; None once a step has gone on from there.
+        here: Where this replica goes on.
+        random: What this process draws on with, before any hook of an epoch or a batch.
     """
 
     now: RunPlan | None = None
     found: RunPlan | None = None
     freezing: str | None = None
+    replicas: list[Progress] | None = None
+    here: Progress | None = None
+    random: RandomStates | None = None
 
-    def resume(self, entries: Mapping[str, Any]) -> None:
+    def load(
+        self, replicas: list[Progress], replica: tuple[int, int], process: tuple[int, int]
+    ) -> None:
         """A checkpoint was loaded; every rank calls it.
 
         Args:
-            entries: What its first replica's progress holds.
+            replicas: Where each replica stopped.
+            replica: This one, and their number in this run.
+            process: The same, of all processes: random states don't depend on the mesh.
         """
-        self.found = RunPlan.from_entries(entries)
-        self.freezing = entries.get(FREEZING)
+        first: Progress = replicas[0] if replicas else {}
+        self.found, self.freezing = RunPlan.from_entries(first), first.get(FREEZING)
+        shares = self.freezing is not None and bool(json.loads(self.freezing)["is_shared"])
+        self.go_on(replicas, *replica, shares_batches=shares)
+        states = [state for one in replicas for state in one["random"]]
+        rank, number = process
+        self.random = RandomStates(states[rank]) if len(states) == number else None
+
+    def go_on(
+        self, replicas: list[Progress], index: int, number: int, *, shares_batches: bool
+    ) -> None:
+        """Find where this replica goes on; once more where the mesh changes before the first step.
+
+        With another number of replicas than before, samples are dealt out anew: what is known is
+        the number of the step, and what was accumulated together.
+
+        Args:
+            replicas: Where each replica stopped.
+            index: This one.
+            number: Replicas of this run.
+            shares_batches: Whether all read parts of the same batches, as where the mesh changes:
+                their order stays what it was.
+        """
+        self.replicas = replicas
+        if len(replicas) == number:
+            self.here = replicas[index]
+        elif replicas:
+            forgotten = () if shares_batches else ("loader", "teacher_ahead", "prediction")
+            gradients = gradients_of_replica([one["gradients"] for one in replicas], index, number)
+            self.here = {
+                **between_epochs(replicas[0]),
+                **dict.fromkeys(forgotten),
+                "gradients": gradients,
+            }
+        else:
+            self.here = None
+
+    def take(self) -> Progress | None:
+        """Where this replica goes on, once."""
+        found, self.here, self.replicas = self.here, None, None
+        return found
+
+    def forget(self) -> None:
+        """The fit is over: the next one goes on from no checkpoint, unless one is loaded."""
+        self.found = self.freezing = self.replicas = self.here = self.random = None
 
     def to_entries(self, freezing: Freezing) -> dict[str, str | None]:
         """What a checkpoint keeps of the plan, and of what the next one will be made from.
@@ -130,15 +190,6 @@ class PlanOfRun:
         """
         entries = {} if self.now is None else self.now.to_entries()
         return {**entries, FREEZING: freezing.to_json()}
-
-    def forget(self) -> None:
-        """The fit is over: the next one goes on from no checkpoint, unless one is loaded."""
-        self.found = self.freezing = None
-
-    @property
-    def shares_batches(self) -> bool:
-        """Whether the replicas of the checkpoint read parts of the same batches."""
-        return self.freezing is not None and bool(json.loads(self.freezing)["is_shared"])
 
     def reuse(self, wanted: Mapping[str, Any]) -> RunPlan | None:
         """The plan of the checkpoint, if it was made for what this run is; every rank asks.
@@ -183,25 +234,6 @@ class PlanOfRun:
             )
 
 
-@dataclass(frozen=True)
-class PlannedBy:
-    """What the stages of a training are planned by, beside its step.
-
-    Attributes:
-        optimizers: The module's.
-        freezing: What is frozen, and what is known about the step.
-        run: Knows the plan of the checkpoint that the run goes on from.
-        features: Keeps what a trunk returns for its heads.
-        reading: Seconds that the data rank takes to read a batch.
-    """
-
-    optimizers: Sequence[torch.optim.Optimizer]
-    freezing: Freezing
-    run: PlanOfRun
-    features: FeatureCache | None = None
-    reading: float = 0.0
-
-
 def changes(
     found: RunPlan, plan: RunPlan, captured: Captured, *, repacks: bool = False
 ) -> list[str]:
@@ -242,3 +274,102 @@ def changes(
         and any(network_draws(network, captured.plan) for network in networks),
     }
     return [text for text, is_so in told.items() if is_so]
+
+
+def collect(  # noqa: PLR0913 - what is saved differs
+    engine: Engine,
+    loader: LookaheadLoader | None,
+    *,
+    epoch_ended: bool,
+    with_gradients: bool,
+    position: tuple[int, int] | None = None,
+    place: tuple[int, int] | None = None,
+) -> Progress | None:
+    """Collect the progress of a pipeline on the loss rank; every rank calls it.
+
+    Args:
+        engine: The engine, between two steps.
+        loader: The training loader, on the data rank.
+        epoch_ended: Whether the batch that is held, if any, will not be trained.
+        with_gradients: Whether to collect what has been accumulated.
+        position: Of the engine before the current batch, which then comes once more.
+        place: The epoch, and the number of the next batch in it, to collect batches in flight;
+            else their forwards are done again, in the run that goes on here too.
+    """
+    engine.settle(keeps_flights=place is not None)
+    own: dict[str, Any] = {"random": RandomStates.now().written, "flights": engine.flights()}
+    own["ahead"] = ahead = None if own["flights"] else engine.ahead()
+    predicted = engine.prediction if place is not None else None
+    if predicted is not None:
+        own["prediction"] = predicted.state()
+    if loader is not None:
+        own["loader"] = loader.progress(ended=epoch_ended, repeats=position is not None)
+        if position is not None:
+            own["random"] = own["loader"]["now"]
+    if with_gradients:
+        own["gradients"] = engine.shards.gradients(engine.rank)
+    gathered = engine.transport.gather_object(own, LOSS_RANK)
+    if gathered is None:
+        return None
+    seed, step = position or engine.position
+    data = gathered[engine.placement.data_rank]
+    return {
+        "seed": seed,
+        "step": step,
+        "random": [rank["random"] for rank in gathered],
+        "loader": data.get("loader"),
+        "gradients": {k: v for rank in gathered for k, v in rank.get("gradients", {}).items()},
+        "teacher_ahead": ahead and _of_all([rank["ahead"] for rank in gathered]),
+        "flights": [rank["flights"] for rank in gathered] if own["flights"] else None,
+        "prediction": _joined([rank["prediction"] for rank in gathered]) if predicted else None,
+        "place": None if place is None else list(place),
+        "ema_in_step": engine.captured.plan.has_ema,
+    }
+
+
+def between_epochs(first: dict[str, Any]) -> dict[str, Any]:
+    """Progress for every replica of another mesh: the number of the step, the order of the data.
+
+    Args:
+        first: What :func:`collect` gave for the first replica.
+    """
+    loader = first["loader"] and {**first["loader"], "loader": None}
+    return {**first, "loader": loader, "flights": None}
+
+
+def gradients_of_replica(
+    replicas: Sequence[Mapping[str, Tensor]], index: int, number: int
+) -> Mapping[str, Tensor]:
+    """Accumulated gradients of a replica that resumes.
+
+    Args:
+        replicas: What each replica of the run that was stopped had, by name.
+        index: The replica.
+        number: Replicas of this run. With another number than before each gets the mean: the update
+            takes the mean over the replicas, which so is the same.
+    """
+    if len(replicas) == number:
+        return replicas[index]
+    names = {name for gradients in replicas for name in gradients}
+    return {
+        name: torch.stack([one[name] for one in replicas if name in one]).sum(0) / len(replicas)
+        for name in names
+    }
+
+
+def _joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The state of a predicted teacher, of the parts on all ranks."""
+    parts = {
+        kind: {name: value.cpu() for state in states for name, value in state[kind].items()}
+        for kind in ("before", "moves")
+    }
+    return {"step": states[0]["step"], **parts}
+
+
+def _of_all(ahead: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What ran ahead on the first rank, with the statistics of all."""
+    found: dict[int, Any] = {}
+    for rank in ahead:
+        for call, layers in rank["statistics"].items():
+            found.setdefault(call, {}).update(layers)
+    return {**ahead[0], "statistics": found}

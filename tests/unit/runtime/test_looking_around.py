@@ -12,8 +12,8 @@ import pytest
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.runtime.faults import rendezvous as module
+from lightning_tspipe.runtime.faults.failures import PERIOD, Failures, next_of_another_machine
 from lightning_tspipe.runtime.faults.notes import FolderNotes
-from lightning_tspipe.runtime.faults.patrol import PERIOD, Patrol, next_of_another_machine
 from lightning_tspipe.runtime.faults.rendezvous import Job, Member
 
 TIMEOUT = 8.0
@@ -39,13 +39,13 @@ class Ranks:
     ) -> None:
         self.job = Job(0, len(machines), FolderNotes(folder), folder)
         self.job.publish()
-        self.job.children = {rank: Process(pid) for rank, pid in (children or {}).items()}  # type: ignore[misc]
         self.notes = self.job.notes
         self.machines = machines
         for rank in range(1, len(machines)):
             self.join(rank)
         self.now = 0.0
-        self.patrol = Patrol(self.job, "run-0", TIMEOUT, clock=lambda: self.now)
+        self.failures = Failures(self.job, TIMEOUT, clock=lambda: self.now)
+        self.job.children = {rank: Process(pid) for rank, pid in (children or {}).items()}  # type: ignore[misc]
 
     def join(self, rank: int) -> None:
         machine = self.job.this.machine if self.machines[rank] == "here" else self.machines[rank]
@@ -54,11 +54,11 @@ class Ranks:
 
     def look(self, seconds: float = 0.0) -> Any:
         """Look now, and all the time for so many seconds; what was found."""
-        found = self.patrol.look()
+        found = self.failures.look()
         until = self.now + seconds
         while found is None and self.now < until:
             self.now += PERIOD
-            found = self.patrol.look()
+            found = self.failures.look()
         return found
 
     def process(self, rank: int) -> Any:
@@ -135,7 +135,7 @@ def test_one_that_is_stopped_is_why_somebody_has_waited_in_vain(tmp_path: Path) 
     ranks.look()
     ranks.process(1).is_stopped = True
     assert ranks.look(PERIOD) is None
-    ranks.patrol.expect_no_more()
+    ranks.failures.expect_no_more()
     assert ranks.look(2 * PERIOD).victim is ranks.process(1)
 
 

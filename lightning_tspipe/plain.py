@@ -10,11 +10,9 @@ from enum import Enum
 from functools import cache
 from itertools import repeat
 from types import NoneType, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from lightning_tspipe.errors import ConfigurationError
-
-T = TypeVar("T")
 
 _types: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
@@ -66,25 +64,30 @@ def from_plain(kind: Any, data: Any) -> Any:  # noqa: ANN401, PLR0911 - one for 
     return math.inf if kind is float and data is None else data
 
 
-def from_text(kind: type[T], text: str, what: str, option: str) -> T:
-    """Read a value that ``tspipe plan`` wrote.
+class Saved:
+    """A dataclass that is saved as JSON, and read again by the types of its fields."""
 
-    Args:
-        kind: The type of the value.
-        text: The text.
-        what: What it should be, for the error.
-        option: With what the command writes it.
+    _origin: ClassVar[tuple[str, str]]
+    """What it is, and what writes it, for the error."""
 
-    Raises:
-        ConfigurationError: The text is something else.
-    """
-    try:
-        value: T = from_plain(kind, json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(
-            f"not a {what} ({type(error).__name__}: {error}); `tspipe plan {option}` writes one"
-        ) from error
-    return value
+    def to_json(self) -> str:
+        """Everything, as JSON that :meth:`from_json` reads."""
+        return json.dumps(to_plain(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            ConfigurationError: The text is something else.
+        """
+        try:
+            value: Self = from_plain(cls, json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            what, writer = cls._origin
+            message = f"not a {what} ({type(error).__name__}: {error}); {writer}"
+            raise ConfigurationError(message) from error
+        return value
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401 - as above

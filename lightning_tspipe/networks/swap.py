@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.networks import modules as of_modules
-
-attributes_replaced = of_modules.attributes_replaced
-forwards_replaced = of_modules.forwards_replaced
+from lightning_tspipe.networks.modules import attributes_kept
 
 RandomState = tuple[Any, Tensor, Tensor | None]
+
+_MISSING = object()
 
 
 class TensorSwap:
@@ -78,6 +77,34 @@ def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
     return made
 
 
+@contextmanager
+def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """While inside, objects have other attributes.
+
+    Args:
+        replacements: (object, name, value); none twice.
+    """
+    replacements = list(replacements)
+    previous = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
+    for owner, name, value in replacements:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(replacements, previous, strict=True):
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def forwards_replaced(
+    forwards: Mapping[nn.Module, Callable[..., Any]],
+) -> AbstractContextManager[None]:
+    """While inside, calling one of the modules runs the given function instead of its forward."""
+    return attributes_replaced((module, "forward", made) for module, made in forwards.items())
+
+
 def silenced(
     module: nn.Module,
     function: Callable[..., None] = lambda *_args, **_kwargs: None,
@@ -96,18 +123,10 @@ def attributes_restored(modules: Iterable[nn.Module], *, tensors: bool) -> Itera
         tensors: Whether the values of parameters and buffers are saved and restored too.
     """
     modules = list(modules)
-    held = (
-        tensor
-        for module in modules
-        for table in (module._parameters, module._buffers, vars(module))  # noqa: SLF001
-        for tensor in table.values()
-    )
-    values = [
-        (tensor, tensor.detach().clone())
-        for tensor in held
-        if tensors and isinstance(tensor, Tensor) and not tensor.is_meta
-    ]
-    with of_modules.attributes_kept(modules):
+    places = [table for m in modules for table in (m._parameters, m._buffers, vars(m))]  # noqa: SLF001
+    held = [tensor for table in places for tensor in table.values()] if tensors else []
+    values = [(t, t.detach().clone()) for t in held if isinstance(t, Tensor) and not t.is_meta]
+    with attributes_kept(modules):
         try:
             yield
         finally:

@@ -1,56 +1,106 @@
-"""Measure, plan, and agree on who gets what."""
+"""The first batch: trace the step, agree on who gets what, place the stages."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-import torch
-
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.planning.heads import Task, TrunkCost
+from lightning_tspipe.planning.heads import Task, trunk_chain
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan, RunPlan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.profiling import is_paired, profile_forwards, profile_step
+from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.frozen import parameter_names
-from lightning_tspipe.runtime.transport.base import Transport
-from lightning_tspipe.strategy.setup.freezing import of_plan, place_frozen
-from lightning_tspipe.strategy.setup.options import (
-    SetupOptions,
-    link_of,
-    memory_limit,
-    nominal_rate,
-    parse_bytes,
-)
-from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, decided_once, made_for
+from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
+from lightning_tspipe.runtime.transport.replicas import Replicas
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.freezing import ask_front, of_plan, place_frozen
+from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.setup.resumption import changes, decided_once, made_for
+from lightning_tspipe.strategy.training.fanout import HeadPlanner, heads_of
+from lightning_tspipe.strategy.training.module_weights import ModuleWeights
+from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
 log = logging.getLogger("lightning_tspipe")
 
-_ACTION_SECONDS = 1.0e-4
+
+def set_up(
+    run: Run, weights: ModuleWeights, step: Step, batch: Any, *, trains: bool
+) -> PipelineEngine:
+    """Make this rank ready to train, or to evaluate without a training.
+
+    Args:
+        run: The run.
+        weights: Where values come from that the loss rank has not.
+        step: The step.
+        batch: Its first batch, the same on all ranks of a pipeline.
+        trains: Whether it is a training's.
+
+    Raises:
+        CaptureError: The step can't be captured.
+        PartitionError: The networks can't be cut as asked for, or fit no memory. Both on every
+            rank, and with the module untouched.
+    """
+    here, options, freezing = run.rank(), run.options, run.freezing
+    heads = heads_of(here, run.features if trains else None)
+    if heads is not None:
+        here = replace(here, mode=Fanout(heads))
+    materializer = weights.share(here)
+    captured = here.capture(step, batch, training=trains)
+    plan: RunPlan | None = None
+    if heads is not None:
+        plan = HeadPlanner(run, here, heads, captured, step, batch, trains).plan()
+    if not trains:
+        forwards = partial(place_forwards, here, captured, options)
+        placement = plan.placement if plan else decided_once(here, forwards)
+        assert placement is not None
+        here = replace(here, replicas=Replicas())  # nothing is summed over them
+        return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
+    if freezing.is_on:
+        refuse_teacher(captured)
+    captured, part = with_frozen(captured, freezing.names, freezing.front)
+    if part is not None:
+        ask_front(part, here, captured, freezing)
+        here = replace(here, mode=Prefix(part))
+    if plan is None:
+        num_frozen = 0 if part is None else part.num_frozen
+        plan = Decider(run, here, captured, num_frozen).agree()
+        plan = _executed_as_chosen(plan, captured, options)
+    assert plan.placement is not None
+    tell = partial(changes, plan=plan, captured=captured, repacks=freezing.is_on)
+    is_first = here.transport.rank == LOSS_RANK and here.replicas.is_first
+    run.resumption.place(plan, tell if is_first else None)
+    engine = PipelineEngine(
+        replace(here, compiler=options.compiler), captured, plan.placement, options.schedule,
+        plan.costs, materializer, options.policy,
+    )  # fmt: skip
+    if engine.weights is not None:
+        engine.weights.optimizers = list(map(plain_optimizer, run.optimizers))
+    return engine
 
 
-def planning_constraints(
-    options: SetupOptions, device: torch.device, transport: Transport
-) -> dict[str, Any]:
-    """Constraints of the user and the machine on every plan of this run."""
-    return {
-        "link": link_of(options, transport),
-        "memory_limit": memory_limit(options, device),
-        "schedule": options.schedule,
-        "num_microbatches": options.num_microbatches,
-        "split": False if options.compile else options.split_backward,
-        "action_overhead": _ACTION_SECONDS,
-        "weights": options.weights or "pipeoptim",
-    }
+def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:
+    """The plan with the atoms that run again; what runs again or is compiled is not split."""
+    placement = plan.placement
+    assert placement is not None
+    again = options.recomputed([atom.name for atom in captured.networks["student"].atoms])
+    if again:
+        placement = replace(placement, recomputed=again)
+    if again or options.compile:
+        placement = replace(placement, split=frozenset())
+    return replace(plan, placement=placement)
 
 
 _Decision = tuple[Placement, str, StepProfile | None, Plan | None]
@@ -62,17 +112,15 @@ class Decider:
     """Agrees with the other ranks on the plan of a training.
 
     Attributes:
+        run: The run.
         here: This rank.
         captured: The step.
-        options: The user's.
-        training: What the training knows.
         num_frozen: Atoms of the student that are frozen.
     """
 
+    run: Run
     here: Rank
     captured: Captured
-    options: SetupOptions
-    training: PlannedBy
     num_frozen: int
 
     @property
@@ -80,18 +128,16 @@ class Decider:
         """Ranks of the pipeline."""
         return self.here.transport.num_ranks
 
-    def agree(self, placement: Placement | None) -> RunPlan:
+    def agree(self) -> RunPlan:
         """The plan, the same on all ranks.
-
-        Args:
-            placement: Of a module that is spread over the ranks already, and stays so.
 
         Raises:
             PartitionError: The networks can't be cut as asked for.
         """
-        wanted = made_for(self.options, self.here, self.captured, self.num_frozen)
-        if placement is not None:
-            return RunPlan(wanted, "given", placement)
+        run = self.run
+        wanted = made_for(run.options, self.here, self.captured, self.num_frozen)
+        if run.spread is not None:
+            return RunPlan(wanted, "given", run.spread.placement)
         known = self._known(wanted)
         if known is not None:
             return known
@@ -100,10 +146,9 @@ class Decider:
             log.info("%s", summary)
         if profile is None or plan is None:
             return RunPlan(wanted, "given", placed)
-        freezing = self.training.freezing
-        freezing.learn(profile, plan, self.here.replicas.number)
-        freezing.parameters = parameter_names(self.captured.networks["student"])
-        return RunPlan(wanted, self.options.source, placed, plan)
+        run.freezing.learn(profile, plan, self.here.replicas.number)
+        run.freezing.parameters = parameter_names(self.captured.networks["student"])
+        return RunPlan(wanted, run.options.source, placed, plan)
 
     def _known(self, wanted: dict[str, Any]) -> RunPlan | None:
         """The plan that was given, or made before: by the run that goes on here, or on freezing.
@@ -111,12 +156,12 @@ class Decider:
         Raises:
             PartitionError: The plan that was given is one for something else.
         """
-        options, freezing = self.options, self.training.freezing
+        options, freezing = self.run.options, self.run.freezing
         number = options.given_microbatches
         if options.plan is not None and not self.num_frozen:
             self._check_plan(options.plan)
             return RunPlan(wanted, "given", options.plan.placement, options.plan)
-        found = self.training.run.reuse(wanted) if freezing.plan is None else None
+        found = self.run.resumption.reuse(wanted) if freezing.plan is None else None
         if found is not None:
             return found
         is_decided = options.plan is not None or isinstance(options.partition, Mapping)
@@ -162,8 +207,8 @@ class Decider:
 
     def _decide(self) -> _Decision:
         """Measure and plan."""
-        options, device, partition = self.options, self.here.device, self.options.partition
-        captured = self.captured.whole
+        options, device, captured = self.run.options, self.here.device, self.captured.whole
+        partition = options.partition
         student, teacher = captured.networks["student"], captured.networks.get("teacher")
         paired = teacher is not None and is_paired(student, teacher)
         if captured.plan.has_ema and teacher is not None and not paired:
@@ -174,13 +219,12 @@ class Decider:
             )
         if isinstance(partition, Mapping):
             return self._by_hand(partition, captured, paired=paired)
-        rate, counts = nominal_rate(options, device), options.microbatch_counts
-        profile = profile_step(
-            captured, device, self.training.optimizers, counts, rate, only_counts=True
-        )
+        rate, counts = options.rate(device), options.microbatch_counts
+        optimizers = list(map(plain_optimizer, self.run.optimizers))
+        profile = profile_step(captured, device, optimizers, counts, rate, only_counts=True)
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
-        constraints = planning_constraints(options, device, self.here.transport)
+        constraints = options.constraints(device, self.here.transport)
         limit = options.state_limit
 
         def best(profile: StepProfile) -> Plan:
@@ -225,7 +269,7 @@ class Decider:
                 f"the student is cut at {cuts['student']} and the teacher at {teacher}: the parts "
                 "of an EMA pair would lie on different ranks. Give one partition=[...] for both"
             )
-        number = self.options.given_microbatches
+        number = self.run.options.given_microbatches
         placement = Placement.of(self.num_ranks, cuts["student"], teacher, number)
         return placement, f"partition by hand: {cuts}", None, None
 
@@ -243,16 +287,16 @@ def place_forwards(here: Rank, captured: Captured, options: SetupOptions) -> Pla
         PartitionError: They fit no memory.
     """
     num_ranks, device = here.transport.num_ranks, here.device
-    link, limit = link_of(options, here.transport), parse_bytes(options.memory_limit)
+    link, limit = options.link(here.transport), parse_bytes(options.memory_limit)
     most = math.inf if limit is None else limit
     busy = (0.0,) * num_ranks
     cuts: dict[NetworkName, tuple[int, ...]] = {}
-    rate = nominal_rate(options, device)
+    rate = options.rate(device)
     for name, profile in profile_forwards(captured, device, flops_per_second=rate).items():
         calls = [captured.plan.calls[i].input for i in captured.plan.calls_of(name)]
         seconds = [len(calls) * atom.forward[profile.sizes[-1]] for atom in profile.atoms]
         samples = sum(spec.shape[0] for spec in calls)
-        trunk = TrunkCost.of(profile, seconds, samples, link)
+        trunk = trunk_chain(profile, seconds, samples, link)
         found = Task(trunk, (), num_ranks, most, beside=busy).best()
         cuts[name], busy = found.cuts, found.busy
     log.info("evaluation: stages start at atoms %s", {k: v[:-1] for k, v in cuts.items()})

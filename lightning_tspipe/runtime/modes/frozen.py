@@ -1,7 +1,7 @@
-"""Fan-out: heads on a frozen trunk, each with a loss of its own.
+"""Frozen beginnings: a prefix of the student, and a trunk whose heads have losses of their own.
 
-The module runs its step once for each of a rank's heads, on the features that the first one has
-waited for. So the first head's forward and backward run those of all heads of the rank::
+The module of a fan-out runs its step once for each of a rank's heads, on the features that the
+first one has waited for. So the first head's forward and backward run those of all its heads::
 
     0F0 1F0   the step, for heads 0 and 1     0B0 1B0   the backward of the sum of their losses
 """
@@ -9,6 +9,7 @@ waited for. So the first head's forward and backward run those of all heads of t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, final
@@ -21,15 +22,50 @@ from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Kept, Known, StepHeader
-from lightning_tspipe.runtime.execution.executor import Handler, Pace, StepContext
-from lightning_tspipe.runtime.execution.losses import Losses
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
+from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, StepContext
 from lightning_tspipe.runtime.execution.rank import TrainingMode
-from lightning_tspipe.runtime.stages.captured import Captured, Division, values_of_teacher
+from lightning_tspipe.runtime.stages.captured import Captured, values_of_teacher
+from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.channels import Edge, Lane, edges_from
-from lightning_tspipe.schedules.fanout import fanout
+
+
+@final
+class Prefix(TrainingMode):
+    """A student whose first atoms are frozen, and run where a teacher would.
+
+    Args:
+        part: The frozen atoms.
+    """
+
+    saves_lookahead: ClassVar[bool] = False  # whoever goes on gets the same from the same weights
+    _coupling: ClassVar[Coupling] = Coupling.PREFIX
+
+    def __init__(self, part: FrozenPart) -> None:
+        super().__init__()
+        self._part = part
+
+    @override
+    def whole(self, placement: Placement) -> Placement:
+        return replace(
+            placement,
+            student_cuts=(*placement.teacher_cuts, *placement.student_cuts[1:]),
+            student_ranks=(*placement.teacher_ranks, *placement.student_ranks),
+            teacher_cuts=(),
+            teacher_ranks=(),
+        )
+
+    @override
+    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
+        front = self._part.front
+        return NOTHING_KNOWN if front is None else front.see(batch, inputs)
+
+    @override
+    def expect(self, headers: Mapping[int, StepHeader]) -> None:
+        if self._part.front is not None:
+            self._part.front.expect({n: header.known for n, header in headers.items()})
 
 
 @final
@@ -41,26 +77,26 @@ class Fanout(TrainingMode):
         trains: Whether they are trained: then features may be known, and heads may have stopped.
     """
 
-    has_fixed_teacher: ClassVar[bool] = True
     saves_lookahead: ClassVar[bool] = False  # a trunk that never changes runs again
 
     def __init__(self, heads: Heads, *, trains: bool = True) -> None:
         super().__init__()
         self.beside = {"student": heads}
         self.apart = heads.student
-        self.forwards = partial(fanout, before=0, following=0, depth=0)
-        self.rehearsing, self.prologue = heads.rehearsing, heads.beginning
+        self.rehearsing = heads.rehearsing
+        # One head is enough to see what a step gives the trunk.
+        self.prologue = partial(heads.student.trains, heads.student.names[:1], rehearses=True)
         self._heads = heads
         self._trains = trains
         self._cache = heads.cache if trains else None
-        self._kept: dict[int, Kept | None] = {}
+        self._known: dict[int, Known] = {}
 
     @override
-    def layout(self, captured: Captured, division: Division) -> Pipeline:
-        trunk, number = division.layouts(captured)["teacher"], division.num_ranks
-        outputs = frozenset(range(len(self._heads.atoms)))
-        heads = NetworkLayout(division.ranks["student"], 1, 1, outputs)
-        return Pipeline(number, heads, trunk, number - 1, LOSS_RANK, Coupling.FANOUT)
+    def layout(self, captured: Captured, placement: Placement) -> Pipeline:
+        trunk, outputs = captured.layouts(placement)["teacher"], range(len(self._heads.atoms))
+        heads = NetworkLayout(placement.student_ranks, 1, 1, frozenset(outputs))
+        data_rank, coupling = placement.data_rank, Coupling.FANOUT
+        return Pipeline(placement.num_ranks, heads, trunk, data_rank, LOSS_RANK, coupling)
 
     @property
     @override
@@ -70,38 +106,35 @@ class Fanout(TrainingMode):
     @override
     def handlers(self, losses: Losses) -> dict[Op, Handler]:
         def is_first(context: StepContext, action: Action) -> bool:
-            pipeline = context.program.schedule.pipeline
+            pipeline = context.program.pipeline
             return action.stage == pipeline.stages_of(pipeline.student.ranks[action.stage])[0]
 
         def forward(context: StepContext, action: Action) -> bool:
             if is_first(context, action):
                 if self._trains and not self._heads.student.trained:
                     # All of this rank's heads have stopped.
-                    device = self._heads.device
-                    context.result = torch.zeros((), device=device, requires_grad=True)
+                    context.result = torch.zeros((), device=losses.device, requires_grad=True)
                 else:
                     self._give_features(losses, context)
                     losses.run(context, action)
             return False
 
-        def loss(context: StepContext, action: Action) -> bool:
-            del context, action
-            return False  # the heads' forwards end with it
-
         def backward(context: StepContext, action: Action) -> bool:
             return is_first(context, action) and losses.run(context, action)
 
-        return {Op.FORWARD: forward, Op.LOSS: loss, Op.BACKWARD: backward}
+        # Losses are where the heads' forwards end.
+        return {Op.FORWARD: forward, Op.LOSS: lambda *_: False, Op.BACKWARD: backward}
 
     def _give_features(self, losses: Losses, context: StepContext) -> None:
         """The features of a batch of which some were known."""
-        kept = self._kept.get(context.index)
-        if kept is not None:
+        known = self._known.get(context.index, NOTHING_KNOWN)
+        if known.rows is not None:
             assert self._cache is not None
             values = values_of_teacher(losses.plan)
-            computed = losses.computed(context, values) if kept.rows else []
-            whole = self._cache.whole(kept, computed, self._heads.device)
-            losses.give(dict(zip(values, whole, strict=True)))
+            made, units = values if known.rows else [], context.units[0]
+            computed = [losses.stages.value(context.index, units, *value) for value in made]
+            whole = self._cache.whole(known, computed, losses.device)
+            losses.given = dict(zip(values, whole, strict=True))
 
     @override
     def reuses_inputs(self, plan: StepPlan) -> bool:
@@ -111,11 +144,11 @@ class Fanout(TrainingMode):
 
     @override
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
-        return NOTHING_KNOWN if self._cache is None else Known(kept=self._cache.see(batch, inputs))
+        return NOTHING_KNOWN if self._cache is None else self._cache.see(batch, inputs)
 
     @override
     def expect(self, headers: Mapping[int, StepHeader]) -> None:
-        self._kept = {number: header.known.kept for number, header in headers.items()}
+        self._known = {number: header.known for number, header in headers.items()}
 
     @override
     def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:

@@ -7,27 +7,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.capture import swap
 from lightning_tspipe.capture.plan import TensorSpec, ValueRef
 from lightning_tspipe.capture.replay import StepRunner
-from lightning_tspipe.capture.trace import Networks, Step
+from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import ConfigurationError, PartitionError
-from lightning_tspipe.heads import FanoutTraining, StudentFanout
-from lightning_tspipe.heads.training import refuse_trained_trunk
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.profiler import seconds_of
 from lightning_tspipe.planning.heads import (
     HeadCost,
     Spread,
     Task,
-    TrunkCost,
     choose_pieces,
     seconds_in_pieces,
+    trunk_chain,
 )
+from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.profiling import moments, profile_forwards
@@ -35,57 +34,15 @@ from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
 from lightning_tspipe.runtime.stages.randomness import network_draws
-from lightning_tspipe.strategy.setup.options import (
-    SetupOptions,
-    link_of,
-    memory_limit,
-    nominal_rate,
-    parse_bytes,
-)
-from lightning_tspipe.strategy.setup.plan_of_run import PlannedBy, decided_once, made_for
-from lightning_tspipe.strategy.setup.refusals import refuse
+from lightning_tspipe.strategy.lightning.run import Run
+from lightning_tspipe.strategy.setup.options import parse_bytes
+from lightning_tspipe.strategy.setup.resumption import decided_once, made_for
 
 log = logging.getLogger("lightning_tspipe")
 
 _NUM_TIMED = 3
 _UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _PIECES = (1, 2, 4, 8)
-
-BLOCK = "student"
-
-
-def fanout_of(module: nn.Module) -> StudentFanout | None:
-    """The heads of a module; None if its student is something else."""
-    student = getattr(module, BLOCK, None)
-    return student if isinstance(student, StudentFanout) else None
-
-
-def fanout_networks(module: nn.Module, options: SetupOptions) -> Networks:
-    """The trunk goes through the pipeline; heads run where they are.
-
-    Raises:
-        ConfigurationError: No trunk, a trunk that is trained, or options that heads don't have.
-    """
-    name, trunk, own = type(module).__name__, getattr(module, "teacher", None), cast("Any", module)
-    beside = "does not go with heads on a trunk:"
-    refuse({
-        f"{name}.student is a StudentFanout: derive {name} from FanoutTraining first, as in class "
-        "Tasks(FanoutTraining, LightningModule), which runs its steps for each head":
-        not isinstance(module, FanoutTraining),
-        f"{name} has heads and no trunk: give it a submodule `teacher`":
-        not isinstance(trunk, nn.Module),
-        f"schedule={options.schedule!r} {beside} heads wait for no other rank as it is. Use "
-        "schedule='tspipe'": options.schedule == "1f1b",
-        f"plan {beside} heads are measured when they are placed. Give partition= and "
-        "num_microbatches=": options.plan is not None,
-        f"activation_checkpointing {beside} a trunk has no backward. In a head, use "
-        "torch.utils.checkpoint in its forward":
-        options.activation_checkpointing != "auto" and bool(options.activation_checkpointing),
-        f"automatic_optimization=False {beside} each rank has an optimizer for its own heads. "
-        "Write head_optimizer(name, parameters)": not getattr(own, "automatic_optimization", True),
-    })  # fmt: skip
-    refuse_trained_trunk(own.teacher)
-    return Networks((), ("teacher",), (BLOCK,))
 
 
 def heads_of(here: Rank, cache: FeatureCache | None = None) -> Heads | None:
@@ -101,7 +58,7 @@ def heads_of(here: Rank, cache: FeatureCache | None = None) -> Heads | None:
             f"num_stages with {here.replicas.number} replicas: heads on a trunk are divided among "
             "all devices. Leave num_stages out"
         )
-    return Heads(here.module, BLOCK, here.device, cache)
+    return Heads(here.module, here.networks.local[0], here.device, cache)
 
 
 @dataclass(frozen=True)
@@ -109,22 +66,22 @@ class HeadPlanner:
     """Measures trunk and heads on one rank, and agrees on who gets what.
 
     Attributes:
+        run: The run.
         here: This rank.
         heads: The heads.
         captured: The step.
-        options: The user's.
         step: The step.
         batch: Its batch, on all ranks.
-        training: What the training knows; None where nothing is trained.
+        trains: Whether heads are trained.
     """
 
+    run: Run
     here: Rank
     heads: Heads
     captured: Captured
-    options: SetupOptions
     step: Step
     batch: Any
-    training: PlannedBy | None
+    trains: bool
 
     def plan(self) -> RunPlan:
         """The plan, the same on all ranks.
@@ -133,17 +90,17 @@ class HeadPlanner:
             PartitionError: Nothing fits the memory.
         """
         names = list(self.heads.student.names)
-        wanted = made_for(self.options, self.here, self.captured) | {"heads": names}
-        found = None if self.training is None else self.training.run.reuse(wanted)
+        wanted = made_for(self.run.options, self.here, self.captured) | {"heads": names}
+        found = self.run.resumption.reuse(wanted) if self.trains else None
         if found is not None and self.heads.cache is None:
             return found
         decided = decided_once(self.here, self._decide)
         # Measured for the cache only, if there is a plan already.
-        return found or RunPlan(wanted, self.options.source, decided)
+        return found or RunPlan(wanted, self.run.options.source, decided)
 
     def _decide(self) -> Placement:
         """Measure, and place trunk and heads."""
-        here, options, cache = self.here, self.options, self.heads.cache
+        here, options, cache = self.here, self.run.options, self.heads.cache
         num_ranks, names = here.transport.num_ranks, self.heads.student.names
         number, pieces = options.given_microbatches, WHOLE
         if num_ranks > 1 or cache is not None:
@@ -154,8 +111,8 @@ class HeadPlanner:
             if num_ranks > 1 and not options.plans_by_flops:
                 beside[-1] = self._prologue_seconds()
             limit = parse_bytes(options.memory_limit)
-            if self.training is not None:
-                limit = memory_limit(options, here.device)
+            if self.trains:
+                limit = options.bytes_on(here.device)
             most, given = math.inf if limit is None else limit, self._given_cuts(trunk)
             found = Task(trunk, costs, num_ranks, most, given, beside).best()
             pieces = pieces.within(found.cuts[1], ends)
@@ -166,7 +123,7 @@ class HeadPlanner:
                 )  # fmt: skip
             if cache is not None:
                 stand_ins = list(self._stand_ins().values())
-                cache.consider(sum(trunk.seconds) / len(found.ranks), stand_ins)
+                cache.consider(sum(trunk.costs) / len(found.ranks), stand_ins)
         else:  # all of it is here
             atoms = len(self.captured.networks["teacher"].atoms)
             found = Spread((0, atoms), (0,), (0,) * len(names), (0.0,), (0,))
@@ -189,9 +146,9 @@ class HeadPlanner:
         Raises:
             ConfigurationError: The user wants it to.
         """
-        said, plan = self.options.queue_depth, self.captured.plan
+        said, plan = self.run.options.queue_depth, self.captured.plan
         depth = num_stages if said == "auto" else said
-        matters = depth and self.here.transport.num_ranks > 1 and self.training is not None
+        matters = depth and self.here.transport.num_ranks > 1 and self.trains
         if not matters or not network_draws(self.captured.networks["teacher"], plan):
             return depth
         if said != "auto":
@@ -207,14 +164,14 @@ class HeadPlanner:
         )
         return 0
 
-    def _given_cuts(self, trunk: TrunkCost) -> tuple[int, ...] | None:
+    def _given_cuts(self, trunk: Chain) -> tuple[int, ...] | None:
         """Where the user cuts the trunk.
 
         Raises:
             PartitionError: Not all of it, or into more stages than there are ranks.
         """
-        counts: Any = self.options.partition
-        num_ranks, number = self.here.transport.num_ranks, len(trunk.seconds)
+        counts: Any = self.run.options.partition
+        num_ranks, number = self.here.transport.num_ranks, len(trunk.costs)
         if isinstance(counts, Mapping):
             counts = counts.get("teacher", "auto")
         if isinstance(counts, str) or num_ranks == 1:
@@ -228,14 +185,14 @@ class HeadPlanner:
 
     # What is measured, or counted
 
-    def _trunk_cost(self, ends: list[int]) -> tuple[TrunkCost, Pieces]:
+    def _trunk_cost(self, ends: list[int]) -> tuple[Chain, Pieces]:
         """The cost of the trunk, and the part of it that runs in pieces of a batch."""
-        here, options, plan = self.here, self.options, self.captured.plan
+        here, options, plan = self.here, self.run.options, self.captured.plan
         calls = [plan.calls[index].input for index in plan.calls_of("teacher")]
         given = options.given_microbatches
         batch_size = max(spec.shape[0] for spec in calls)
         counts = [count for count in _PIECES if count <= batch_size] if ends else [given]
-        rate = nominal_rate(options, here.device)
+        rate = options.rate(here.device)
         profile = profile_forwards(self.captured, here.device, counts, rate)["teacher"]
         size, pieces = max(1, math.ceil(batch_size / given)), WHOLE
         if ends:
@@ -243,8 +200,8 @@ class HeadPlanner:
             pieces = choose_pieces(profile, batch_size, whole.num_bytes // batch_size, ends)
         factor, samples = len(calls) * given, sum(spec.shape[0] for spec in calls)
         seconds = [factor * each for each in seconds_in_pieces(pieces, profile, size)]
-        link = link_of(options, here.transport)
-        return TrunkCost.of(profile, seconds, samples, link, given), pieces
+        link = options.link(here.transport)
+        return trunk_chain(profile, seconds, samples, link, given), pieces
 
     def _ends_of_pieces(self) -> list[int]:
         """Numbers of the trunk's atoms that may run in pieces: they pass on a row per sample.
@@ -253,7 +210,7 @@ class HeadPlanner:
         together.
         """
         trunk = self.here.module.get_submodule("teacher")
-        if self.options.num_microbatches != "auto" or any(m.training for m in trunk.modules()):
+        if self.run.options.num_microbatches != "auto" or any(m.training for m in trunk.modules()):
             return []
         network, plan = self.captured.networks["teacher"], self.captured.plan
         calls = [plan.calls[index] for index in plan.calls_of("teacher")]
@@ -261,7 +218,7 @@ class HeadPlanner:
         known = []
         for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
             spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
-            shapes = network.shapes(spec, calls[0].num_links, self.here.context, grad=False)
+            shapes = network.shapes(spec, calls[0].num_links, grad=False)
             known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
         return [
             end
@@ -269,13 +226,13 @@ class HeadPlanner:
             if all(rows[end] for rows in known) and not network.outputs_between(0, end)
         ]
 
-    def _head_costs(self, trunk: TrunkCost) -> list[HeadCost]:
+    def _head_costs(self, trunk: Chain) -> list[HeadCost]:
         """Time each head's own step on stand-ins for the features; nothing of it is left."""
         module, student, device = self.here.module, self.heads.student, self.here.device
-        if self.training is None:  # forwards only
-            return [HeadCost(name, sum(trunk.seconds) / 10) for name in student.names]
+        if not self.trains:  # forwards only
+            return [HeadCost(name, sum(trunk.costs) / 10) for name in student.names]
         student.to(device)
-        features, rate = self._stand_ins(), nominal_rate(self.options, device)
+        features, rate = self._stand_ins(), self.run.options.rate(device)
         runner = StepRunner(module, self.here.networks, self.captured.plan, is_loss_rank=True)
         costs = []
         with swap.attributes_restored(list(module.modules()), tensors=False), swap.silenced(module):
@@ -294,13 +251,13 @@ class HeadPlanner:
                 for parameter in head.parameters():
                     parameter.grad = None
                 size = sum(p.nbytes for p in head.parameters())
-                held = round(size * (2 + _moments(head, self.training.optimizers)))
+                held = round(size * (2 + _moments(head, self.run.optimizers)))
                 costs.append(HeadCost(name, seconds + held * _UPDATE_SECONDS_PER_BYTE, held))
         return costs
 
     def _prologue_seconds(self) -> float:
         """Seconds that the data rank takes to read a batch and make the trunk's input of it."""
-        here, reading = self.here, 0.0 if self.training is None else self.training.reading
+        here, reading = self.here, self.run.shortest_reading if self.trains else 0.0
         runner = StepRunner(
             here.module, here.networks, self.captured.plan, is_loss_rank=True,
             beginning=here.mode.prologue,
@@ -322,7 +279,7 @@ class HeadPlanner:
         }
 
 
-def _moments(head: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+def _moments(head: nn.Module, optimizers: Sequence[Any]) -> int:
     """Tensors that the optimizer of a head keeps for each of its parameters."""
     own = set(map(id, head.parameters()))
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
