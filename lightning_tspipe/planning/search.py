@@ -16,7 +16,6 @@ from itertools import combinations, pairwise
 from operator import attrgetter
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.folding import Folding
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import default_ranks
@@ -246,8 +245,8 @@ def folded_cuts(
         return []
     seconds, speeds = atom_seconds(workload, num_microbatches), workload.ranks.speeds[::-1]
     found = (
-        Folding(seconds, speeds, num_stages, workload.joined).cut(max(busy) / _UNEVEN)
-        for num_stages in range(num_ranks + 1, 2 * num_ranks + 1)
+        Chain(seconds, number, speeds=speeds, joined=workload.joined).fold(max(busy) / _UNEVEN)
+        for number in range(num_ranks + 1, 2 * num_ranks + 1)
     )
     return list(dict.fromkeys(cuts for cuts in found if cuts is not None))
 
