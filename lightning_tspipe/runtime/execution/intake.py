@@ -56,7 +56,7 @@ class Programs:
     def __init__(
         self, pipeline: Pipeline, schedule: str, costs: CostTable | None, placement: Placement
     ) -> None:
-        costs, depth = costs or CostTable.uniform(pipeline), placement.depth
+        depth = placement.depth
         build = partial(build_step, schedule, pipeline, costs, split=placement.split, depth=depth)
 
         @cache
