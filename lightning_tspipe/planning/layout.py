@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -14,7 +14,7 @@ from lightning_tspipe.planning.bounds import cycle_seconds
 from lightning_tspipe.planning.cluster import FREE
 from lightning_tspipe.planning.placement import default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
-from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.planning.workload import KINDS, Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
@@ -135,43 +135,24 @@ class Layout:
     @cached_property
     def costs(self) -> CostTable:
         """Costs for the simulator."""
-        workload, units = self.workload, self.workload.units(self.num_microbatches)
-        ranks = workload.ranks
+        workload, ranks = self.workload, self.workload.ranks
         own, other = workload.unit_samples(self.num_microbatches)
-
-        def seconds(kind: str, part: _Part) -> float:
-            start, stop, rank = part
-            work = (units[kind][stop] - units[kind][start]) / ranks.speeds[rank]
-            return work + workload.action_overhead
-
-        student = tuple(
-            StageCost(
-                forward=seconds("forward", part),
-                backward=seconds("backward", part),
-                input_backward=seconds("input_backward", part),
-                weight_backward=seconds("weight_backward", part),
-                output_bytes=_output_bytes(workload.student, part, own),
-                result_bytes=_result_bytes(workload.student, part, own),
-            )
-            for part in self.student_parts
-        )
-        passes_on = workload.frozen
-        teacher = tuple(
-            StageCost(
-                forward=seconds("teacher", part),
-                output_bytes=_output_bytes(workload.teacher, part, other, passes_on=passes_on),
-                result_bytes=0 if passes_on else _result_bytes(workload.teacher, part, other),
-            )
+        kinds = {kind: kind for kind in KINDS}
+        student = [
+            self._stage_cost(workload.student, part, own, kinds) for part in self.student_parts
+        ]
+        teacher = [
+            self._stage_cost(workload.teacher, part, other, {"forward": "teacher"})
             for part in self.teacher_parts
             if workload.teacher is not None
-        )
+        ]
         between = ranks.inter_node_link if ranks.nodes else FREE
         gradients = self._per_rank(workload.student.gradient_sums, self.student_parts)
         sums = [ranks.reduction_seconds(rank, size) for rank, size in enumerate(gradients)]
         followed = self._teacher_bytes if workload.paired else [0.0] * workload.num_ranks
         return CostTable(
-            student=student,
-            teacher=teacher,
+            student=tuple(student),
+            teacher=tuple(teacher),
             loss=0.0,
             optimizer=self._update_seconds(gradients),
             effects=self._update_seconds(followed),
@@ -182,6 +163,35 @@ class Layout:
             inter_node_latency=between.latency,
             inter_node_bandwidth=between.bandwidth,
             reduction=tuple(sums) if ranks.num_replicas > 1 else (),
+        )
+
+    def _stage_cost(
+        self, network: NetworkProfile, part: _Part, samples: float, kinds: Mapping[str, str]
+    ) -> StageCost:
+        """Costs of one stage.
+
+        Args:
+            network: Its network.
+            part: Its atoms, and its rank.
+            samples: Samples in a unit.
+            kinds: The kind of work, as in ``Workload.units``, of each field with seconds.
+        """
+        workload, (start, stop, rank) = self.workload, part
+        units, atoms = workload.units(self.num_microbatches), network.atoms[start:stop]
+        is_prefix = workload.frozen and network is not workload.student
+        last = atoms[-1].output_bytes_per_sample
+        # The last stage sends nothing to another one, but to the loss: all if taps are unknown.
+        is_end = stop == network.num_atoms and not is_prefix
+        results = sum(atom.result_bytes_per_sample for atom in atoms) or last * is_end
+        seconds = {
+            field: (units[kind][stop] - units[kind][start]) / workload.ranks.speeds[rank]
+            + workload.action_overhead
+            for field, kind in kinds.items()
+        }
+        return StageCost(
+            **seconds,
+            output_bytes=0 if is_end else round(last * samples),
+            result_bytes=0 if is_prefix else round(results * samples),
         )
 
     def _update_seconds(self, num_bytes: Sequence[float]) -> tuple[float, ...]:
@@ -330,23 +340,6 @@ def _parts(cuts: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[_Part, ...]:
 
 def _whole(amounts: Iterable[float]) -> tuple[int, ...]:
     return tuple(map(round, amounts))
-
-
-def _output_bytes(
-    network: NetworkProfile, part: _Part, samples: float, *, passes_on: bool = False
-) -> int:
-    """Bytes that a stage sends to the next one; the last stage only if it is a frozen prefix."""
-    if part[1] == network.num_atoms and not passes_on:
-        return 0
-    return round(network.atoms[part[1] - 1].output_bytes_per_sample * samples)
-
-
-def _result_bytes(network: NetworkProfile, part: _Part, samples: float) -> int:
-    """Bytes that a stage sends to the loss; the network's output if its taps are unknown."""
-    amount = sum(atom.result_bytes_per_sample for atom in network.atoms[part[0] : part[1]])
-    if not amount and part[1] == network.num_atoms:
-        amount = network.atoms[-1].output_bytes_per_sample
-    return round(amount * samples)
 
 
 def num_batches(rank: int, num_ranks: int) -> int:

@@ -17,6 +17,9 @@ from lightning_tspipe.planning.cluster import Cluster, Ranks
 from lightning_tspipe.planning.profile import NetworkProfile, Step
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 
+KINDS = ("forward", "backward", "input_backward", "weight_backward")
+"""The student's work on a unit."""
+
 _LEAST_TRIED = 8
 """Numbers of micro-batches up to at least this one are tried; deep pipelines need more."""
 
@@ -128,7 +131,7 @@ class Workload(Step):
         sums = self._units.get(num_microbatches)
         if sums is None:
             own, other = self._unit_sizes(num_microbatches)
-            sums = {kind: _mean_sums(self.student, kind, own) for kind in _KINDS}
+            sums = {kind: _mean_sums(self.student, kind, own) for kind in KINDS}
             if not self.student.can_split:
                 half = tuple(amount / 2 for amount in sums["backward"])
                 sums |= {"input_backward": half, "weight_backward": half}
@@ -274,9 +277,6 @@ class Workload(Step):
         units = (max(sums["forward"][-1], teacher) + sums["backward"][-1]) / teacher
         needed = (self.num_ranks - 1) * math.ceil(min(units, _MAX_ACTIONS))
         return math.ceil(needed / self.num_calls[1])
-
-
-_KINDS = ("forward", "backward", "input_backward", "weight_backward")
 
 
 def _mean(values: Sequence[float]) -> float:
