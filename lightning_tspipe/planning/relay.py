@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, starmap
+from operator import mul
 from typing import Literal
 
 from lightning_tspipe.errors import PartitionError
@@ -188,10 +189,7 @@ class RelayPlan:
             rows.append([str(stage), ", ".join(names), where, *measured, *held])
         text = "\n".join(aligned(rows))
         if self.stage_seconds:
-            busy = sum(
-                width * seconds
-                for width, seconds in zip(self.widths, self.stage_seconds, strict=True)
-            )
+            busy = sum(map(mul, self.widths, self.stage_seconds))
             used = busy / (self.num_devices * self.step_seconds)
             text += f"\n{1e3 * self.step_seconds:.2f} ms per step, devices busy {used:.0%}"
         return text
