@@ -71,13 +71,10 @@ class StepGraph:
         """Number the actions and messages of ``schedule``."""
         actions = tuple(chain.from_iterable(schedule.ranks))
         index = {action: slot for slot, action in enumerate(actions)}
-        arrivals = {
-            (message.producer, message.consumer): slot
-            for slot, message in enumerate(schedule.messages, start=len(actions))
-        }
+        arrivals: dict[tuple[Action, Action], int] = {}
         sends: list[list[tuple[int, int, int]]] = [[] for _ in actions]
         for place, message in enumerate(schedule.messages):
-            slot = len(actions) + place
+            slot = arrivals[message.producer, message.consumer] = len(actions) + place
             sends[index[message.producer]].append((slot, message.target, place))
         needs = [[need.producer for need in schedule.needs[action]] for action in actions]
         return cls(
