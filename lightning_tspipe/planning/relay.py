@@ -232,9 +232,7 @@ def distribute(
                 f"where {widest} devices share the batch, and each may hold {limit / 1e6:.1f} MB. "
                 f"{_REMEDY}"
             )
-    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
-        (0, 0): (0.0, 0.0, (), ())
-    }
+    best: dict[tuple[int, int], _Option] = {(0, 0): (0.0, 0.0, (), ())}
     for blocks in range(1, num_blocks + 1):
         for devices in range(1, num_devices + 1):
             found = [
@@ -255,6 +253,10 @@ def distribute(
         )
     _, _, cuts, widths = best[num_blocks, num_devices]
     return profile.priced(RelayPlan((*cuts, num_blocks), widths))
+
+
+_Option = tuple[float, float, tuple[int, ...], tuple[int, ...]]
+"""Seconds of the slowest stage, those of all devices (to prefer less work), cuts and widths."""
 
 
 @dataclass(frozen=True)
