@@ -128,14 +128,14 @@ class Chain:
         best: _Option | None = None
         # From the shortest stage on: when one is too large or too slow, so are all longer ones.
         for start in reversed(before):
-            if start > end:
+            if start > end or (start == end and not self.allow_empty):
                 continue
             if self.memory_limits and held[end] - held[start] > self.memory_limits[stage]:
                 break
             compute = load + (seconds[end] - seconds[start]) / speed
             if best is not None and compute > best[0]:
                 break
-            if not self._is_stage(start, end, stage):
+            if self.fits is not None and not self.fits(start, end, stage):
                 continue
             sends = self.transfers and not is_last and end > start
             cost = max(compute, self.transfers[end - 1]) if sends else compute
@@ -145,10 +145,6 @@ class Chain:
                 option = (*score, (*cuts, end))
                 best = option if best is None else min(best, option)
         return best
-
-    def _is_stage(self, start: int, end: int, stage: int) -> bool:
-        has_atoms = end > start or (self.allow_empty and end == start)
-        return has_atoms and (self.fits is None or self.fits(start, end, stage))
 
     def _does_not_fit(self) -> PartitionError:
         memory, limits = self.memory, self.memory_limits
