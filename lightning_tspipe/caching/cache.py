@@ -29,7 +29,7 @@ from lightning_tspipe.caching.entries import (
     rows_of,
     tensors_in,
 )
-from lightning_tspipe.caching.keys import Boundary, as_ids, digests
+from lightning_tspipe.caching.keys import Boundary, Ids, as_ids, digests
 from lightning_tspipe.caching.store import Store, StoreHandle, new_table
 from lightning_tspipe.errors import ConfigurationError
 
@@ -134,11 +134,7 @@ class ActivationCache(Store):
         return ActivationCache.attach, (self.handle,)
 
     def outputs(
-        self,
-        ids: Tensor | Sequence[Hashable],
-        inputs: Any,
-        segments: Sequence[Segment],
-        device: torch.device | None = None,
+        self, ids: Ids, inputs: Any, segments: Sequence[Segment], device: torch.device | None = None
     ) -> Any:
         """Read or compute the outputs of the frozen layers for a batch.
 
@@ -183,7 +179,7 @@ class ActivationCache(Store):
         self.keep(ids, value, segments, behind)
         return value
 
-    def _rows_of(self, ids: Tensor | Sequence[Hashable]) -> Numbers:
+    def _rows_of(self, ids: Ids) -> Numbers:
         """The samples' rows in the store, after pending writes to them."""
         rows = self.find(digests(as_ids(ids)))
         self.settle(rows)
@@ -199,7 +195,7 @@ class ActivationCache(Store):
 
     # The parts of :meth:`outputs`, for processes that compute one after the other
 
-    def behind(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> Numbers:
+    def behind(self, ids: Ids, segments: Sequence[Segment]) -> Numbers:
         """The number of segments behind which each sample is cached; 0: not cached.
 
         Raises:
@@ -207,12 +203,7 @@ class ActivationCache(Store):
         """
         return self._behind(self._rows_of(ids), segments)
 
-    def read(
-        self,
-        ids: Tensor | Sequence[Hashable],
-        boundary: Boundary,
-        device: torch.device | None = None,
-    ) -> Any:
+    def read(self, ids: Ids, boundary: Boundary, device: torch.device | None = None) -> Any:
         """The entries of samples that are all cached at this boundary.
 
         Raises:
@@ -234,13 +225,7 @@ class ActivationCache(Store):
         self.counts.pushed += len(behind) - num_hits - num_misses
         self.counts.misses += num_misses
 
-    def keep(
-        self,
-        ids: Tensor | Sequence[Hashable],
-        value: Any,
-        segments: Sequence[Segment],
-        behind: Numbers,
-    ) -> None:
+    def keep(self, ids: Ids, value: Any, segments: Sequence[Segment], behind: Numbers) -> None:
         """Store the outputs of the last segment that are not cached yet.
 
         Args:

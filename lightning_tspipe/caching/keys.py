@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import ConfigurationError
 
 Words = NDArray[np.uint64]
+Ids = Tensor | Sequence[Hashable]
+"""Ids of the samples of a batch: whole numbers, strings, or tuples of them."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def digests(ids: Iterable[Hashable], kind: str = "") -> Words:
     return words
 
 
-def as_ids(ids: Tensor | Sequence[Hashable]) -> list[Hashable]:
+def as_ids(ids: Ids) -> list[Hashable]:
     """The sample ids of a batch as a list.
 
     Raises:
