@@ -22,7 +22,7 @@ from operator import attrgetter
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.partition import Chain
-from lightning_tspipe.planning.placement import WHOLE, Pieces, default_ranks
+from lightning_tspipe.planning.placement import WHOLE, Cuts, Pieces, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile, seconds_at
 from lightning_tspipe.planning.table import aligned, megabytes
 
@@ -88,7 +88,7 @@ class Spread:
         num_bytes: Bytes that each rank holds.
     """
 
-    cuts: tuple[int, ...]
+    cuts: Cuts
     ranks: tuple[int, ...]
     head_ranks: tuple[int, ...]
     busy: tuple[float, ...]
@@ -131,7 +131,7 @@ class Task:
     heads: Sequence[HeadCost]
     num_ranks: int
     memory_limit: float = math.inf
-    cuts: tuple[int, ...] | None = None
+    cuts: Cuts | None = None
     beside: Sequence[float] = ()
 
     def best(self) -> Spread:

@@ -12,7 +12,7 @@ from operator import add, sub
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.bounds import cycle_seconds
 from lightning_tspipe.planning.cluster import FREE
-from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.planning.placement import Cuts, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.workload import KINDS, Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
@@ -72,10 +72,10 @@ class Layout:
     """
 
     workload: Workload
-    student_cuts: tuple[int, ...]
+    student_cuts: Cuts
     num_microbatches: int
     split: frozenset[int] = frozenset()
-    teacher_bounds: tuple[int, ...] = ()
+    teacher_bounds: Cuts = ()
 
     @property
     def num_stages(self) -> int:
@@ -101,7 +101,7 @@ class Layout:
         return tuple(part for part in ends if part[0] < part[1])
 
     @property
-    def teacher_cuts(self) -> tuple[int, ...]:
+    def teacher_cuts(self) -> Cuts:
         """First atom of each teacher stage, and the number of atoms; () without a teacher."""
         parts = self.teacher_parts
         return (*(start for start, _, _ in parts), parts[-1][1]) if parts else ()
@@ -334,7 +334,7 @@ class Layout:
         return self._per_rank(self.workload.teacher_sums, self.teacher_parts)
 
 
-def _parts(cuts: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[_Part, ...]:
+def _parts(cuts: Cuts, ranks: tuple[int, ...]) -> tuple[_Part, ...]:
     return tuple((*ends, rank) for ends, rank in zip(pairwise(cuts), ranks, strict=True))
 
 

@@ -33,12 +33,11 @@ from functools import cached_property
 from itertools import accumulate
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.planning.placement import Cuts
 from lightning_tspipe.planning.table import megabytes
 
 _ENOUGH = 1.005
 """A balance of folded stages this close to the mean ends the search."""
-
-_Cuts = tuple[int, ...]
 
 
 def too_few_atoms(num_atoms: int, num_stages: int) -> PartitionError:
@@ -83,7 +82,7 @@ class Chain:
     names: Sequence[str] = ()
     allow_empty: bool = False
 
-    def cut(self) -> _Cuts:
+    def cut(self) -> Cuts:
         """First atom of each stage, and the number of atoms: ``num_stages + 1`` numbers.
 
         Raises:
@@ -164,7 +163,7 @@ class Chain:
             f"{', '.join(map(megabytes, limits))}. {remedy}"
         )
 
-    def fold(self, limit: float) -> _Cuts | None:
+    def fold(self, limit: float) -> Cuts | None:
         """Cut into up to ``num_stages`` stages, two on some of the ranks, as evenly as possible.
 
         Each of ``speeds`` is that of a rank: of a stage of the first half.
@@ -178,7 +177,7 @@ class Chain:
         >>> Chain([1, 1, 3, 1], 3, speeds=[1, 1]).fold(4)  # with one stage each, one of them has 4
         (0, 2, 3, 4)
         """
-        best: _Cuts | None = None
+        best: Cuts | None = None
         sums, num_ranks = self._sums, len(self.speeds)
         half, last = sums[-1] / 2, len(sums) - 1
         # Where the second half may begin, from the middle outwards.
@@ -195,7 +194,7 @@ class Chain:
         """Running sums of the seconds at the positions where cuts are possible."""
         return tuple(self._seconds[n] for n in self._positions)
 
-    def _folded(self, middle: int, limit: float) -> tuple[float, _Cuts] | None:
+    def _folded(self, middle: int, limit: float) -> tuple[float, Cuts] | None:
         """The busiest rank and the cuts, if it is below ``limit``."""
         states: _Folds = {(0, middle): (0.0, (0,), (middle,))}
         last = len(self._positions) - 1
@@ -242,8 +241,8 @@ class Chain:
                 yield end, other, work
 
 
-_Option = tuple[float, float, tuple[int, ...]]
+_Option = tuple[float, float, Cuts]
 """Seconds of the slowest stage, sum of squares (to prefer even cuts), and the cuts."""
 
-_Folds = dict[tuple[int, int], tuple[float, _Cuts, _Cuts]]
+_Folds = dict[tuple[int, int], tuple[float, Cuts, Cuts]]
 """By the ends of both pieces of the ranks so far: the busiest one, and the cuts of both halves."""

@@ -18,7 +18,7 @@ from operator import attrgetter
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import Chain
-from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.planning.placement import Cuts, default_ranks
 from lightning_tspipe.planning.table import megabytes
 from lightning_tspipe.planning.workload import Workload
 
@@ -59,7 +59,7 @@ class CutSpace:
     workload: Workload
     num_stages: int
     num_microbatches: int
-    start: tuple[int, ...] | None = None
+    start: Cuts | None = None
 
     def starts(self, hints: Sequence[Layout] = ()) -> list[Layout]:
         """Layouts that fit the memory, best bound first.
@@ -82,7 +82,7 @@ class CutSpace:
             return self._with_teacher(self.start)
         return min(self._climbed(), key=attrgetter("excess_and_bound"))
 
-    def _with_teacher(self, student: tuple[int, ...]) -> Layout:
+    def _with_teacher(self, student: Cuts) -> Layout:
         return with_teacher(Layout(self.workload, student, self.num_microbatches))
 
     def _candidates(self, hints: Sequence[Layout]) -> Iterator[Layout]:
@@ -152,7 +152,7 @@ class CutSpace:
         starts = [self._with_teacher(cuts) for cuts in dict.fromkeys(self.even())]
         return starts if self.num_stages > _MAX_CLIMBED else list(map(_climb, starts))
 
-    def even(self) -> Iterator[tuple[int, ...]]:
+    def even(self) -> Iterator[Cuts]:
         """Cuts whose stages take equally long, and cuts that fill the memories equally."""
         workload = self.workload
         seconds = atom_seconds(workload, self.num_microbatches)
@@ -222,9 +222,7 @@ def with_teacher(layout: Layout) -> Layout:
     return replace(layout, teacher_bounds=bounds)
 
 
-def folded_cuts(
-    workload: Workload, num_microbatches: int, most_ranks: int
-) -> list[tuple[int, ...]]:
+def folded_cuts(workload: Workload, num_microbatches: int, most_ranks: int) -> list[Cuts]:
     """The most even cuts with two stages on some ranks, for each number of stages.
 
     Empty if they cannot be faster: if one stage per rank is about even, or if the teacher is cut
@@ -303,7 +301,7 @@ def does_not_fit(closest: Layout) -> PartitionError:
     )
 
 
-def _moved(cuts: tuple[int, ...], positions: Sequence[int], gap: int) -> Iterator[tuple[int, ...]]:
+def _moved(cuts: Cuts, positions: Sequence[int], gap: int) -> Iterator[Cuts]:
     """``cuts`` with an inner cut, or two that follow each other, moved by a few positions.
 
     Args:
