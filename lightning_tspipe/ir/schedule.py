@@ -52,18 +52,19 @@ class Schedule:
     asynchronous: bool = False
 
     @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """All actions, rank by rank."""
+        return tuple(chain.from_iterable(self.ranks))
+
+    @cached_property
     def split(self) -> frozenset[int]:
         """Student stages whose backward runs as I and W."""
-        actions = chain.from_iterable(self.ranks)
-        return frozenset(action.stage for action in actions if action.op is Op.INPUT_BACKWARD)
+        return frozenset(a.stage for a in self.actions if a.op is Op.INPUT_BACKWARD)
 
     @cached_property
     def needs(self) -> dict[Action, tuple[Dependency, ...]]:
         """Dependencies of each action, on the same rank or on others."""
-        return {
-            action: depends_on(action, self.pipeline, self.split)
-            for action in chain.from_iterable(self.ranks)
-        }
+        return {action: depends_on(action, self.pipeline, self.split) for action in self.actions}
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
@@ -116,7 +117,7 @@ class Schedule:
 def _consumers(schedule: Schedule) -> dict[Action, list[Dependency]]:
     """Dependencies on each producer, including those of actions that a later step runs."""
     pipeline = schedule.pipeline
-    actions = set(chain.from_iterable(schedule.ranks))
+    actions = set(schedule.actions)
     found: dict[Action, list[Dependency]] = {}
     for action in sorted(actions | _later(pipeline, actions), key=_stable):
         for dependency in depends_on(action, pipeline, schedule.split):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import chain, product
+from itertools import product
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
@@ -88,7 +88,7 @@ def _exists(action: Action, pipeline: Pipeline) -> bool:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    counts = Counter(chain.from_iterable(schedule.ranks))
+    counts = Counter(schedule.actions)
     expected = dict.fromkeys(_expected(schedule))
     for action in expected:
         if action not in counts:
@@ -129,7 +129,7 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
 def _forwards(schedule: Schedule) -> set[tuple[Op, int, int]]:
     """The op, stage and batch of all forwards: a stage runs all units of a batch, or none."""
     pipeline = schedule.pipeline
-    present = {(a.op, a.stage, a.batch) for a in chain.from_iterable(schedule.ranks)}
+    present = {(a.op, a.stage, a.batch) for a in schedule.actions}
     if schedule.asynchronous:
         return {cell for cell in present if cell[0] in {Op.FORWARD, Op.TEACHER}}
     students = {(Op.FORWARD, stage, 0) for stage in range(pipeline.student.num_stages)}

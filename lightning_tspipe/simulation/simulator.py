@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
@@ -69,7 +69,7 @@ class StepGraph:
     @classmethod
     def of(cls, schedule: Schedule) -> StepGraph:
         """Number the actions and messages of ``schedule``."""
-        actions = tuple(chain.from_iterable(schedule.ranks))
+        actions = schedule.actions
         index = {action: slot for slot, action in enumerate(actions)}
         arrivals: dict[tuple[Action, Action], int] = {}
         sends: list[list[tuple[int, int, int]]] = [[] for _ in actions]
