@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.caching.arena import Arena, megabytes
+from lightning_tspipe.caching.arena import Arena, Folder, megabytes
 from lightning_tspipe.caching.entries import (
     Numbers,
     assembled,
@@ -97,11 +96,7 @@ class ActivationCache(Store):
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        memory: int = 0,
-        disk: int = 0,
-        folder: str | PathLike[str] | None = None,
+        self, num_samples: int, memory: int = 0, disk: int = 0, folder: Folder = None
     ) -> None:
         if num_samples < 1 or memory < 0 or disk < 0 or memory + disk == 0:
             raise ConfigurationError(
@@ -328,7 +323,7 @@ def measure_reading(  # noqa: PLR0913 - what, and how
     *,
     dtype: torch.dtype | None = None,
     disk: bool = False,
-    folder: str | PathLike[str] | None = None,
+    folder: Folder = None,
     repeats: int = 3,
 ) -> Worth:
     """Measure how long reading a batch takes; the time of computing it is 0 in the result.
