@@ -51,8 +51,8 @@ class MemoryUse:
                 yield part.name, amounts[rank]
 
 
-_Part = tuple[int, int, int]
-"""First atom, end and rank of a stage."""
+_Parts = tuple[tuple[int, int, int], ...]
+"""First atom, end and rank of each stage."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,13 @@ class Layout:
         return len(self.student_cuts) - 1
 
     @cached_property
-    def student_parts(self) -> tuple[_Part, ...]:
+    def student_parts(self) -> _Parts:
         """First atom, end and rank of each student stage."""
         ranks = default_ranks(self.num_stages, self.workload.num_ranks)
         return _parts(self.student_cuts, ranks)
 
     @cached_property
-    def teacher_parts(self) -> tuple[_Part, ...]:
+    def teacher_parts(self) -> _Parts:
         """First atom, end and rank of each teacher stage."""
         teacher, num_ranks = self.workload.teacher, self.workload.num_ranks
         if teacher is None:
@@ -119,9 +119,7 @@ class Layout:
         last = workload.num_ranks - 1
         return Pipeline(workload.num_ranks, student, teacher, last, coupling=coupling)
 
-    def _network(
-        self, network: NetworkProfile, parts: tuple[_Part, ...], num_calls: int
-    ) -> NetworkLayout:
+    def _network(self, network: NetworkProfile, parts: _Parts, num_calls: int) -> NetworkLayout:
         outputs = {
             stage
             for stage, (start, stop, _) in enumerate(parts)
@@ -137,15 +135,9 @@ class Layout:
         """Costs for the simulator."""
         workload, ranks = self.workload, self.workload.ranks
         own, other = workload.unit_samples(self.num_microbatches)
-        kinds = {kind: kind for kind in KINDS}
-        student = [
-            self._stage_cost(workload.student, part, own, kinds) for part in self.student_parts
-        ]
-        teacher = [
-            self._stage_cost(workload.teacher, part, other, {"forward": "teacher"})
-            for part in self.teacher_parts
-            if workload.teacher is not None
-        ]
+        kinds, forward = {kind: kind for kind in KINDS}, {"forward": "teacher"}
+        student = self._stage_costs(workload.student, self.student_parts, own, kinds)
+        teacher = self._stage_costs(workload.teacher, self.teacher_parts, other, forward)
         between = ranks.inter_node_link if ranks.nodes else FREE
         gradients = self._per_rank(workload.student.gradient_sums, self.student_parts)
         sums = [ranks.reduction_seconds(rank, size) for rank, size in enumerate(gradients)]
@@ -165,34 +157,39 @@ class Layout:
             reduction=tuple(sums) if ranks.num_replicas > 1 else (),
         )
 
-    def _stage_cost(
-        self, network: NetworkProfile, part: _Part, samples: float, kinds: Mapping[str, str]
-    ) -> StageCost:
-        """Costs of one stage.
+    def _stage_costs(
+        self,
+        network: NetworkProfile | None,
+        parts: _Parts,
+        samples: float,
+        kinds: Mapping[str, str],
+    ) -> Iterator[StageCost]:
+        """Costs of the stages of a network.
 
         Args:
-            network: Its network.
-            part: Its atoms, and its rank.
+            network: The network; None: it has no stages.
+            parts: Atoms and rank of each stage.
             samples: Samples in a unit.
             kinds: The kind of work, as in ``Workload.units``, of each field with seconds.
         """
-        workload, (start, stop, rank) = self.workload, part
-        units, atoms = workload.units(self.num_microbatches), network.atoms[start:stop]
+        workload, units = self.workload, self.workload.units(self.num_microbatches)
         is_prefix = workload.frozen and network is not workload.student
-        last = atoms[-1].output_bytes_per_sample
-        # The last stage sends nothing to another one, but to the loss: all if taps are unknown.
-        is_end = stop == network.num_atoms and not is_prefix
-        results = sum(atom.result_bytes_per_sample for atom in atoms) or last * is_end
-        seconds = {
-            field: (units[kind][stop] - units[kind][start]) / workload.ranks.speeds[rank]
-            + workload.action_overhead
-            for field, kind in kinds.items()
-        }
-        return StageCost(
-            **seconds,
-            output_bytes=0 if is_end else round(last * samples),
-            result_bytes=0 if is_prefix else round(results * samples),
-        )
+        for start, stop, rank in parts:
+            assert network is not None
+            atoms, speed = network.atoms[start:stop], workload.ranks.speeds[rank]
+            last = atoms[-1].output_bytes_per_sample
+            # The last stage sends nothing to another one, but to the loss: all if taps are unknown.
+            is_end = stop == network.num_atoms and not is_prefix
+            results = sum(atom.result_bytes_per_sample for atom in atoms) or last * is_end
+            seconds = {
+                field: (units[kind][stop] - units[kind][start]) / speed + workload.action_overhead
+                for field, kind in kinds.items()
+            }
+            yield StageCost(
+                **seconds,
+                output_bytes=0 if is_end else round(last * samples),
+                result_bytes=0 if is_prefix else round(results * samples),
+            )
 
     def _update_seconds(self, num_bytes: Sequence[float]) -> tuple[float, ...]:
         """Seconds of each rank to update so many bytes."""
@@ -321,7 +318,7 @@ class Layout:
         over += map(sub, self.memory_bytes, limits)
         return sum(amount for amount in over if amount > 0)
 
-    def _per_rank(self, sums: Sequence[float], parts: tuple[_Part, ...]) -> list[float]:
+    def _per_rank(self, sums: Sequence[float], parts: _Parts) -> list[float]:
         """What the atoms of each rank have together, from running sums over a network's atoms."""
         amounts = [0.0] * self.workload.num_ranks
         for start, stop, rank in parts:
@@ -334,7 +331,7 @@ class Layout:
         return self._per_rank(self.workload.teacher_sums, self.teacher_parts)
 
 
-def _parts(cuts: Cuts, ranks: tuple[int, ...]) -> tuple[_Part, ...]:
+def _parts(cuts: Cuts, ranks: tuple[int, ...]) -> _Parts:
     return tuple((*ends, rank) for ends, rank in zip(pairwise(cuts), ranks, strict=True))
 
 
