@@ -102,9 +102,8 @@ def as_ids(ids: Ids) -> list[Hashable]:
     Raises:
         ConfigurationError: An id is neither an integer nor a string, or comes twice.
     """
-    found: list[Hashable] = (
-        ids.flatten().tolist() if isinstance(ids, Tensor) else list(ids)  # no tensors as keys
-    )
+    # Tensors are no keys.
+    found: list[Hashable] = ids.flatten().tolist() if isinstance(ids, Tensor) else list(ids)
     wrong = next((i for i in found if not isinstance(i, int | str | tuple)), None)
     if wrong is not None:
         raise ConfigurationError(

@@ -139,11 +139,8 @@ def _read_by_loss(loss: Action, pipeline: Pipeline) -> list[Action]:
 
 
 def _outputs(op: Op, layout: NetworkLayout, batch: int) -> list[Action]:
-    return [
-        Action(op, stage, unit, batch)
-        for unit in range(layout.num_units)
-        for stage in sorted(layout.output_stages)
-    ]
+    stages = sorted(layout.output_stages)
+    return [Action(op, stage, unit, batch) for unit in range(layout.num_units) for stage in stages]
 
 
 def _gradient_sources(action: Action, pipeline: Pipeline, split: frozenset[int]) -> list[Action]:

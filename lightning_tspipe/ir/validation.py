@@ -47,14 +47,10 @@ def draw(schedule: Schedule, marked: Collection[Action] = ()) -> str:
     lines = []
     for rank, actions in enumerate(schedule.ranks):
         head = f"rank {rank}: "
-        cells = [str(action) for action in actions]
-        lines.append(head + " ".join(cells))
-        carets = [
-            "^" * len(c) if a in marked else " " * len(c)
-            for a, c in zip(actions, cells, strict=True)
-        ]
-        if "^" in "".join(carets):
-            lines.append(" " * len(head) + " ".join(carets).rstrip())
+        lines.append(head + " ".join(map(str, actions)))
+        carets = " ".join(("^" if cell in marked else " ") * len(str(cell)) for cell in actions)
+        if "^" in carets:
+            lines.append(" " * len(head) + carets.rstrip())
     return "\n".join(lines)
 
 
@@ -80,11 +76,9 @@ def _exists(action: Action, pipeline: Pipeline) -> bool:
     if action.unit is None:
         return action.stage < pipeline.num_ranks
     layout = pipeline.teacher if action.op is Op.TEACHER else pipeline.student
-    return (
-        layout is not None
-        and action.stage < layout.num_stages
-        and action.unit in layout.units_of(action.stage)
-    )
+    if layout is None or action.stage >= layout.num_stages:
+        return False
+    return action.unit in layout.units_of(action.stage)
 
 
 def _check_complete(schedule: Schedule) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, combinations
+from itertools import accumulate, chain, combinations
 from typing import Literal
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
@@ -254,11 +254,8 @@ class Workload(Step):
         if self.schedule != "tspipe" or not self.student.can_split:
             return (frozenset(),)
         if len(later) <= _MAX_SUBSETS:
-            return tuple(
-                frozenset(chosen)
-                for size in range(num_stages)
-                for chosen in combinations(sorted(later), size)
-            )
+            subsets = (combinations(sorted(later), size) for size in range(num_stages))
+            return tuple(map(frozenset, chain.from_iterable(subsets)))
         odd = frozenset(range(1, num_stages, 2))
         return frozenset(), frozenset({num_stages - 1}), odd, later
 

@@ -100,10 +100,8 @@ class StepGraph:
         Actions that the step before didn't run count as done: a timeline may start in the steady
         state.
         """
-        return tuple(
-            tuple(slot for pair in pairs if (slot := before.slot_of(*pair)) is not None)
-            for pairs in self.carried
-        )
+        found = ([before.slot_of(*pair) for pair in pairs] for pairs in self.carried)
+        return tuple(tuple(slot for slot in slots if slot is not None) for slots in found)
 
     def slot_of(self, producer: Action, consumer: Action) -> int | None:
         """The slot that ``consumer`` waits for; None if this step doesn't run ``producer``."""

@@ -142,10 +142,8 @@ class Timeline(Saved):
         if len(self.steps) < 3:
             return ((self.start, self.end),) * self.num_ranks
         first, last = self.steps[0], self.steps[-2]
-        return tuple(
-            (self._step_end(rank, first), self._step_end(rank, last))
-            for rank in range(self.num_ranks)
-        )
+        ranks = range(self.num_ranks)
+        return tuple((self._step_end(rank, first), self._step_end(rank, last)) for rank in ranks)
 
     @property
     def step_time(self) -> float:
@@ -155,9 +153,8 @@ class Timeline(Saved):
     def busy(self, rank: int) -> float:
         """Seconds that ``rank`` works within its steady window."""
         start, end = self.windows[rank]
-        return sum(
-            max(0.0, min(span.end, end) - max(span.start, start)) for span in self.of_rank(rank)
-        )
+        within = (min(span.end, end) - max(span.start, start) for span in self.of_rank(rank))
+        return sum(max(0.0, seconds) for seconds in within)
 
     @property
     def bubble_ratio(self) -> float:
