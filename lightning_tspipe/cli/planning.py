@@ -364,15 +364,11 @@ def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> st
         mark = "*" if mode == best else ""
         rows.append((mark, mode, format_seconds(seconds[mode]), f"{rate:.1f}", each))
     lines = [*aligned(rows), *(f"{mode}: {failure}" for mode, failure in failures.items())]
-    blocks = [("block", "teacher", "student", "gradients")] + [
-        (
-            block.name,
-            format_seconds(block.teacher[profile.batch_size]),
-            format_seconds(block.student[profile.batch_size]),
-            f"{block.gradient_bytes / 1e6:.2f} MB",
-        )
-        for block in profile.blocks
-    ]
+    blocks: list[tuple[str, ...]] = [("block", "teacher", "student", "gradients")]
+    for block in profile.blocks:
+        both = (block.teacher, block.student)
+        times = (format_seconds(each[profile.batch_size]) for each in both)
+        blocks.append((block.name, *times, f"{block.gradient_bytes / 1e6:.2f} MB"))
     return "\n".join(
         [*lines, "", *aligned(blocks), "", str(plans[best]), _reason(best, plans[best], profile)]
     )

@@ -255,12 +255,9 @@ def seconds_in_pieces(
 ) -> tuple[float, ...]:
     """Seconds of each atom, for a whole batch."""
     size = math.ceil(batch_size / pieces.number)
-    return tuple(
-        pieces.number * seconds_at(atom.forward, size)
-        if place < pieces.num_atoms
-        else seconds_at(atom.forward, batch_size)
-        for place, atom in enumerate(profile.atoms)
-    )
+    first, others = profile.atoms[: pieces.num_atoms], profile.atoms[pieces.num_atoms :]
+    divided = (pieces.number * seconds_at(atom.forward, size) for atom in first)
+    return (*divided, *(seconds_at(atom.forward, batch_size) for atom in others))
 
 
 def _peak(way: Pieces, batch_size: int, bytes_between: list[int]) -> float:

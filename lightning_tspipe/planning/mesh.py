@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -101,11 +102,8 @@ class _Division:
         _check(workload)
         counts = workload.microbatch_counts()
         even = CutSpace(workload, workload.num_ranks, counts[0]).balanced()
-        choices = [
-            replace(even, num_microbatches=count, split=split)
-            for count in counts
-            for split in workload.splits(workload.num_ranks)
-        ]
+        ways = product(counts, workload.splits(workload.num_ranks))
+        choices = [replace(even, num_microbatches=count, split=split) for count, split in ways]
         return cls(workload, tuple(sorted(choices, key=attrgetter("bound"))[:_NUM_ESTIMATES]))
 
     @property

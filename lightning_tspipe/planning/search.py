@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from operator import attrgetter
+from operator import attrgetter, sub
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.layout import Layout
@@ -199,12 +199,9 @@ def with_teacher(layout: Layout) -> Layout:
     own = Layout(workload.alone, layout.student_cuts, layout.num_microbatches)
     sums = workload.units(layout.num_microbatches)["teacher"]
     num_units = workload.num_calls[1] * layout.num_microbatches
-    free = [
-        min(workload.state_limit - state, limit - memory)
-        for state, memory, limit in zip(
-            own.state_bytes, own.memory_bytes, workload.memory_limits, strict=True
-        )
-    ]
+    room = map(sub, workload.memory_limits, own.memory_bytes)
+    states = zip(own.state_bytes, room, strict=True)
+    free = [min(workload.state_limit - state, left) for state, left in states]
     try:
         bounds = Chain(
             [num_units * (b - a) for a, b in pairwise(sums)],
@@ -255,11 +252,10 @@ def atom_seconds(workload: Workload, num_microbatches: int) -> list[float]:
     own, other = (calls * num_microbatches for calls in workload.num_calls)
     teacher = list(pairwise(units["teacher"])) if workload.paired else []
     teacher += [(0.0, 0.0)] * (workload.student.num_atoms - len(teacher))
+    forward, backward = pairwise(units["forward"]), pairwise(units["backward"])
     return [
         own * (f1 - f0 + b1 - b0) + other * (t1 - t0)
-        for (f0, f1), (b0, b1), (t0, t1) in zip(
-            pairwise(units["forward"]), pairwise(units["backward"]), teacher, strict=True
-        )
+        for (f0, f1), (b0, b1), (t0, t1) in zip(forward, backward, teacher, strict=True)
     ]
 
 

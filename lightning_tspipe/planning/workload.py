@@ -164,11 +164,10 @@ class Workload(Step):
         """
         rate = 1 + self.optimizer_bytes_per_parameter_byte
         copies = self.teacher_sums if self.paired and self.teacher_sums else (0,)
+        sums = zip(self.student.parameter_sums, self.student.gradient_sums, strict=True)
         return tuple(
             own + rate * trained + copies[min(atom, len(copies) - 1)]
-            for atom, (own, trained) in enumerate(
-                zip(self.student.parameter_sums, self.student.gradient_sums, strict=True)
-            )
+            for atom, (own, trained) in enumerate(sums)
         )
 
     @cached_property

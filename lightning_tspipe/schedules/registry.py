@@ -48,13 +48,11 @@ def lookahead(name: str, pipeline: Pipeline, depth: int = 1) -> tuple[int, ...]:
         return (int(ahead),) * pipeline.num_ranks
     most = max(depth, pipeline.num_ranks)
     schedule = build_step(name, pipeline, fresh=False, ahead=most, depth=depth)
-    return tuple(
-        max(
-            *(action.batch for action in actions),
-            *(message.producer.batch for message in schedule.receives[rank]),
-        )
-        for rank, actions in enumerate(schedule.ranks)
-    )
+    furthest = []
+    for rank, actions in enumerate(schedule.ranks):
+        received = (message.producer for message in schedule.receives[rank])
+        furthest.append(max(action.batch for action in (*actions, *received)))
+    return tuple(furthest)
 
 
 def build_step(  # noqa: PLR0913 -- what one step is, in full
