@@ -239,10 +239,9 @@ def folded_cuts(workload: Workload, num_microbatches: int, most_ranks: int) -> l
     if max(busy) < _UNEVEN * sum(busy) / num_ranks:
         return []
     seconds, speeds = atom_seconds(workload, num_microbatches), workload.ranks.speeds[::-1]
-    found = (
-        Chain(seconds, number, speeds=speeds, joined=workload.joined).fold(max(busy) / _UNEVEN)
-        for number in range(num_ranks + 1, 2 * num_ranks + 1)
-    )
+    numbers = range(num_ranks + 1, 2 * num_ranks + 1)
+    chains = (Chain(seconds, n, speeds=speeds, joined=workload.joined) for n in numbers)
+    found = (chain.fold(max(busy) / _UNEVEN) for chain in chains)
     return list(dict.fromkeys(cuts for cuts in found if cuts is not None))
 
 

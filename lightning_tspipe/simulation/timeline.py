@@ -22,14 +22,6 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.plain import Saved
 
-_KINDS = {
-    Op.FORWARD: "forward",
-    Op.TEACHER: "teacher",
-    Op.BACKWARD: "backward",
-    Op.INPUT_BACKWARD: "backward",
-    Op.WEIGHT_BACKWARD: "backward",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -179,11 +171,12 @@ class Timeline(Saved):
         steady = self.steps[1:-1] or self.steps
         durations: dict[tuple[int, str], list[float]] = {}
         for span in self.spans:
-            if Op(span.op) in _KINDS and span.step in steady:
+            if not Op(span.op).is_rank_wide and span.step in steady:
                 key = (Action.parse(span.action).stage, span.op)
                 durations.setdefault(key, []).append(span.end - span.start)
         for (stage, op), seconds in sorted(durations.items()):
-            name = f"stage{stage}_{_KINDS[Op(op)]}_ms"
+            kind = Op(op).name.lower().rpartition("_")[2]  # of both halves, "backward"
+            name = f"stage{stage}_{kind}_ms"
             found[name] = found.get(name, 0.0) + fmean(seconds) * 1e3
         return found
 
@@ -205,14 +198,15 @@ class Timeline(Saved):
         """
         first, last = part or (self.start, self.end)
         scale = width / (last - first) if last > first else 0.0
+
+        def column(time: float) -> int:
+            return min(max(round((time - first) * scale), 0), width)
+
         lines = []
         for rank in range(self.num_ranks):
             cells = [" "] * width
             for span in self.of_rank(rank):
-                left, right = (
-                    min(max(round((time - first) * scale), 0), width)
-                    for time in (span.start, span.end)
-                )
+                left, right = column(span.start), column(span.end)
                 cells[left:right] = _cell(span, right - left)
             lines.append(f"rank {rank} |{''.join(cells)}|")
         return "\n".join(lines)
