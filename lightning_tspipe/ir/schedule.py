@@ -93,10 +93,8 @@ class Schedule:
     @cached_property
     def receives(self) -> dict[int, tuple[Message, ...]]:
         """Messages that each rank receives, in the order in which they must be posted."""
-        return {
-            rank: tuple(message for message in self.messages if message.target == rank)
-            for rank in range(self.pipeline.num_ranks)
-        }
+        ranks = range(self.pipeline.num_ranks)
+        return {rank: tuple(m for m in self.messages if m.target == rank) for rank in ranks}
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)

@@ -240,10 +240,8 @@ class RunPlan:
 
     def to_entries(self) -> dict[str, str | None]:
         """Texts for a checkpoint, by key; the first one is what ``tspipe plan`` saves."""
-        return {
-            PLAN: None if self.plan is None else self.plan.to_json(),
-            PLACED: json.dumps(to_plain(replace(self, plan=None))),
-        }
+        plan = None if self.plan is None else self.plan.to_json()
+        return {PLAN: plan, PLACED: json.dumps(to_plain(replace(self, plan=None)))}
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> RunPlan | None:

@@ -167,10 +167,8 @@ class _Prices:
         links = [costs.link(message.source, message.target) for message in messages]
         self.actions = [costs.seconds(action) for action in graph.actions]
         self.latencies = [latency for latency, _ in links]
-        self.occupancy = [
-            costs.message_bytes(message) / bandwidth
-            for message, (_, bandwidth) in zip(messages, links, strict=True)
-        ]
+        sizes = zip(map(costs.message_bytes, messages), links, strict=True)
+        self.occupancy = [size / bandwidth for size, (_, bandwidth) in sizes]
 
 
 class Walk:
