@@ -103,11 +103,8 @@ class Spread:
         """Describe each rank, as a table."""
         rows = [("rank", "trunk", "heads", "ms per step", "memory")]
         for rank, (seconds, size) in enumerate(zip(self.busy, self.num_bytes, strict=True)):
-            atoms = [
-                f"atoms {start}-{stop - 1}"
-                for stage, (start, stop) in enumerate(pairwise(self.cuts))
-                if self.ranks[stage] == rank
-            ]
+            stages = zip(pairwise(self.cuts), self.ranks, strict=True)
+            atoms = [f"atoms {start}-{stop - 1}" for (start, stop), at in stages if at == rank]
             own = [h.name for h, where in zip(heads, self.head_ranks, strict=True) if where == rank]
             cells = (", ".join(atoms) or "-", ", ".join(own) or "-")
             rows.append((str(rank), *cells, f"{seconds * 1e3:.1f}", megabytes(size)))

@@ -147,11 +147,9 @@ def _fastest(problem: Callable[[int], Workload], num_devices: int) -> Plan:
         )
     found = _best(times)
     best = f"{found.num_replicas} replicas x {found.pipeline.num_ranks} ranks"
-    slower = [
-        f"{one} about {_ms(times[one])}"
-        for one in sorted(times, key=times.__getitem__)
-        if one.workload.num_replicas != found.num_replicas
-    ]
+    order = sorted(times, key=times.__getitem__)
+    others = [one for one in order if one.workload.num_replicas != found.num_replicas]
+    slower = [f"{one} about {_ms(times[one])}" for one in others]
     slower += [f"{one} at least {_ms(one.bound)}" for one in waiting]
     text = ", faster than ".join(filter(None, [best, ", ".join(slower[:_MAX_NAMED])]))
     if failures:

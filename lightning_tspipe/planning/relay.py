@@ -345,10 +345,8 @@ def seconds_per_batch(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> flo
         return plan.step_seconds
     width = plan.num_devices
     share = largest_share(width, profile.batch_size)
+    teachers = accumulate(block.teacher[share] for block in profile.blocks)
     return sum(
-        sum(other.teacher[share] for other in profile.blocks[: index + 1])
-        + block.student[share]
-        + block.update
-        + profile.reduction_seconds(index, index + 1, width)
-        for index, block in enumerate(profile.blocks)
+        teacher + block.student[share] + block.update + profile.reduction_seconds(n, n + 1, width)
+        for n, (teacher, block) in enumerate(zip(teachers, profile.blocks, strict=True))
     )

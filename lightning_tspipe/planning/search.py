@@ -114,17 +114,13 @@ class CutSpace:
         workload = self.workload
         if self.num_stages > workload.num_ranks or workload.independent_teacher is not None:
             return None
+        seconds, joined = atom_seconds(workload, self.num_microbatches), workload.joined
+        speeds = self._of_stages(workload.ranks.speeds)
+        chain = Chain(seconds, self.num_stages, speeds=speeds, fits=self._fits, joined=joined)
         try:
-            cuts = Chain(
-                atom_seconds(workload, self.num_microbatches),
-                self.num_stages,
-                speeds=self._of_stages(workload.ranks.speeds),
-                fits=self._fits,
-                joined=workload.joined,
-            ).cut()
+            return Layout(workload, chain.cut(), self.num_microbatches)
         except PartitionError:
             return None
-        return Layout(workload, cuts, self.num_microbatches)
 
     def _fits(self, start: int, stop: int, stage: int) -> bool:
         """Whether the rank of ``stage`` can hold these atoms, and no others."""
