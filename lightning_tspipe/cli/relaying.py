@@ -22,7 +22,7 @@ from lightning_tspipe.planning.relay import (
     seconds_per_batch,
 )
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import Alone
 from lightning_tspipe.strategy.setup.block_costs import BlockPlanner

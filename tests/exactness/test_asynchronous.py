@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.layout import num_copies
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.execution.engine import Rank as RankOf
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank as RankOf
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read

@@ -23,8 +23,8 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
+from lightning_tspipe.runtime.execution.engine import TrainingMode
 from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, StepContext
-from lightning_tspipe.runtime.execution.rank import TrainingMode
 from lightning_tspipe.runtime.stages.captured import Captured, values_of_teacher
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.heads import Heads

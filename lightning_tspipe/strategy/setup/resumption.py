@@ -25,8 +25,7 @@ from lightning_tspipe.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 from lightning_tspipe.runtime.batches.random_states import RandomStates
-from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS

@@ -39,9 +39,8 @@ from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay import Pass, Work
 from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.executor import Executor, Pace
-from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.modes.relay.blocks import BlockOutcome, BlockPair, BlockShapes
