@@ -60,6 +60,8 @@ class TrainingMode:
         prologue: Around the part of a step that makes what the networks get.
         apart: What ranks train apart, each in steps of its own, behind a teacher that never
             changes; None: all steps are the loss rank's.
+        see: On the data rank: what is known of a batch whose networks' inputs were made.
+        known: The same of the batches that were told of, by their numbers.
     """
 
     saves_lookahead: ClassVar[bool] = True
@@ -70,6 +72,8 @@ class TrainingMode:
         self.apart: StudentFanout | None = None
         self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
         self.prologue: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.see: Callable[[Any, Sequence[Tensor]], Known] = lambda *_: NOTHING_KNOWN
+        self.known: dict[int, Known] = {}
 
     # What there is, and where it lies
 
@@ -98,15 +102,6 @@ class TrainingMode:
     def reuses_inputs(self, plan: StepPlan) -> bool:  # noqa: ARG002
         """Whether what networks get of a batch is made once, although its step comes later."""
         return False
-
-    # What is known of a batch before it runs
-
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:  # noqa: ARG002
-        """On the data rank: what is known of a batch whose networks' inputs were made."""
-        return NOTHING_KNOWN
-
-    def expect(self, headers: Mapping[int, StepHeader]) -> None:
-        """The batches, by their numbers, that a step has to do with."""
 
     # What happens between steps
 

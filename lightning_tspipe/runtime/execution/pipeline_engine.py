@@ -12,7 +12,6 @@ an action of a validated schedule, which the executor runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -113,10 +112,6 @@ class PipelineEngine(Engine):
         """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
         return list(self.losses.leaves.values())
 
-    def suspended(self) -> AbstractContextManager[None]:
-        """While inside, a replay that is running pauses: the networks are at hand."""
-        return self._runner.suspended()
-
     # A step
 
     def forward(
@@ -136,7 +131,7 @@ class PipelineEngine(Engine):
                 on now, and up to :attr:`lookahead` of them. They are the batches of the next calls,
                 unless :meth:`drain` is called on all ranks.
             replay: What runs on the loss rank in place of ``step``, with the real outputs; it may
-                call :meth:`backward` itself, within :meth:`suspended`.
+                call :meth:`backward` itself, while the replay is suspended.
 
         Returns:
             On a rank with a loss what the step returns, elsewhere None.
@@ -188,7 +183,6 @@ class PipelineEngine(Engine):
         number, intake = self._index, self.intake
         headers = intake.open(step, batch, ahead)
         units = {n - number: intake.units(header) for n, header in headers.items()}
-        self.mode.expect(headers)
         self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
@@ -228,7 +222,6 @@ class PipelineEngine(Engine):
         number = self._index
         header = self.intake.open_one(step, batch)
         program, headers = teacher_only(self.pipeline), {number: header}
-        self.mode.expect(headers)
         inputs = self.intake.inputs(headers, number - 1)
         context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
         self.stages.post_receives(context)
