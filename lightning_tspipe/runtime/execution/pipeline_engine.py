@@ -158,7 +158,7 @@ class PipelineEngine(Engine):
         through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
         self._rest = actions[through:]
         seed = self._seed + self._index
-        self.losses.prepare(replay or step, self.intake.fields(header, batch), seed)
+        context.replay = replay or step, self.intake.fields(header, batch), seed
         run(actions[:late])
         if self.captured.plan.has_late_effects:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions

@@ -9,7 +9,7 @@ What flows through it, for one unit (a micro-batch of a call)::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -268,6 +268,7 @@ class StageStatistics:
         self._ahead.append(key)
 
 
+@dataclass(eq=False)
 class Execution:
     """How a rank runs atoms of one network: as they are, compiled, in pieces, or once more.
 
@@ -278,7 +279,7 @@ class Execution:
                          └─ again ─┘
         backward   x ──► a0 ──► a1, then their backward
 
-    Args:
+    Attributes:
         chain: Its atoms.
         blocks: Its modules by name.
         statistics: Its deferred BatchNorm statistics.
@@ -287,56 +288,51 @@ class Execution:
             them tensors have a row per sample, and before it nothing is emitted.
     """
 
-    def __init__(
-        self,
-        chain: AtomChain,
-        blocks: dict[str, nn.Module],
-        statistics: DeferredStatistics,
-        again: Collection[int] = (),
-        pieces: Pieces = WHOLE,
-    ) -> None:
-        self._pieces = pieces
-        self._chain = chain
-        self._statistics = statistics
-        self._again = frozenset(again)
+    chain: AtomChain
+    blocks: Mapping[str, nn.Module]
+    statistics: DeferredStatistics
+    again: frozenset[int] = frozenset()
+    pieces: Pieces = WHOLE
+    _ranges: dict[tuple[int, int], list[tuple[int, int, bool]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._stateful = {
             f"{name}.{path}".rstrip("."): child
-            for name, block in blocks.items()
+            for name, block in self.blocks.items()
             for path, child in block.named_modules()
             if child._buffers and not isinstance(child, _BatchNorm)  # noqa: SLF001
         }
-        self._ranges: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
 
     def run(self, received: Tensors, start: int, stop: int) -> Ran:
         """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
-        last = self._pieces.num_atoms
+        last = self.pieces.num_atoms
         if start > 0 or not 0 < last <= stop:  # not all of those: in an evaluation
             return self._run(received, start, stop)
-        parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
+        parts = zip(*(tensor.chunk(self.pieces.number) for tensor in received), strict=True)
         done = [self._run(part, start, last)[0] for part in parts]
         values = tuple(torch.cat(column) for column in zip(*done, strict=True))
         return self._run(values, last, stop) if last < stop else (values, {})
 
     def _run(self, received: Tensors, start: int, stop: int) -> Ran:
-        if not self._again or not torch.is_grad_enabled():
-            return self._chain.run(received, start, stop)
+        if not self.again or not torch.is_grad_enabled():
+            return self.chain.run(received, start, stop)
         if (start, stop) not in self._ranges:
-            self._ranges[start, stop] = stretches(start, stop, self._again.__contains__)
+            self._ranges[start, stop] = stretches(start, stop, self.again.__contains__)
         values = received
         outputs: dict[OutputRef, Tensor] = {}
         for first, last, again in self._ranges[start, stop]:
-            run = self._run_again if again else self._chain.run
+            run = self._run_again if again else self.chain.run
             values, new = run(values, first, last)
             outputs |= new
         return values, outputs
 
     def _run_again(self, received: Tensors, first: int, last: int) -> Ran:
         def run(*tensors: Tensor) -> Ran:
-            return self._chain.run(tensors, first, last)
+            return self.chain.run(tensors, first, last)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             # Around the forward, and around its repetition, which must not count twice.
-            return nullcontext(), self._statistics.ignored()
+            return nullcontext(), self.statistics.ignored()
 
         before = self._versions()
         result: Ran = checkpoint(run, *received, use_reentrant=False, context_fn=contexts)

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GroupMember, ReduceOp
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.action import Action, Op
@@ -188,6 +189,20 @@ class _Gather(torch.autograd.Function):
         gradient = gradients[0].contiguous().clone()
         dist.all_reduce(gradient, group=ctx.group)
         return gradient[ctx.group.rank()], None
+
+
+def shared_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """A scaler of 16-bit precision that skips a step if any rank of the job found an overflow.
+
+    Args:
+        scaler: How one rank would scale.
+        device: Where this rank computes.
+    """
+    if isinstance(scaler, ShardedGradScaler) or not scaler.is_enabled():
+        return scaler
+    shared = ShardedGradScaler(device.type, process_group=dist.group.WORLD)
+    shared.load_state_dict(scaler.state_dict())
+    return shared
 
 
 class _Bucket:
