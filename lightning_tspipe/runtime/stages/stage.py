@@ -9,7 +9,7 @@ What flows through it, for one unit (a micro-batch of a call)::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import count
@@ -291,7 +291,7 @@ class Execution:
     chain: AtomChain
     blocks: Mapping[str, nn.Module]
     statistics: DeferredStatistics
-    again: frozenset[int] = frozenset()
+    again: Collection[int] = ()
     pieces: Pieces = WHOLE
     _ranges: dict[tuple[int, int], list[tuple[int, int, bool]]] = field(default_factory=dict)
 
