@@ -112,7 +112,7 @@ class Evaluation:
         actions = self._program.ranks[engine.rank]
         self._stages.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
-            plan.batch_fields, batch, engine.transport, Channel.FIELDS, self._pipeline
+            plan, batch, engine.transport, Channel.FIELDS, self._pipeline
         )
 
         def whole() -> Any:

@@ -295,10 +295,8 @@ class Intake:
         return self._exchange_fields(header, batch) if self._programs.steps_early else None
 
     def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
-        fields, engine = self._plan.batch_fields, self._engine
-        return header.exchange_fields(
-            fields, batch, engine.transport, Channel.EARLY_FIELDS, engine.pipeline
-        )
+        plan, engine, channel = self._plan, self._engine, Channel.EARLY_FIELDS
+        return header.exchange_fields(plan, batch, engine.transport, channel, engine.pipeline)
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
