@@ -38,7 +38,7 @@ from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
-from lightning_tspipe.runtime.stages.stage import Execution, Stage, StageStatistics
+from lightning_tspipe.runtime.stages.stage import Execution, Stage
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer
@@ -269,7 +269,7 @@ class Engine(ABC):
                 pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
                 run = Execution(chain, network.blocks, statistics, again, pieces).run
             stages += [
-                Stage(op, index, network, StageStatistics(statistics, index), run)
+                Stage(op, index, network, statistics, run)
                 for index, owner in enumerate(pipeline.layout(op).ranks)
                 if owner == self.rank
             ]

@@ -148,7 +148,7 @@ class PipelineEngine(Engine):
         self.stages.post_receives(context)
         run(action for action in scheduled if action.op is Op.EFFECTS)
         for stage in self.stages:  # what ran ahead for this batch counts now
-            stage.statistics.commit_ahead(self._index)
+            stage.commit_ahead(self._index)
         actions = [action for action in scheduled if action.op not in {Op.DATA, Op.EFFECTS}]
         stop = next(i for i, action in enumerate(actions) if action.op in self._ends)
         # The first that reads the teacher as this step leaves it behind.

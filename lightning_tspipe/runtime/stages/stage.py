@@ -61,11 +61,16 @@ class Versions:
 class Stage:
     """One stage of a network: runs its forwards and backwards, and keeps the graphs in between.
 
+    The BatchNorm statistics of its calls count in the order in which the step makes the calls,
+    whatever the order in which a schedule runs their micro-batches. Those of a forward that runs
+    ahead do not count before the step of its batch has begun: between two steps the weights are
+    those of a run without a pipeline.
+
     Attributes:
         op: ``FORWARD`` for a stage that is trained, ``TEACHER`` for one that is forward-only.
         index: Its place in the network.
         network: The network; atoms of this stage hold real parameters.
-        statistics: When its BatchNorm statistics count.
+        statistics: The deferred BatchNorm statistics of the network.
         run: Runs atoms, if not the network's chain.
         saved: What forwards have kept.
         versions: Which version of the weights is read.
@@ -74,10 +79,14 @@ class Stage:
     op: Op
     index: int
     network: ChainNetwork
-    statistics: StageStatistics
+    statistics: DeferredStatistics
     run: Run | None = None
     saved: dict[Place, Saved] = field(default_factory=dict)
     versions: Versions = field(default_factory=Versions)
+    _left: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Of a batch, the calls in their order, and how many micro-batches are still to run."""
+    _ahead: list[tuple[int, int, int]] = field(default_factory=list)
+    """Batch, stage and call of statistics that do not count yet."""
 
     def _has_backward(self, action: Action, units: StepUnits) -> bool:
         return units.of(action).grad and self.op is Op.FORWARD
@@ -100,7 +109,7 @@ class Stage:
         # A student's forward that nobody trains reads what is there.
         versions = self.versions if grad or self.op is Op.TEACHER else Versions()
         reading = versions.forward(batch, action.batch)
-        with self.statistics.counting(batch, action, units), self.network.context(), reading:
+        with self._counting(batch, action, units), self.network.context(), reading:
             passed, outputs = self._run(batch, action, units, inputs)
         if grad:
             self._save(batch, action, inputs, passed + outputs)
@@ -110,7 +119,7 @@ class Stage:
         """Run a forward for its backward alone: others have what it gives."""
         inputs = self._detached(action, units, inputs)
         # They have been counted before.
-        with self.network.context(), self.statistics.deferred.ignored():
+        with self.network.context(), self.statistics.ignored():
             passed, outputs = self._run(batch, action, units, inputs)
         self._save(batch, action, inputs, passed + outputs)
 
@@ -152,12 +161,15 @@ class Stage:
     def forget(self, batch: int) -> None:
         """Keep nothing of a batch that is over, nor of those before it."""
         self.saved = {place: saved for place, saved in self.saved.items() if place[0] > batch}
-        self.statistics.finish(batch)
+        self._left = {number: left for number, left in self._left.items() if number > batch}
 
     def clear(self) -> None:
-        """Forget all batches."""
+        """Forget all batches: those that ran ahead will not be trained."""
         self.saved.clear()
-        self.statistics.drop_ahead()
+        self._left.clear()
+        for key in self._ahead:
+            self.statistics.discard(key)
+        self._ahead.clear()
 
     def _detached(self, action: Action, units: StepUnits, received: Tensors) -> Tensors:
         """What a forward gets, as the beginning of a graph."""
@@ -183,37 +195,10 @@ class Stage:
         ends = [result for result in results if result.requires_grad]
         self.saved[batch, action.unit or 0] = Saved(inputs, ends)
 
-
-def _passed_back(inputs: Tensors, gradients: Gradients) -> list[Tensor]:
-    return [
-        torch.zeros_like(tensor) if gradient is None else gradient
-        for tensor, gradient in zip(inputs, gradients, strict=True)
-        if tensor.requires_grad
-    ]
-
-
-@dataclass(eq=False)
-class StageStatistics:
-    """The BatchNorm statistics of a stage's calls: committed in the right order, not too early.
-
-    They count in the order in which the step makes its calls, whatever the order in which a
-    schedule runs their micro-batches. Those of a forward that runs ahead do not count before the
-    step of its batch has begun: between two steps the weights are those of a run without a
-    pipeline.
-
-    Attributes:
-        deferred: The statistics of the stage's network.
-        stage: The stage.
-    """
-
-    deferred: DeferredStatistics
-    stage: int
-    _left: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Of a batch, the calls in their order, and how many micro-batches are still to run."""
-    _ahead: list[tuple[int, int, int]] = field(default_factory=list)
+    # BatchNorm statistics
 
     @contextmanager
-    def counting(self, batch: int, action: Action, units: StepUnits) -> Iterator[None]:
+    def _counting(self, batch: int, action: Action, units: StepUnits) -> Iterator[None]:
         """Around a forward: its layers collect, where they can't simply update.
 
         Afterwards the calls that are complete now are committed, and all before them.
@@ -228,44 +213,41 @@ class StageStatistics:
             self._left[batch] = units.microbatches_at(action)
         left = self._left[batch]
         updates = unit.is_only and next(iter(left)) == unit.call and not action.batch
-        key = (batch, self.stage, unit.call)
-        with nullcontext() if updates else self.deferred.accumulate(key):
+        key = (batch, self.index, unit.call)
+        with nullcontext() if updates else self.statistics.accumulate(key):
             yield
         left[unit.call] -= 1
         while left and not left[call := next(iter(left))]:
             del left[call]
-            key = (batch, self.stage, call)
+            key = (batch, self.index, call)
             if action.batch:
                 self._ahead.append(key)
             else:
-                self.deferred.commit(key)
-
-    def finish(self, batch: int) -> None:
-        """The step of a batch is over."""
-        self._left = {number: left for number, left in self._left.items() if number > batch}
+                self.statistics.commit(key)
 
     def commit_ahead(self, batch: int) -> None:
-        """The step of a batch has begun, which may have run ahead."""
+        """The step of a batch has begun, which may have run ahead: its statistics count now."""
         for key in self._ahead:
             if key[0] <= batch:
-                self.deferred.commit(key)
+                self.statistics.commit(key)
         self._ahead = [key for key in self._ahead if key[0] > batch]
 
-    def drop_ahead(self) -> None:
-        """The batches that ran ahead will not be trained."""
-        self._left.clear()
-        for key in self._ahead:
-            self.deferred.discard(key)
-        self._ahead.clear()
-
-    def ahead(self) -> list[tuple[tuple[int, int, int], dict[nn.Module, list[Part]]]]:
+    def statistics_ahead(self) -> list[tuple[tuple[int, int, int], dict[nn.Module, list[Part]]]]:
         """Batch, stage and call of what ran ahead, and what its layers have collected."""
-        return [(key, self.deferred.collected(key)) for key in self._ahead]
+        return [(key, self.statistics.collected(key)) for key in self._ahead]
 
     def put_ahead(self, key: tuple[int, int, int], parts: Mapping[nn.Module, list[Part]]) -> None:
-        """As if this had been collected here, for a batch, a stage and a call."""
-        self.deferred.put(key, parts)
+        """As if these statistics had been collected here, for a batch, a stage and a call."""
+        self.statistics.put(key, parts)
         self._ahead.append(key)
+
+
+def _passed_back(inputs: Tensors, gradients: Gradients) -> list[Tensor]:
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for tensor, gradient in zip(inputs, gradients, strict=True)
+        if tensor.requires_grad
+    ]
 
 
 @dataclass(eq=False)
