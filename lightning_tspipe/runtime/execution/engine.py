@@ -180,6 +180,24 @@ class Rank:
         return Captured(plan, networks, self.mode.beside, followed)
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """Where another engine stopped, and what it had in flight.
+
+    Attributes:
+        position: Its :attr:`Engine.position`.
+        ahead: What :meth:`Engine.ahead` gave, with the statistics of all its ranks.
+        in_flight: What :meth:`Engine.flights` gave on each of its ranks. With other stages or
+            another policy, the forwards are done again.
+        teacher_before: What its :class:`TeacherPrediction` knew, of all ranks.
+    """
+
+    position: tuple[int, int]
+    ahead: dict[str, Any] | None = None
+    in_flight: Sequence[dict[str, Any]] | None = None
+    teacher_before: dict[str, Any] | None = None
+
+
 class Engine(ABC):
     """One rank, with the stages that were placed on it.
 
@@ -352,27 +370,13 @@ class Engine(ABC):
                 that is about to be filled.
         """
 
-    def resume(
-        self,
-        position: tuple[int, int],
-        ahead: dict[str, Any] | None,
-        in_flight: Sequence[dict[str, Any]] | None = None,
-        teacher_before: dict[str, Any] | None = None,
-    ) -> None:
+    def resume(self, stopped: Stopped) -> None:
         """Go on where another engine stopped; all ranks call it before their first step.
-
-        Args:
-            position: Its :attr:`position`.
-            ahead: What :meth:`ahead` gave, with the statistics of all its ranks.
-            in_flight: What :meth:`flights` gave on each of its ranks. With other stages or another
-                policy, the forwards are done again.
-            teacher_before: What its :class:`TeacherPrediction` knew, of all ranks.
 
         Raises:
             CaptureError: The step uses other values of the teacher than that engine's.
         """
-        del ahead, in_flight, teacher_before
-        self._seed, self._index = position
+        self._seed, self._index = stopped.position
 
     @abstractmethod
     def drain(self) -> None:

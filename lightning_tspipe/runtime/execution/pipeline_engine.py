@@ -22,7 +22,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution.engine import Engine, Rank
+from lightning_tspipe.runtime.execution.engine import Engine, Rank, Stopped
 from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.execution.in_flight import InFlight
 from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
@@ -257,16 +257,10 @@ class PipelineEngine(Engine):
         return self._in_flight.teacher_ahead(self._index) if self.mode.saves_lookahead else None
 
     @override
-    def resume(
-        self,
-        position: tuple[int, int],
-        ahead: dict[str, Any] | None,
-        in_flight: Sequence[dict[str, Any]] | None = None,
-        teacher_before: dict[str, Any] | None = None,
-    ) -> None:
-        super().resume(position, ahead, in_flight, teacher_before)
-        self._in_flight.resume(ahead, in_flight)
-        self._teacher_before = teacher_before
+    def resume(self, stopped: Stopped) -> None:
+        super().resume(stopped)
+        self._in_flight.resume(stopped.ahead, stopped.in_flight)
+        self._teacher_before = stopped.teacher_before
 
     @override
     def drain(self) -> None:
