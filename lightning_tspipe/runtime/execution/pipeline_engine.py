@@ -77,7 +77,7 @@ class PipelineEngine(Engine):
         self._reduction: GradientReduction | None = None
         own = self.shards.by_stage(self.rank)
         if here.replicas.number > 1:
-            self._reduction = GradientReduction(own, here.replicas.peers)
+            self._reduction = GradientReduction(own, here.replicas.peers, self.recorder)
         self.losses = self.prepare(captured, pipeline, self.mode, trains=True)
         self.stages, self._runner = self.losses.stages, self.losses.runner
         self.stages.handlers[Op.EFFECTS] = self._effects
@@ -199,7 +199,7 @@ class PipelineEngine(Engine):
             self.losses.prepare_backward(run_backward)
             run((Action(Op.LOSS, self.rank),))
         if reduce and self._reduction is not None:
-            self._reduction.run(self._rest, run, self.recorder)
+            self._reduction.run(self._rest, run)
         else:
             run(self._rest)
         self._finish(context)
