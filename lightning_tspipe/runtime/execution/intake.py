@@ -105,7 +105,7 @@ class Intake:
         self._end = -1
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         """On the data rank: what the networks get of the batches that were told of."""
-        self._units: dict[tuple[tuple[TensorSpec, ...], int], StepUnits] = {}
+        self._units = cache(partial(StepUnits, engine.captured, engine.placement))
 
     def open(self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]) -> dict[int, StepHeader]:
         """Tell of the batches, or hear of them.
@@ -300,7 +300,4 @@ class Intake:
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        engine, key = self._engine, (header.inputs, header.known.num_atoms)
-        if key not in self._units:
-            self._units[key] = StepUnits(engine.captured, engine.placement, *key)
-        return self._units[key]
+        return self._units(header.inputs, header.known.num_atoms)

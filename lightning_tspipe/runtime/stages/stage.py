@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import count
 
 import torch
@@ -275,9 +276,9 @@ class Execution:
     statistics: DeferredStatistics
     again: Collection[int] = ()
     pieces: Pieces = WHOLE
-    _ranges: dict[tuple[int, int], list[tuple[int, int, bool]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._stretches = cache(partial(stretches, is_so=self.again.__contains__))
         self._stateful = {
             f"{name}.{path}".rstrip("."): child
             for name, block in self.blocks.items()
@@ -298,11 +299,9 @@ class Execution:
     def _run(self, received: Tensors, start: int, stop: int) -> Ran:
         if not self.again or not torch.is_grad_enabled():
             return self.chain.run(received, start, stop)
-        if (start, stop) not in self._ranges:
-            self._ranges[start, stop] = stretches(start, stop, self.again.__contains__)
         values = received
         outputs: dict[OutputRef, Tensor] = {}
-        for first, last, again in self._ranges[start, stop]:
+        for first, last, again in self._stretches(start, stop):
             run = self._run_again if again else self.chain.run
             values, new = run(values, first, last)
             outputs |= new
