@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -72,7 +72,6 @@ class CachedPrefix:
 
     def __init__(self, shared: FitCache) -> None:
         self._shared = shared
-        self._known: dict[int, Known] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
         self._tried: set[tuple[int, int]] = set()
 
@@ -140,23 +139,19 @@ class CachedPrefix:
             return Known(ids, is_checked=True)
         return Known(ids, shared.cuts[int(behind.min())])
 
-    def expect(self, batches: Mapping[int, Known]) -> None:
-        """Set the batches of a step, by their numbers."""
-        self._known = dict(batches)
-
     def run(
-        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+        self, part: FrozenPart, known: Known, rows: slice, received: Tensors, atoms: tuple[int, int]
     ) -> Tensors:
         """The output of some atoms for some samples of a batch.
 
         Args:
             part: The frozen part.
-            place: The batch, and the rows in it.
+            known: The result of :meth:`see` for the batch.
+            rows: The samples in it.
             received: Inputs of the first atom; nothing if they are cached.
             atoms: The first one, and one after the last.
         """
-        shared, cache, (number, rows) = self._shared, self._shared.opened, place
-        known, (start, stop) = self._known[number], atoms
+        shared, cache, (start, stop) = self._shared, self._shared.opened, atoms
         ids = as_ids(known.ids[rows])
         self._check(part, received, atoms)
         if received and atoms == (0, part.num_frozen) and not known.is_checked:

@@ -32,7 +32,7 @@ from lightning_tspipe.planning.relay import (
 )
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.planning.table import aligned, megabytes
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import NOMINAL, Alone
 from lightning_tspipe.runtime.weights.policies import POLICIES

@@ -22,9 +22,9 @@ from typing_extensions import override
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.faults.phases import HERE
+from lightning_tspipe.runtime.transport.replicas import shared_scaler
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.runtime.weights.scaling import shared_scaler
 from lightning_tspipe.schedules.registry import SCHEDULES
 from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader

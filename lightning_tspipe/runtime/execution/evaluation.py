@@ -110,13 +110,13 @@ class Evaluation:
         actions = self._program.ranks[engine.rank]
         self._stages.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
-            plan.batch_fields, batch, engine.transport, Channel.FIELDS, self._pipeline
+            plan, batch, engine.transport, Channel.FIELDS, self._pipeline
         )
 
         def whole() -> Any:
             return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
 
-        self._losses.prepare(step, whole, seed)
+        context.replay = step, whole, seed
         self._stages.run(context, (a for a in actions if a.op is not Op.DATA))
         self._losses.done()
         self._stages.finish(self._index, in_training=False)

@@ -61,17 +61,15 @@ class Front(Protocol):
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
 
-    def expect(self, batches: Mapping[int, Known]) -> None:
-        """The batches, by their numbers, that a step has to do with."""
-
     def run(
-        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+        self, part: FrozenPart, known: Known, rows: slice, received: Tensors, atoms: tuple[int, int]
     ) -> Tensors:
         """What some atoms return for some samples of a batch.
 
         Args:
             part: The frozen part.
-            place: The batch, and the rows in it.
+            known: What :meth:`see` gave for the batch.
+            rows: The samples in it.
             received: What the first atom gets; nothing where it is known.
             atoms: The first one, and one after the last.
         """
@@ -83,6 +81,11 @@ class FrozenPart(ChainNetwork):
     Args:
         student: The whole chain.
         num_atoms: Its first atoms that are frozen.
+
+    Attributes:
+        num_frozen: The same.
+        front: Knows what the part returned for a sample before; None: nothing does.
+        known: What it knows of the batches that were told of, by their numbers.
     """
 
     def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
@@ -92,6 +95,7 @@ class FrozenPart(ChainNetwork):
         )  # fmt: skip
         self.num_frozen = num_atoms
         self.front: Front | None = None
+        self.known: Mapping[int, Known] = {}
 
     @override
     def run(
@@ -106,7 +110,8 @@ class FrozenPart(ChainNetwork):
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
         if self.front is None or place is None:  # or somebody asks for shapes
             return super().run(received, start, stop, grad=grad, run=run)
-        return self.front.run(self, place, received, (start, stop)), {}
+        number, rows = place
+        return self.front.run(self, self.known[number], rows, received, (start, stop)), {}
 
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""

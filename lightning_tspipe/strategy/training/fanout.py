@@ -30,10 +30,9 @@ from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.profiling import moments, profile_forwards
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
-from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.options import parse_bytes
 from lightning_tspipe.strategy.setup.resumption import decided_once, made_for
@@ -149,7 +148,7 @@ class HeadPlanner:
         said, plan = self.run.options.queue_depth, self.captured.plan
         depth = num_stages if said == "auto" else said
         matters = depth and self.here.transport.num_ranks > 1 and self.trains
-        if not matters or not network_draws(self.captured.networks["teacher"], plan):
+        if not matters or not self.captured.networks["teacher"].draws(plan):
             return depth
         if said != "auto":
             raise ConfigurationError(

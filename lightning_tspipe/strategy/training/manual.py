@@ -137,7 +137,7 @@ class ManualOptimization:
         """Out of the user's step for a while, so that what is called is what was meant."""
         mode, self._mode = self._mode, "outside"
         try:
-            with self.engine.suspended(), default_group(self._world):
+            with self.engine.losses.runner.suspended(), default_group(self._world):
                 yield
         finally:
             self._mode = mode

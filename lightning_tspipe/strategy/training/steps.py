@@ -16,7 +16,7 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
 from lightning_tspipe.runtime.batches.random_states import RandomStates
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.engine import Engine, Stopped
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
 from lightning_tspipe.strategy.lightning.run import Run
@@ -147,12 +147,13 @@ class Training:
         runs_ahead = has_teacher and self._run.options.schedule == "tspipe"
         if progress is not None:
             is_there = progress.get("place") == [self._run.trainer.current_epoch, batch_idx]
-            engine.resume(
+            stopped = Stopped(
                 (progress["seed"], progress["step"]),
                 progress["teacher_ahead"] if runs_ahead else None,
                 progress.get("flights") if is_there else None,
                 progress.get("prediction"),
             )
+            engine.resume(stopped)
             engine.shards.put_gradients(progress["gradients"], engine.rank)
         declared = self._parts.data.declared_delay
         # The late teacher of a checkpoint that another strategy made within an epoch.
