@@ -20,7 +20,7 @@ from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import seconds_of_forward
 from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.frozen import Call, Front, FrozenPart
+from lightning_tspipe.runtime.stages.frozen import Front, FrozenPart
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -197,21 +197,15 @@ def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezi
     """
     if part.front is None:
         return
-    number, profile = part.num_frozen, freezing.profile
+    calls = [captured.plan.calls[index] for index in captured.plan.calls_of("student")]
+    number, spec, profile = part.num_frozen, calls[0].input, freezing.profile
 
-    def call(index: int) -> Call:
-        found = captured.plan.calls[index]
-        spec, size = found.input, found.input.shape[0]
+    def seconds() -> float:
+        if profile is not None:
+            return profile.student.sums("forward", spec.shape[0])[number]
+        return seconds_of_forward(part, number, spec, here.device)
 
-        def seconds() -> float:
-            if profile is not None:
-                return profile.student.sums("forward", size)[number]
-            return seconds_of_forward(part, number, spec, here.device)
-
-        shapes = part.shapes(spec, found.num_links, grad=False)
-        return Call(spec, shapes.boundaries[number], seconds)
-
-    if not part.front.placed(part, [call(i) for i in captured.plan.calls_of("student")]):
+    if not part.front.placed(part, calls, seconds):
         part.front = None
 
 
