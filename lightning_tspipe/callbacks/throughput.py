@@ -306,8 +306,6 @@ def _known_peak_flops(device: torch.device, precision: str) -> float | None:
         device: The device.
         precision: The Trainer's.
     """
-    if device.type == "cpu":
-        return None
     types = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an unknown device needs no action

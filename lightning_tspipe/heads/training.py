@@ -229,11 +229,8 @@ class _SharedTrunk:
         place, self._place = self._place, self._place + 1
         given = pytree.tree_leaves((args, kwargs))
         if place == len(self._calls):
-            self._is_running = True
-            try:
+            with swap.attributes_replaced([(self, "_is_running", True)]):
                 result = self._run(*args, **kwargs)
-            finally:
-                self._is_running = False
             self._calls.append((given, result, _versions(result)))
         else:
             self._compare(given, self._calls[place][0])
