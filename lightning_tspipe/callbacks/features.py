@@ -76,13 +76,11 @@ def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
     def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
         raise _FoundError(output)
 
-    handle = inner.register_forward_hook(leave)
     try:
-        network(images)
+        with inner.register_forward_hook(leave):
+            network(images)
     except _FoundError as found:
         return found.feature
-    finally:
-        handle.remove()
     raise ConfigurationError(
         f"{name!r} is not called when the network that contains it runs on images"
     )

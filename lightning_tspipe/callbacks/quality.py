@@ -277,11 +277,8 @@ class OnlineLinearProbe(FeatureEvaluator):
                 if not seen and not isinstance(output, FakeTensor):
                     seen.append(output)
 
-            handle = watched.register_forward_hook(keep)
-            try:
+            with watched.register_forward_hook(keep):
                 result = step(batch, *args, **kwargs)
-            finally:
-                handle.remove()
             if not seen:
                 raise ConfigurationError(
                     f"OnlineLinearProbe: training_step does not call {self.features!r}, whose "
