@@ -196,9 +196,7 @@ class MomentumEMA(Restoring):
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         # Fused optimizers are always called; they skip by themselves when the scaler says so.
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None or not bool(found_inf):
-            self._has_stepped = True
+        self._has_stepped |= not getattr(optimizer, "found_inf", None)
 
 
 def _check_momentum(momentum: Momentum) -> None:
