@@ -115,15 +115,12 @@ def refuse_teacher(captured: Captured) -> None:
         )
 
 
-def with_frozen(
-    captured: Captured, frozen: Collection[str], front: Front | None = None
-) -> tuple[Captured, FrozenPart | None]:
+def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, FrozenPart | None]:
     """Make the frozen beginning of the student a network of its own.
 
     Args:
         captured: A step with a student, and without a teacher.
         frozen: Names of the parameters that are frozen; they need no gradients.
-        front: Knows what the frozen part returned before.
 
     Returns:
         The captured step, and the frozen part; None if the first atom is trained.
@@ -133,8 +130,6 @@ def with_frozen(
     if student is None or number == 0:
         return captured, None
     part = FrozenPart(student, number)
-    is_tapped = bool(part.outputs_between(0, number))  # the step uses something in its middle
-    part.front = None if is_tapped else front
     networks: dict[NetworkName, ChainNetwork] = {"student": student, "teacher": part}
     return replace(captured, networks=networks), part
 

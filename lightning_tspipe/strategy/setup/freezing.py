@@ -187,7 +187,7 @@ def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
 
 
 def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezing) -> None:
-    """Have the front say whether it is going to know anything; every rank calls it.
+    """Put the front before the part if it is going to know anything; every rank calls it.
 
     Args:
         part: The frozen part.
@@ -195,18 +195,19 @@ def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezi
         captured: The step; all values of its networks are here.
         freezing: What is known.
     """
-    if part.front is None:
+    front, number, profile = freezing.front, part.num_frozen, freezing.profile
+    if front is None or part.outputs_between(0, number):  # the step uses something in its middle
         return
     calls = [captured.plan.calls[index] for index in captured.plan.calls_of("student")]
-    number, spec, profile = part.num_frozen, calls[0].input, freezing.profile
+    spec = calls[0].input
 
     def seconds() -> float:
         if profile is not None:
             return profile.student.sums("forward", spec.shape[0])[number]
         return seconds_of_forward(part, number, spec, here.device)
 
-    if not part.front.placed(part, calls, seconds):
-        part.front = None
+    if front.placed(part, calls, seconds):
+        part.front = front
 
 
 def place_frozen(

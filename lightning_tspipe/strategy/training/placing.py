@@ -70,7 +70,7 @@ def set_up(
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
     if freezing.is_on:
         refuse_teacher(captured)
-    captured, part = with_frozen(captured, freezing.names, freezing.front)
+    captured, part = with_frozen(captured, freezing.names)
     if part is not None:
         ask_front(part, here, captured, freezing)
         here = replace(here, mode=Prefix(part))
