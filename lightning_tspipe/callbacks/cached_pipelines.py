@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -43,12 +43,13 @@ from lightning_tspipe.caching.entries import (
 from lightning_tspipe.caching.keys import as_ids
 from lightning_tspipe.callbacks.common import pipelined_of
 from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
+from lightning_tspipe.capture.plan import CallPlan
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known
-from lightning_tspipe.runtime.stages.frozen import Call, FrozenPart
+from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.transport.base import Transport
 
 log = logging.getLogger("lightning_tspipe")
@@ -82,7 +83,9 @@ class CachedPrefix:
 
     # Before the prefix is cut; on all ranks
 
-    def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
+    def placed(
+        self, part: FrozenPart, calls: Sequence[CallPlan], seconds: Callable[[], float]
+    ) -> bool:
         """Prepare for a prefix that is about to be cut; its values are still here, on all ranks.
 
         Returns:
@@ -92,13 +95,14 @@ class CachedPrefix:
         if shared.cache is None or not self._can(calls):
             return False
         self._versions, self._tried = {}, set()
-        call, device = calls[0], part.device
+        call = calls[0]
+        passed = part.shapes(call.input, call.num_links, grad=False).boundaries[part.num_frozen]
 
         def measured() -> Worth:
             made = tuple(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
+                torch.zeros(spec.shape, dtype=spec.dtype, device=part.device) for spec in passed
             )
-            return _worth(shared, made, call.taken.shape[0], call.seconds())
+            return _worth(shared, made, call.input.shape[0], seconds())
 
         # What was worth it for fewer layers is so for more.
         if not shared.is_on:
@@ -110,7 +114,7 @@ class CachedPrefix:
             )
         return bool(shared.is_on)
 
-    def _can(self, calls: Sequence[Call]) -> bool:
+    def _can(self, calls: Sequence[CallPlan]) -> bool:
         """Whether processes can share a cache, and one entry per sample is enough."""
         why, trainer = "", self._shared.trainer
         pipelined = pipelined_of(trainer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -76,13 +77,11 @@ def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
     def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
         raise _FoundError(output)
 
-    handle = inner.register_forward_hook(leave)
     try:
-        network(images)
+        with inner.register_forward_hook(leave):
+            network(images)
     except _FoundError as found:
         return found.feature
-    finally:
-        handle.remove()
     raise ConfigurationError(
         f"{name!r} is not called when the network that contains it runs on images"
     )
@@ -182,7 +181,7 @@ def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
         buffer.copy_(value)
 
 
-class FeatureEvaluator(Restoring):
+class FeatureEvaluator(Restoring, ABC):
     """Classifies labelled images by their features, at the end of training epochs.
 
     Attributes:
@@ -206,9 +205,9 @@ class FeatureEvaluator(Restoring):
         if is_due and self.queries is not None:
             log_at_epoch_end(trainer, pl_module, self.evaluate(trainer, pl_module))
 
+    @abstractmethod
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Classify the queries now; every rank calls it."""
-        raise NotImplementedError
 
     def computed(
         self, trainer: Trainer, pl_module: LightningModule, source: Source, description: str

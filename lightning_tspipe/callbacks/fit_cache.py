@@ -264,19 +264,6 @@ class FitCache(Restoring):
             self.opened.let_skip(self.segments)
 
     @property
-    def decides_unmeasured(self) -> bool:
-        """Whether it caches without measuring.
-
-        So it is where decisions must not depend on measured times, or where activations are
-        rounded: then the result depends on whether they are cached.
-        """
-        pipelined = pipelined_of(self.trainer)
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if pipelined is not None:
-            is_deterministic = not pipelined.decides_by_times
-        return self.always or self.dtype is not None or is_deterministic
-
-    @property
     def how(self) -> Any:
         """Keyword arguments for measuring how long reading takes."""
         return {"dtype": self.dtype, "disk": self.disk != 0, "folder": self.folder}
@@ -284,11 +271,18 @@ class FitCache(Restoring):
     def decide(self, measured: Callable[[], Worth], rank: int = 0) -> None:
         """Cache where reading is faster than computing; every rank calls it.
 
+        Without measuring, it caches where decisions must not depend on measured times, or where
+        activations are rounded: then the result depends on whether they are cached.
+
         Args:
             measured: Measures both, on one rank.
             rank: That rank.
         """
-        if self.decides_unmeasured:
+        pipelined = pipelined_of(self.trainer)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if pipelined is not None:
+            is_deterministic = not pipelined.decides_by_times
+        if self.always or self.dtype is not None or is_deterministic:
             self.is_on = True
             return
         worth = decided_on(

@@ -45,6 +45,7 @@ from lightning_tspipe.callbacks.freezing import (
     layers_of,
 )
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import sent
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -125,7 +126,6 @@ class FreezeAndRepack(Restoring):
         self._layers: list[Layer] = []
         self._place: dict[str, int] = {}
         self._squares: Tensor | None = None
-        self._index: dict[tuple[int, ...], Tensor] = {}
         self._restored: list[float] = []
         self._num_steps = 0
         self._num_ranks = 0
@@ -235,9 +235,7 @@ class FreezeAndRepack(Restoring):
             squares = torch.stack(torch._foreach_norm(list(gradients))).double().square()  # noqa: SLF001
             # Not finite: the scaler skips the step.
             counted = squares.where(squares.isfinite().all(), squares.new_zeros(()))
-            index = self._index.get(places)
-            if index is None:  # a list would be copied, and waited for, in every step
-                index = self._index[places] = torch.tensor(places, device=counted.device)
+            index = sent(torch.tensor(places), counted.device)  # nobody waits for the copy
             self._squares.index_add_(0, index, counted)
         self._num_steps += 1
 

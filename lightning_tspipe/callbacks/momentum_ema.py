@@ -95,8 +95,7 @@ class MomentumEMA(Restoring):
         self._global_step = 0
         self._has_stepped = False
         self._is_watching = False  # optimizers, whose steps a gradient scaler may skip
-        self._parameters: list[Pair] = []
-        self._buffers: list[Pair] = []  # that are averaged
+        self._averaged: list[Pair] = []
         self._copied: list[Pair] = []
 
     def momentum_at(self, step: int, num_steps: int) -> float:
@@ -133,14 +132,14 @@ class MomentumEMA(Restoring):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         students = submodules(pl_module, self.student, "student")
         teachers = submodules(pl_module, self.teacher, "teacher")
-        self._parameters, self._buffers, self._copied = [], [], []
+        self._averaged, self._copied = [], []
         for names in zip(self.student, self.teacher, strict=True):
             pair = (names[0], students[names[0]]), (names[1], teachers[names[1]])
-            self._parameters += _pairs(*pair, is_buffer=False)
+            self._averaged += _pairs(*pair, is_buffer=False)
             for buffer in [] if self.buffers == "keep" else _pairs(*pair, is_buffer=True):
                 kind = buffer[1].tensor.dtype
                 averages = self.buffers == "average" and (kind.is_floating_point or kind.is_complex)
-                (self._buffers if averages else self._copied).append(buffer)
+                (self._averaged if averages else self._copied).append(buffer)
         self._num_steps = self._planned_steps(trainer)
         self._global_step = trainer.global_step
         self._has_stepped = self._is_watching = False
@@ -174,8 +173,11 @@ class MomentumEMA(Restoring):
         Raises:
             ConfigurationError: This rank owns only one tensor of a pair.
         """
-        for averaged in (self._parameters, self._buffers):
-            _average(_owned(averaged), momentum)
+        averaged = _owned(self._averaged)
+        # lerp reads and writes each tensor once; a product and a sum would pass over it twice.
+        if averaged:
+            sources = [student.to(teacher) for teacher, student in averaged]
+            torch._foreach_lerp_([teacher for teacher, _ in averaged], sources, 1.0 - momentum)
         for teacher, student in _owned(self._copied):
             teacher.copy_(student)
 
@@ -194,9 +196,7 @@ class MomentumEMA(Restoring):
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         # Fused optimizers are always called; they skip by themselves when the scaler says so.
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None or not bool(found_inf):
-            self._has_stepped = True
+        self._has_stepped |= not getattr(optimizer, "found_inf", None)
 
 
 def _check_momentum(momentum: Momentum) -> None:
@@ -252,10 +252,3 @@ def _owned(pairs: Iterable[Pair]) -> list[tuple[Tensor, Tensor]]:
         if not teacher.is_meta:
             owned.append((teacher, student))
     return owned
-
-
-def _average(pairs: list[tuple[Tensor, Tensor]], momentum: float) -> None:
-    # lerp reads and writes each teacher tensor once; a product and a sum would pass over it twice.
-    if pairs:
-        sources = [student.to(teacher) for teacher, student in pairs]
-        torch._foreach_lerp_([teacher for teacher, _ in pairs], sources, 1.0 - momentum)

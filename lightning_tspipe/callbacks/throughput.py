@@ -29,6 +29,8 @@ from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 _RECORDED_STEPS = 4
 _MIB = 2**20
+_DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
+"""By how the Trainer's precision begins."""
 
 
 class _Batch(NamedTuple):
@@ -273,8 +275,12 @@ class PipelineThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, pipelined: Pipelined | None
     ) -> float:
         """Operations of one sample as a share of all devices' peak FLOP/s; 0 if unknown."""
-        peak = self.peak_flops or _known_peak_flops(pl_module.device, str(trainer.precision))
-        flops = self.flops_per_sample
+        peak, flops = self.peak_flops, self.flops_per_sample
+        if peak is None:
+            dtype = _DTYPES.get(str(trainer.precision)[:2], torch.float32)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an unknown device needs no action
+                peak = get_available_flops(pl_module.device, dtype)
         if peak is not None and flops is None and pipelined is not None:
             flops = pipelined.flops_per_sample()
         if peak is None or flops is None:
@@ -297,21 +303,6 @@ def _peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / _MIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / _MIB if sys.platform == "darwin" else peak / 1024
-
-
-def _known_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Nominal floating-point operations per second of a device; None if unknown.
-
-    Args:
-        device: The device.
-        precision: The Trainer's.
-    """
-    if device.type == "cpu":
-        return None
-    types = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an unknown device needs no action
-        return get_available_flops(device, types.get(precision[:2], torch.float32))
 
 
 @dataclass(eq=False, repr=False)

@@ -29,7 +29,7 @@ from lightning_tspipe.planning.heads import (
 from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
-from lightning_tspipe.profiling import moments, profile_forwards
+from lightning_tspipe.profiling import UPDATE_SECONDS_PER_BYTE, moments, profile_forwards
 from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
@@ -40,7 +40,6 @@ from lightning_tspipe.strategy.setup.resumption import decided_once, made_for
 log = logging.getLogger("lightning_tspipe")
 
 _NUM_TIMED = 3
-_UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _PIECES = (1, 2, 4, 8)
 
 
@@ -251,7 +250,7 @@ class HeadPlanner:
                     parameter.grad = None
                 size = sum(p.nbytes for p in head.parameters())
                 held = round(size * (2 + _moments(head, self.run.optimizers)))
-                costs.append(HeadCost(name, seconds + held * _UPDATE_SECONDS_PER_BYTE, held))
+                costs.append(HeadCost(name, seconds + held * UPDATE_SECONDS_PER_BYTE, held))
         return costs
 
     def _prologue_seconds(self) -> float:

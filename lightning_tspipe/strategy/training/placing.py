@@ -70,7 +70,7 @@ def set_up(
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
     if freezing.is_on:
         refuse_teacher(captured)
-    captured, part = with_frozen(captured, freezing.names, freezing.front)
+    captured, part = with_frozen(captured, freezing.names)
     if part is not None:
         ask_front(part, here, captured, freezing)
         here = replace(here, mode=Prefix(part))
@@ -221,7 +221,7 @@ class Decider:
             return self._by_hand(partition, captured, paired=paired)
         rate, counts = options.rate(device), options.microbatch_counts
         optimizers = list(map(plain_optimizer, self.run.optimizers))
-        profile = profile_step(captured, device, optimizers, counts, rate, only_counts=True)
+        profile = profile_step(captured, device, optimizers, counts, rate)
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)
