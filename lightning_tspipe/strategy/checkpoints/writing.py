@@ -14,8 +14,8 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -142,21 +142,12 @@ class ShardWriter:
             folders.take_place_of(part, path)
 
         def finish() -> None:
-            with files.explain_unsaved(path), self._removed_on_failure(part):
+            with files.whole_or_removed(path, part if self._is_first else None):
                 results = self._all_write(write)
                 if self._is_first:
                     complete(results)
 
         return finish
-
-    @contextmanager
-    def _removed_on_failure(self, part: Path) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._is_first:
-                shutil.rmtree(part, ignore_errors=True)
-            raise
 
     def _all_write(self, write: Callable[[], Any]) -> list[Any]:
         """What all ranks have written; the error of one of them is raised by each."""
