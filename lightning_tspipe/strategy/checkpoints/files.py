@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import getitem
@@ -65,19 +64,19 @@ def write_whole(checkpoint: Any, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + _PART)
-    with whole_or_removed(path, part):
+    with whole_or_removed(path, part.unlink):
         with written_through(part) as file:
             torch.save(checkpoint, file)
         part.replace(path)
 
 
 @contextmanager
-def whole_or_removed(path: Path, part: Path | None) -> Iterator[None]:
+def whole_or_removed(path: Path, remove: Callable[[], object] | None) -> Iterator[None]:
     """Remove what was begun of a checkpoint if it fails inside, and explain a full disk, say.
 
     Args:
         path: The place of the checkpoint.
-        part: The file or folder that is written beside it; None: another rank removes it.
+        remove: Removes what is written beside it; None: another rank does.
 
     Raises:
         OSError: The system kept it from being saved.
@@ -85,10 +84,9 @@ def whole_or_removed(path: Path, part: Path | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if part is not None:
-            shutil.rmtree(part, ignore_errors=True)  # a folder
+        if remove is not None:
             with suppress(OSError):
-                part.unlink()  # a file
+                remove()
         reason = system_error(error)
         if reason is None:
             raise

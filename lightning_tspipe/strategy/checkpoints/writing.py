@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,8 @@ class ShardWriter:
             folders.take_place_of(part, path)
 
         def finish() -> None:
-            with files.whole_or_removed(path, part if self._is_first else None):
+            remove = partial(shutil.rmtree, part, ignore_errors=True) if self._is_first else None
+            with files.whole_or_removed(path, remove):
                 results = self._all_write(write)
                 if self._is_first:
                     complete(results)
