@@ -14,9 +14,10 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +143,13 @@ class ShardWriter:
             folders.take_place_of(part, path)
 
         def finish() -> None:
-            with files.explain_unsaved(path), self._removed_on_failure(part):
+            remove = partial(shutil.rmtree, part, ignore_errors=True) if self._is_first else None
+            with files.whole_or_removed(path, remove):
                 results = self._all_write(write)
                 if self._is_first:
                     complete(results)
 
         return finish
-
-    @contextmanager
-    def _removed_on_failure(self, part: Path) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._is_first:
-                shutil.rmtree(part, ignore_errors=True)
-            raise
 
     def _all_write(self, write: Callable[[], Any]) -> list[Any]:
         """What all ranks have written; the error of one of them is raised by each."""

@@ -72,15 +72,13 @@ class ModuleWeights:
         return running and self._run.trainer.state.status == "running"
 
     def convert(self, module: nn.Module) -> nn.Module:
-        """Give the module the precision of the Trainer."""
+        """Give the module the precision of the Trainer, and an only rank all values."""
         converting = self._construction.record() if is_on_meta(module) else contextlib.nullcontext()
         with converting:
-            return self._run.precision_plugin.convert_module(module)
-
-    def fill_whole(self) -> None:
-        """Give the only rank all values."""
-        if is_on_meta(self._run.module):
+            converted = self._run.precision_plugin.convert_module(module)
+        if self._run.num_ranks == 1 and is_on_meta(self._run.module):
             self._fill(lambda _: True).done()
+        return converted
 
     def _fill(self, keep: Callable[[str], bool]) -> Materializer:
         """Give values to what all ranks keep; what is returned has those of the rest."""
