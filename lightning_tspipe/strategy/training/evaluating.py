@@ -44,7 +44,9 @@ class Evaluator:
         self._data = data
         self._weights = weights
         self._results = results
-        self.release()
+        self._evaluations: dict[Any, Evaluation] = {}
+        self._is_whole = self._is_forward_only = False
+        self._outside: RandomStates | None = None
 
     def begin_validation(self) -> None:
         """Before all hooks of a validation: whatever it draws, the training draws on from here.
@@ -187,8 +189,7 @@ class Evaluator:
 
     def release(self) -> None:
         """Other stages come: keep nothing of what these evaluated, or of a validation."""
-        self._evaluations: dict[Any, Evaluation] = {}
-        self._outside: RandomStates | None = None
+        self._evaluations, self._outside = {}, None
         self._is_whole = self._is_forward_only = False
 
     def _evaluate_whole(self, step: Callable[[Any], Any], batch: Any, stop: str) -> Any:
