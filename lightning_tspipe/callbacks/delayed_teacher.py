@@ -203,9 +203,7 @@ class DelayedTeacherUpdate(Restoring):
         self._weights.is_open = True
 
     @override
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._weights is None:
             return
         self._num_backwards += 1
@@ -226,9 +224,7 @@ class DelayedTeacherUpdate(Restoring):
             self._coming = self._weights.copies()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._weights is None:
             return
         self._weights.is_open = False

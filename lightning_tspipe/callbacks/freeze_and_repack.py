@@ -207,9 +207,7 @@ class FreezeAndRepack(Restoring):
             self._apply(trainer, pl_module, decision)
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # module.train() is meant for the layers that are trained.
         for layer in self._layers[: self.num_frozen]:
             for module in layer.modules:

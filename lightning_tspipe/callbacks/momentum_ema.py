@@ -151,9 +151,7 @@ class MomentumEMA(Restoring):
                 self._is_watching = True
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step <= self._global_step:
             return
         # Lightning counts steps that the gradient scaler skips, and the optimizer's own hook does

@@ -298,9 +298,7 @@ class OnlineLinearProbe(FeatureEvaluator):
         self.undo.callback(setattr, self, "_kept", None)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         kept, self._kept = self._kept, None
         if not (_has_features(trainer) and kept is not None):
             return

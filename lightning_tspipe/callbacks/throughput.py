@@ -191,9 +191,7 @@ class PipelineThroughputMonitor(Callback):
         self._fit.mark = self.clock()
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         fit = self._fit
         fit.wait = self.clock() - fit.mark
         fit.steps = (fit.steps[1], trainer.global_step)
@@ -356,18 +354,14 @@ class PipelineTimeline(Callback):
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         pipelined, is_new = pipelined_of(trainer), not self._awaits and self._folder is None
         if pipelined is not None and is_new and trainer.global_step >= self.start_step:
             pipelined.record(self.num_steps)
             self._awaits = True
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         pipelined = pipelined_of(trainer)
         if pipelined is not None and self._awaits and pipelined.has_recording:
             self._collect(trainer, pipelined)
