@@ -18,16 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.caching import entries
 from lightning_tspipe.caching.arena import Arena, Folder, megabytes
-from lightning_tspipe.caching.entries import (
-    Numbers,
-    assembled,
-    check_loaded,
-    layout_of,
-    rounded,
-    rows_of,
-    tensors_in,
-)
+from lightning_tspipe.caching.entries import Numbers
 from lightning_tspipe.caching.keys import Boundary, Ids, as_ids, digests
 from lightning_tspipe.caching.store import Store, StoreHandle, new_table
 from lightning_tspipe.errors import ConfigurationError
@@ -151,7 +144,7 @@ class ActivationCache(Store):
                 samples, or whose shape differs between batches; inputs that were not loaded.
         """
         ids = as_ids(ids)
-        device = device or next((tensor.device for tensor in tensors_in(inputs)), None)
+        device = device or next((tensor.device for tensor in entries.tensors_in(inputs)), None)
         rows = self._rows_of(ids)
         behind = self._behind(rows, segments)
         parts: list[tuple[Numbers, Any]] = []
@@ -162,14 +155,14 @@ class ActivationCache(Store):
                 value = self.read_rows(rows[members], segments[done - 1].boundary, device)
             if value is None:
                 done = behind[members] = 0
-                value = inputs if len(members) == len(ids) else rows_of(inputs, members)
+                value = inputs if len(members) == len(ids) else entries.rows_of(inputs, members)
                 if self.may_lack_inputs:
-                    check_loaded(value)
+                    entries.check_loaded(value)
             with torch.no_grad():
                 for segment in segments[done:]:
-                    value = rounded(segment.function(value), segment.boundary.dtype)
+                    value = entries.rounded(segment.function(value), segment.boundary.dtype)
             parts.append((members, value))
-        value = pytree.tree_map_only(Tensor, Tensor.detach, assembled(parts))
+        value = pytree.tree_map_only(Tensor, Tensor.detach, entries.assembled(parts))
         self.count(behind, segments)
         self.keep(ids, value, segments, behind)
         return value
@@ -231,7 +224,7 @@ class ActivationCache(Store):
         """
         new = np.flatnonzero(behind < len(segments))
         if len(new):
-            value = value if len(new) == len(behind) else rows_of(value, new)
+            value = value if len(new) == len(behind) else entries.rows_of(value, new)
             words = digests(as_ids(ids))[new]
             self.counts.refused += len(new) - self.write(words, value, segments[-1].boundary)
 
@@ -251,11 +244,6 @@ class ActivationCache(Store):
         known = np.isin(self.tokens(rows), np.array(self._known().readable, np.uint64))
         self.prefetch_rows(rows[known])
         return [bool(one) for one in known]
-
-    def prefetch(self, ids: Sequence[Hashable]) -> None:
-        """Prefetch the entries of samples from disk, in the background."""
-        rows = self.find(digests(ids))
-        self.prefetch_rows(rows[rows >= 0])
 
     def __repr__(self) -> str:
         memory, disk = map(megabytes, self.num_bytes)
@@ -310,7 +298,7 @@ def measure(function: Callable[[Any], Any], inputs: Any, *, repeats: int = 3, **
         repeats: Runs of each kind, after one that is not counted.
         how: Other arguments of :func:`measure_reading`.
     """
-    num_samples = len(tensors_in(inputs)[0])
+    num_samples = len(entries.tensors_in(inputs)[0])
     with torch.no_grad():
         compute, value = _shortest(lambda: function(inputs), repeats)
     worth = measure_reading(value, num_samples, repeats=repeats, **how)
@@ -336,7 +324,7 @@ def measure_reading(  # noqa: PLR0913 - what, and how
         folder: A folder on the file system for the disk's part.
         repeats: Runs of each kind, after one that is not counted.
     """
-    size = layout_of(value, num_samples, dtype).size
+    size = entries.layout_of(value, num_samples, dtype).size
     budget = 2 * num_samples * (size + 64)
     segments = [Segment(Boundary("measured", dtype=dtype), lambda _: value)]
 
@@ -364,7 +352,7 @@ def _shortest(
         before()
         started = time.perf_counter()
         value = work()
-        for tensor in tensors_in(value):
+        for tensor in entries.tensors_in(value):
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
         seconds = min(seconds, time.perf_counter() - started)

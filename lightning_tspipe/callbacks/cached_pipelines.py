@@ -31,15 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure_reading
-from lightning_tspipe.caching.entries import (
-    absent_rows,
-    assembled,
-    check_loaded,
-    is_loaded,
-    rounded,
-    rows_of,
-)
+from lightning_tspipe.caching import Boundary, Segment, Worth, entries, fingerprint, measure_reading
 from lightning_tspipe.caching.keys import as_ids
 from lightning_tspipe.callbacks.common import pipelined_of
 from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
@@ -172,7 +164,7 @@ class CachedPrefix:
                 break
             value = part.compute(value, first, last)
             if last in shared.cuts:
-                value = rounded(value, shared.dtype)
+                value = entries.rounded(value, shared.dtype)
                 value = self._merged(value, ids, behind, last, is_checked=known.is_checked)
         if stop == part.num_frozen:
             cache.count(behind, shared.segments)
@@ -200,7 +192,7 @@ class CachedPrefix:
         read: Tensors = shared.opened.read(chosen, boundary, device)
         if is_checked:
             assert value is not None
-            shared.check_unchanged(read, rows_of(value, kept))
+            shared.check_unchanged(read, entries.rows_of(value, kept))
             return value
         if len(kept) == len(behind):
             return read
@@ -220,7 +212,7 @@ class CachedPrefix:
                 f"frozen weights of {self._shared.name!r} have changed since their outputs were "
                 "cached. Leave them unchanged, or train with FreezeAndRepack(cache=None)"
             )
-        if received and atoms not in self._tried and all(map(is_loaded, received)):
+        if received and atoms not in self._tried and all(map(entries.is_loaded, received)):
             self._tried.add(atoms)
             self._shared.check_deterministic(lambda: part.compute(received, *atoms), tensors)
 
@@ -229,8 +221,8 @@ def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
     """Inputs with zeros for samples that were not loaded, since they are cached at a later cut."""
     filled = []
     for tensor in received:
-        gone = absent_rows(tensor)
-        check_loaded(rows_of(tensor, np.flatnonzero(~known)))
+        gone = entries.absent_rows(tensor)
+        entries.check_loaded(entries.rows_of(tensor, np.flatnonzero(~known)))
         shape = (-1, *[1] * (tensor.dim() - 1))
         filled.append(torch.where(gone.view(shape), tensor.new_zeros(()), tensor))
     return tuple(filled)
@@ -308,7 +300,9 @@ class CachedFeatures:
         missing = np.flatnonzero(behind == 0).tolist()
         size = -(-len(ids) // _SIZES)
         if missing and cache.may_lack_inputs:
-            check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
+            entries.check_loaded(
+                [tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1]
+            )
         padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
         return Known(ids, rows=(*missing, *missing[:1] * padding))
 
@@ -319,11 +313,11 @@ class CachedFeatures:
         others = sorted(set(range(len(known.ids))).difference(rows))
         parts: list[tuple[Any, list[Tensor]]] = []
         if number:
-            values = rows_of(list(computed), range(number))
-            parts.append((rows[:number], rounded(values, self._shared.dtype)))
+            values = entries.rows_of(list(computed), range(number))
+            parts.append((rows[:number], entries.rounded(values, self._shared.dtype)))
         if others:
             parts.append((others, self._read(known.ids, others, device)))
-        whole: list[Tensor] = assembled(parts)
+        whole: list[Tensor] = entries.assembled(parts)
         if self._writes:
             cache, segments = self._shared.opened, self._shared.segments
             behind = cache.behind(known.ids, segments)

@@ -19,20 +19,10 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.auto_cache import AutoCache
 from lightning_tspipe.callbacks.cached_pipelines import CachedPrefix
-from lightning_tspipe.callbacks.common import (
-    Names,
-    Restoring,
-    as_names,
-    decided_on,
-    derives_from,
-    is_over,
-    may_log,
-    pipelined_of,
-    refuse_sharding,
-    submodules,
-)
+from lightning_tspipe.callbacks.common import Names, Restoring
 from lightning_tspipe.callbacks.freezing import (
     Decision,
     GradientNormFreeze,
@@ -118,7 +108,7 @@ class FreezeAndRepack(Restoring):
         self.cache = AutoCache() if isinstance(cache, str) else cache
         if self.cache is not None and cache == "auto":
             self.cache.is_required = False
-        self.student = None if student is None else as_names(student)
+        self.student = None if student is None else common.as_names(student)
         self.num_active = num_active
         self.num_frozen = 0
         self.history: list[dict[str, Any]] = []
@@ -141,10 +131,10 @@ class FreezeAndRepack(Restoring):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        refuse_sharding(trainer, "FreezeAndRepack")
+        common.refuse_sharding(trainer, "FreezeAndRepack")
         if self.cache is None:
             return
-        if pipelined_of(trainer) is not None:
+        if common.pipelined_of(trainer) is not None:
             self.cache.follow(trainer)
             self.undo.callback(self.cache.restore)
             return
@@ -159,11 +149,11 @@ class FreezeAndRepack(Restoring):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         names = self.student or ("student",)
         if self.student is None and pipelined is not None:
             names = pipelined.student_names
-        submodules(pl_module, names, "student")
+        common.submodules(pl_module, names, "student")
         self._layers = layers_of(pl_module, names, self._given)
         if self.num_freezable == 0:
             raise ConfigurationError(
@@ -189,7 +179,7 @@ class FreezeAndRepack(Restoring):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.num_frozen:
             self._apply(trainer, pl_module, Decision(self.num_frozen, "as in the checkpoint"))
-        if self._has_ended and trainer.current_epoch > self._epoch and not is_over(trainer):
+        if self._has_ended and trainer.current_epoch > self._epoch and not common.is_over(trainer):
             # Lightning may leave out the start of the next epoch.
             self._begin_epoch(trainer, pl_module, self._epoch + 1)
 
@@ -243,10 +233,10 @@ class FreezeAndRepack(Restoring):
         last = self.history[-1] if self.history else {"epoch": -1}
         if last["epoch"] == self._epoch and last["seconds"]:
             metrics["transition_seconds"] = last["seconds"]
-        if pipelined_of(trainer) is not None and self.cache is not None and self.cache.is_on:
+        if common.pipelined_of(trainer) is not None and self.cache is not None and self.cache.is_on:
             metrics["cache_hit_rate"] = self.cache.take_hit_rate(trainer)
             self.history[-1]["hit_rate"] = metrics["cache_hit_rate"]
-        if may_log(trainer):
+        if common.may_log(trainer):
             pl_module.log_dict(metrics, batch_size=1, rank_zero_only=True)
 
     def _decide(self, trainer: Trainer) -> Decision:
@@ -258,7 +248,7 @@ class FreezeAndRepack(Restoring):
             norms = tuple((square / steps) ** 0.5 for square in squares) if any(squares) else ()
             return decide(self.policy, self._observed(self._epoch, norms))
 
-        return decided_on(trainer, decision)
+        return common.decided_on(trainer, decision)
 
     def _observed(self, epoch: int, norms: tuple[float, ...] = ()) -> Observed:
         names = tuple(layer.name for layer in self._layers)
@@ -267,7 +257,7 @@ class FreezeAndRepack(Restoring):
     def _all_squares(self, trainer: Trainer) -> list[float]:
         """Squared gradient norms, summed over the epoch; complete on a pipeline's loss rank."""
         own = [0.0] * len(self._layers) if self._squares is None else self._squares.tolist()
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         parts = [own] if pipelined is None else pipelined.gather(own) or [own]
         if self._restored:
             parts = [*parts, self._restored]
@@ -278,7 +268,7 @@ class FreezeAndRepack(Restoring):
         before, self.num_frozen = self.num_frozen, decision.num_frozen
         frozen = self._layers[: self.num_frozen]
         freeze(pl_module, frozen)
-        if derives_from(trainer, "DDPStrategy"):
+        if common.derives_from(trainer, "DDPStrategy"):
             # A new DDP, which waits only for the gradients of what is trained now
             strategy: Any = trainer.strategy
             strategy.model = pl_module
@@ -301,7 +291,7 @@ class FreezeAndRepack(Restoring):
             trainer: The Trainer.
             goes_on: Whether a checkpoint says what is frozen, and on how many ranks.
         """
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         if pipelined is None:
             return
         num_stages, num_ranks = None, None

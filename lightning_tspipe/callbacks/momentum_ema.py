@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import (
-    Names,
-    Place,
-    Restoring,
-    as_names,
-    may_log,
-    pipelined_of,
-    places_of,
-    submodules,
-)
+from lightning_tspipe.callbacks import common
+from lightning_tspipe.callbacks.common import Names, Place, Restoring
 from lightning_tspipe.errors import ConfigurationError
 
 Momentum = float | tuple[float, float] | Callable[[int, int], float]
@@ -80,7 +72,7 @@ class MomentumEMA(Restoring):
     log_momentum: bool = False
 
     def __post_init__(self) -> None:
-        self.student, self.teacher = as_names(self.student), as_names(self.teacher)
+        self.student, self.teacher = common.as_names(self.student), common.as_names(self.teacher)
         if len(self.student) != len(self.teacher):
             raise ConfigurationError(
                 f"every student submodule needs its teacher: student={self.student}, "
@@ -114,7 +106,7 @@ class MomentumEMA(Restoring):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         if pipelined is not None:
             pipelined.averages(dict(zip(self.teacher, self.student, strict=True)))
         # Before the strategy wraps the module: DDP must not wait for gradients of the teacher.
@@ -125,13 +117,13 @@ class MomentumEMA(Restoring):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for module in submodules(pl_module, self.teacher, "teacher").values():
+        for module in common.submodules(pl_module, self.teacher, "teacher").values():
             module.requires_grad_(requires_grad=False)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        students = submodules(pl_module, self.student, "student")
-        teachers = submodules(pl_module, self.teacher, "teacher")
+        students = common.submodules(pl_module, self.student, "student")
+        teachers = common.submodules(pl_module, self.teacher, "teacher")
         self._averaged, self._copied = [], []
         for names in zip(self.student, self.teacher, strict=True):
             pair = (names[0], students[names[0]]), (names[1], teachers[names[1]])
@@ -159,7 +151,7 @@ class MomentumEMA(Restoring):
         if self._has_stepped or not self._is_watching:
             value = self.momentum_at(trainer.global_step - 1, self._num_steps)
             self.update(value)
-            if self.log_momentum and may_log(trainer):
+            if self.log_momentum and common.may_log(trainer):
                 pl_module.log("ema_momentum", value, batch_size=1)
         self._global_step = trainer.global_step
         self._has_stepped = False
@@ -214,9 +206,9 @@ def _pairs(
     """Pair the teacher's tensors with the student's by their names within the two modules."""
     student_name, student_module = student
     teacher_name, teacher_module = teacher
-    sources = dict(places_of(student_module, is_buffer=is_buffer, remove_duplicate=False))
+    sources = dict(common.places_of(student_module, is_buffer=is_buffer, remove_duplicate=False))
     pairs: list[Pair] = []
-    for name, place in places_of(teacher_module, is_buffer=is_buffer):
+    for name, place in common.places_of(teacher_module, is_buffer=is_buffer):
         found = sources.get(name)
         where, source = f"{teacher_name}.{name}", f"{student_name}.{name}"
         if found is None:
