@@ -80,6 +80,7 @@ def whole_or_removed(path: Path, remove: Callable[[], object] | None) -> Iterato
 
     Raises:
         OSError: The system kept it from being saved.
+        KeyboardInterrupt: Ctrl-C did.
     """
     try:
         yield
@@ -87,19 +88,23 @@ def whole_or_removed(path: Path, remove: Callable[[], object] | None) -> Iterato
         if remove is not None:
             with suppress(OSError):
                 remove()
-        reason = system_error(error)
+        reason = what_happened(error)
         if reason is None:
             raise
+        if isinstance(reason, KeyboardInterrupt):
+            raise reason from None
         text = f"{reason.strerror}, so the checkpoint was not saved; earlier ones are untouched"
         raise OSError(reason.errno, text, str(path)) from None
 
 
-def system_error(error: BaseException) -> OSError | None:
-    """The failure of the system behind an exception; torch hides it behind one of its own."""
+def what_happened(error: BaseException) -> OSError | KeyboardInterrupt | None:
+    """A failure of the system, or Ctrl-C; torch hides it behind an exception of its own."""
     found: BaseException | None = error
-    while found is not None and not (isinstance(found, OSError) and found.errno):
+    while found is not None:
+        if isinstance(found, KeyboardInterrupt) or (isinstance(found, OSError) and found.errno):
+            return found
         found = found.__cause__ or found.__context__
-    return found
+    return None
 
 
 @contextmanager

@@ -158,13 +158,13 @@ class ShardWriter:
             result = write()
         except Exception as error:  # noqa: BLE001 - raised when all know of it
             own, result = error, None
-        # Of another rank's error that is not the system's, its text: it may not be pickled.
-        told = own and (files.system_error(own) or f"{type(own).__name__}: {own}")
+        # Of another rank's error that is its own, the text: it may not be pickled.
+        told = own and (files.what_happened(own) or f"{type(own).__name__}: {own}")
         outcomes = self._gather((result, told))
         if own is not None:
             raise own
         for rank, (_, failure) in enumerate(outcomes):
-            if isinstance(failure, OSError):
+            if isinstance(failure, BaseException):
                 raise failure
             if failure is not None:
                 raise TransportError(
