@@ -18,15 +18,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_tspipe.caching import (
-    ActivationCache,
-    Boundary,
-    Segment,
-    WithIds,
-    Worth,
-    check_repeatable,
-    fingerprints,
-)
+from lightning_tspipe import caching
+from lightning_tspipe.caching import ActivationCache, Boundary, Segment, WithIds, Worth
 from lightning_tspipe.caching.arena import available_disk, available_memory, megabytes
 from lightning_tspipe.caching.cache import Counts
 from lightning_tspipe.caching.entries import Numbers, is_loaded, tensors_in
@@ -207,7 +200,7 @@ class FitCache(Restoring):
                 "DataLoader(WithIds(dataset)), or say where ids are in a batch (ids=)"
             )
         if check:
-            check_repeatable(dataset)
+            caching.check_repeatable(dataset)
         return ActivationCache(num_samples, *self.budgets(), self.folder)
 
     def _discard(self) -> None:
@@ -306,7 +299,7 @@ class FitCache(Restoring):
         number = len(atoms)
         self.cuts = [cut for cut in self.cuts if cut < number] + [number]
         spans = list(pairwise(self.cuts))
-        prints = fingerprints([tensors_of(atoms[start:stop]) for start, stop in spans])
+        prints = caching.fingerprints([tensors_of(atoms[start:stop]) for start, stop in spans])
         self.segments = [
             Segment(Boundary(f"{self.name}, {stop} atoms", text, self.dtype), function(start, stop))
             for (start, stop), text in zip(spans, prints, strict=True)

@@ -19,21 +19,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.callbacks import common
+from lightning_tspipe.callbacks import common, freezing
 from lightning_tspipe.callbacks.auto_cache import AutoCache
 from lightning_tspipe.callbacks.cached_pipelines import CachedPrefix
 from lightning_tspipe.callbacks.common import Names, Restoring
-from lightning_tspipe.callbacks.freezing import (
-    Decision,
-    GradientNormFreeze,
-    Layer,
-    Observed,
-    Policy,
-    ScheduledFreeze,
-    decide,
-    freeze,
-    layers_of,
-)
+from lightning_tspipe.callbacks.freezing import Decision, Layer, Observed, Policy
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.late import sent
 
@@ -84,7 +74,7 @@ class FreezeAndRepack(Restoring):
         cache: Literal["auto"] | AutoCache | None = "auto",
     ) -> None:
         super().__init__()
-        self.policy: Policy = GradientNormFreeze() if policy is None else policy
+        self.policy: Policy = freezing.GradientNormFreeze() if policy is None else policy
         if not callable(self.policy):
             raise ConfigurationError(
                 f"FreezeAndRepack(policy={policy!r}) must be a function of what was observed, such "
@@ -154,7 +144,7 @@ class FreezeAndRepack(Restoring):
         if self.student is None and pipelined is not None:
             names = pipelined.student_names
         common.submodules(pl_module, names, "student")
-        self._layers = layers_of(pl_module, names, self._given)
+        self._layers = freezing.layers_of(pl_module, names, self._given)
         if self.num_freezable == 0:
             raise ConfigurationError(
                 f"the network {', '.join(names)} has {len(self._layers)} layers, and "
@@ -172,8 +162,10 @@ class FreezeAndRepack(Restoring):
                 f"the checkpoint has {self.num_frozen} frozen layers, and here at most "
                 f"{self.num_freezable} may freeze: resume with the same layers and num_active"
             )
-        if isinstance(self.policy, ScheduledFreeze):  # now, rather than when its epoch begins
-            decide(self.policy, self._observed(max(self.policy.layers)))
+        if isinstance(
+            self.policy, freezing.ScheduledFreeze
+        ):  # now, rather than when its epoch begins
+            freezing.decide(self.policy, self._observed(max(self.policy.layers)))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -246,7 +238,7 @@ class FreezeAndRepack(Restoring):
         def decision() -> Decision:
             steps = max(1, self._num_steps)
             norms = tuple((square / steps) ** 0.5 for square in squares) if any(squares) else ()
-            return decide(self.policy, self._observed(self._epoch, norms))
+            return freezing.decide(self.policy, self._observed(self._epoch, norms))
 
         return common.decided_on(trainer, decision)
 
@@ -267,7 +259,7 @@ class FreezeAndRepack(Restoring):
         """Freeze the layers on every rank, and tell the strategy."""
         before, self.num_frozen = self.num_frozen, decision.num_frozen
         frozen = self._layers[: self.num_frozen]
-        freeze(pl_module, frozen)
+        freezing.freeze(pl_module, frozen)
         if common.derives_from(trainer, "DDPStrategy"):
             # A new DDP, which waits only for the gradients of what is trained now
             strategy: Any = trainer.strategy
