@@ -129,6 +129,9 @@ class Job:
         Raises:
             ConfigurationError: Another process is this rank.
         """
+        if HEIR in os.environ:  # who reads what the ranks have told when all of them have ended
+            pid, started = map(int, os.environ[HEIR].split())
+            self.notes.leave("member/heir", json.dumps({"pid": pid, "started": started or None}))
         if not self.notes.claim(f"member/{self.rank}", json.dumps(asdict(self.this))):
             other = self._read(self.rank)
             raise ConfigurationError(
