@@ -377,7 +377,7 @@ def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "gpip"}, "schedule='gpip': choose 'tspipe', 'gpipe', 'sequential' or '1f1b'"),
+        ({"schedule": "gpip"}, "schedule='gpip': choose 'tspipe', 'gpipe', 'sequential'"),
         ({"num_microbatches": 0}, "num_microbatches=0: 'auto' or a number from 1 on"),
         ({"num_microbatches": "two"}, "num_microbatches='two': 'auto' or a number from 1 on"),
         ({"partition": "even"}, "partition='even': 'auto', or the number of atoms of each stage"),

@@ -11,6 +11,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_tspipe.schedules.registry import FIXED
+
 SHARED = 4
 """Draws in a row with the same configuration."""
 NUM_EPOCHS, NUM_BATCHES = 3, 5
@@ -21,7 +23,7 @@ LAUNCHERS: tuple[Launcher, ...] = ("popen", "spawn", "fork", "forkserver", "torc
 HAVE_PARENT: tuple[Launcher, ...] = ("spawn", "fork", "forkserver", "torchrun")
 """Launchers whose first process is none of the ranks."""
 
-SYNCHRONOUS = ("tspipe", "tspipe_gpipe", "tspipe_sequential")
+SYNCHRONOUS = ("tspipe", *(f"tspipe_{name}" for name in FIXED))
 ASYNCHRONOUS = ("tspipe_pipeoptim", "tspipe_pipedream", "tspipe_2bw", "tspipe_spectrain")
 STRATEGIES = (*SYNCHRONOUS, *ASYNCHRONOUS)
 """Every name that the package registers."""
