@@ -94,7 +94,7 @@ class FitCache(Restoring):
         self._epoch: int | None = None
         self._is_given_up = False
         self._seconds_saved = 0.0  # to load and decode a sample, if a hit saves them
-        self._on_host: Any = WeakTensorKeyDictionary()
+        self._on_host: Any = None  # while a fit lasts: it can't be pickled
 
     # Before the first batch
 
@@ -116,6 +116,7 @@ class FitCache(Restoring):
         """Open the cache with the training loader of this fit; every rank calls it."""
         self.restore()
         self._begin(trainer)
+        self._on_host = WeakTensorKeyDictionary()
         strategy: Any = trainer.strategy
         module: Any = trainer.lightning_module
         process, transfer = strategy.process_dataloader, module.transfer_batch_to_device
