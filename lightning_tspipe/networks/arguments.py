@@ -8,7 +8,7 @@ arguments are tensors, the values of the others) is part of the network that is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,10 +31,17 @@ class TensorKind:
     Attributes:
         dtype: Its type.
         tail: Its shape behind the batch dimension.
+        batch: Samples of the batch that was seen.
     """
 
     dtype: torch.dtype
     tail: tuple[int, ...]
+    batch: int = field(default=2, compare=False)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorKind:
+        """What is known of a tensor."""
+        return cls(tensor.dtype, tuple(tensor.shape[1:]), *tensor.shape[:1])
 
     def __repr__(self) -> str:
         return "*"  # in a call that is printed
@@ -59,15 +66,29 @@ class Arguments:
         return cls(
             structure,
             tuple(
-                TensorKind(leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
+                TensorKind.of(leaf) if isinstance(leaf, Tensor) else leaf
                 for leaf in leaves
             ),
         )
+
+    def like(self, tensors: Sequence[Tensor]) -> Arguments:
+        """The same call with tensors of other shapes."""
+        values = iter(tensors)
+        leaves = (
+            TensorKind.of(next(values)) if isinstance(leaf, TensorKind) else leaf
+            for leaf in self.leaves
+        )
+        return replace(self, leaves=tuple(leaves))
 
     @property
     def tensors(self) -> tuple[TensorKind, ...]:
         """What is known of the tensors, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorKind))
+
+    @property
+    def batch(self) -> int:
+        """Samples of the batch that was seen."""
+        return self.tensors[0].batch
 
     @property
     def is_plain(self) -> bool:

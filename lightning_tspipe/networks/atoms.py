@@ -20,7 +20,7 @@ from lightning_tspipe.networks.modules import blocks_of, is_leaf, returns_tuple,
 from lightning_tspipe.networks.program import (
     Atom,
     Segment,
-    TracedProgram,
+    Program,
     module_atom,
     unpacking_atom,
 )
@@ -105,9 +105,9 @@ def _atomize_part(module: nn.Module, name: str) -> Atomized:
 
 
 def _traced(module: nn.Module, name: str, arguments: Arguments) -> Atomized:
-    program = TracedProgram(module, name, arguments)
+    program = Program(module, name, arguments, torch.device("cpu"))
     outputs = tuple(OutputRef(*place) for place in program.first.outputs)
-    return Atomized(program.atoms, outputs, program.first.trace.spec)
+    return Atomized(program.atoms, outputs, program.first.tape.structure)
 
 
 def _silenced(piece: Atomized) -> Atomized:
@@ -254,7 +254,7 @@ class AtomChain:
         # What fails within a function may leave gradients switched off.
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             for segment, refs in self._steps[start, stop]:
-                function = segment.program.function(segment.start, segment.stop)
+                function = segment.program.function(segment.start, segment.stop, values)
                 if self._compiler is not None:
                     function = self._compiler(function)
                 values, emitted = function(values)

@@ -1,84 +1,199 @@
-"""Writes a range of a trace as one Python function, by ``torch.fx``.
+"""Writes a part of a tape as one Python function.
 
-Parameters, buffers and submodules are read from the traced module at every run; what nobody reads
-any more is let go of.
+Parameters, buffers and submodules are read from the network at every run; what nobody reads any
+more is let go of.
 """
 
 from __future__ import annotations
 
 import itertools
 import linecache
-import operator
+import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from lightning_tspipe.networks.spans import Cut
+from lightning_tspipe.networks.tape import Call, Context, Size, Value
 
 Tensors = tuple[Tensor, ...]
 RangeFunction = Callable[[Tensors], tuple[Tensors, Tensors]]
 
 _COUNTER = itertools.count()
-_SWITCH = torch._C._set_grad_enabled  # noqa: SLF001 - the function, not the context manager
+_KERNELS = (
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+    SDPBackend.CUDNN_ATTENTION,
+)  # fmt: skip
 
 
-def write_function(  # noqa: PLR0913 - what a range is
-    root: nn.Module,
-    nodes: Iterable[fx.Node],
-    *,
-    received: Sequence[fx.Node],
-    passed: Sequence[fx.Node],
-    emitted: Sequence[fx.Node],
-    devices: frozenset[torch.device],
-) -> RangeFunction:
-    """Write and compile the function that makes some calls of a trace.
-
-    If it fails, gradients may stay switched off: where the trace is under ``no_grad``.
+class Writer:
+    """Writes one function.
 
     Args:
-        root: The traced module; parameters, buffers and submodules are its own.
-        nodes: The calls, in order.
-        received: Whose values the function is given.
-        passed: Whose values it returns first.
-        emitted: Whose values it returns second.
-        devices: Where the network was when it was traced: in the calls, these stand for the device
-            of what the function is given.
+        root: The network that was recorded; parameters, buffers and submodules are its own.
+        constants: Tensors from outside, by name.
+        device: Where it was recorded: in the calls, it stands for that of what is received.
     """
-    graph = fx.Graph()
-    values = graph.placeholder("received")
-    made = {
-        node: graph.call_function(operator.getitem, (values, place))
-        for place, node in enumerate(received)
-    }
-    device = graph.call_function(getattr, (made[received[0]], "device")) if devices else None
 
-    def value(node: fx.Node) -> fx.Node:
-        return graph.get_attr(str(node.target)) if node.op == "get_attr" else made[node]
+    def __init__(
+        self, root: nn.Module, constants: dict[str, Tensor], device: torch.device
+    ) -> None:
+        self._root, self._device = root, device
+        self._constants = constants
+        self._globals: dict[str, Any] = {
+            "switch": torch._C._set_grad_enabled,  # noqa: SLF001 - the function, no context
+            "is_on": torch.is_grad_enabled, "tensors_in": _tensors_in,
+        }  # fmt: skip
+        self._paths = {child: path for path, child in root.named_modules()}
 
-    def untied(node: fx.Node) -> fx.Node:
+    def write(
+        self, begin: Cut, end: Cut, calls: Sequence[Call], emitted: Sequence[Value]
+    ) -> RangeFunction:
+        """Write and compile the function of some calls.
+
+        If it fails, gradients may stay switched off: where the network switches them off.
+
+        Args:
+            begin: What the function is given.
+            end: What it returns first.
+            calls: What it runs, in order.
+            emitted: What it returns second.
+        """
+        names = [value.name for value in begin.live]
+        lines = [f"({''.join(f'{name}, ' for name in names)}) = received"]
+        samples = begin.samples()
+        if samples is not None:
+            place, dimension, factor = samples
+            lines.append(f"b = {names[place]}.shape[{dimension}] // {factor}")
+        lines += [f"device = {names[0]}.device", "outside = is_on()"]
+        last = self._last_uses(calls, (*end.live, *emitted))
+        is_off = False
+        for number, call in enumerate(calls):
+            if call.context.no_grad != is_off:
+                is_off = call.context.no_grad
+                lines.append(f"switch({'False' if is_off else 'outside'})")
+            lines.append(self._line(call))
+            if over := [name for name in last.get(number, ()) if name not in self._constants]:
+                lines.append(f"{' = '.join(over)} = None")
+        if is_off:
+            lines.append("switch(outside)")
+        passed = [self._passed(value, begin) for value in end.live]
+        given = [self._literal(value) for value in emitted]
+        lines.append(f"return {_tuple(passed)}, {_tuple(given)}")
+        source = "def run(network, received):\n" + "".join(f"    {line}\n" for line in lines)
+        title = f"<atoms {next(_COUNTER)} of {type(self._root).__name__}>"
+        # Where tracebacks look for source lines.
+        linecache.cache[title] = (len(source), None, source.splitlines(keepends=True), title)
+        exec(compile(source, title, "exec"), self._globals)  # noqa: S102 - nothing else is in it
+        return MethodType(self._globals["run"], self._root)
+
+    def _passed(self, value: Value, begin: Cut) -> str:
+        name = self._literal(value)
         # What goes through untouched must not be the stage's own input, a leaf of its graph.
-        own = value(node)
-        return graph.call_method("view_as", (own, own)) if node in received else own
+        return f"{name}.view_as({name})" if value in begin.live else name
 
-    def here(leaf: Any) -> Any:
-        return device if isinstance(leaf, torch.device) and leaf in devices else leaf
+    def _last_uses(
+        self, calls: Sequence[Call], kept: Iterable[Value]
+    ) -> dict[int, list[str]]:
+        """For each call, the names that nobody reads behind it."""
+        last: dict[str, int] = {}
+        for number, call in enumerate(calls):
+            for value in (*call.values, *call.made):
+                if not value.state:
+                    last[value.name] = number
+        names = {value.name for value in kept}
+        found: dict[int, list[str]] = {}
+        for name, number in last.items():
+            if name not in names:
+                found.setdefault(number, []).append(name)
+        return found
 
-    outside = graph.call_function(torch.is_grad_enabled)
-    is_off = False
-    for node in nodes:
-        if node.meta["no_grad"] != is_off:
-            is_off = not is_off
-            graph.call_function(_SWITCH, (False if is_off else outside,))
-        made[node] = copy = graph.node_copy(node, value)
-        copy.args, copy.kwargs = map_aggregate(copy.args, here), map_aggregate(copy.kwargs, here)
-    if is_off:
-        graph.call_function(_SWITCH, (outside,))
-    graph.output((tuple(map(untied, passed)), tuple(map(value, emitted))))
-    code = graph.python_code("self")
-    name = f"<atoms {next(_COUNTER)} of {type(root).__name__}>"
-    # Where tracebacks look for source lines.
-    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)
-    exec(compile(code.src, name, "exec"), code.globals)  # noqa: S102 - nothing else is in it
-    return MethodType(code.globals["forward"], root)
+    def _line(self, call: Call) -> str:
+        words = [*map(self._literal, call.args)]
+        words += [f"{name}={self._literal(value)}" for name, value in call.kwargs.items()]
+        text = f"{self._function(call)}({', '.join(words)})"
+        new = [value.name for value in call.made if not value.state]
+        if not new:
+            return text
+        if call.structure.is_leaf():
+            return f"{new[0]} = {text}"
+        names = ["_" if value.state else value.name for value in call.made]
+        return f"({', '.join(names)}, ) = tensors_in({text})"
+
+    def _function(self, call: Call) -> str:
+        if isinstance(call.function, nn.Module):
+            name = self._path(self._paths[call.function])
+        else:
+            name = self._global(call.function)
+        if call.context.autocast is None and call.context.kernels is None:
+            return name
+        return f"{self._global(_Within(call.context))}({name})"
+
+    def _path(self, dotted: str) -> str:
+        text = "network"
+        for part in filter(None, dotted.split(".")):
+            text = f"{text}.{part}" if part.isidentifier() else f"getattr({text}, {part!r})"
+        return text
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, Value):
+            if value.state:
+                return self._path(value.state)
+            if value.name in self._constants:
+                return f"{self._global(self._constants[value.name])}.to(device)"
+            return value.name
+        if isinstance(value, Size):
+            return f"({value.code})"
+        if isinstance(value, slice):
+            return f"slice{_tuple(map(self._literal, (value.start, value.stop, value.step)))}"
+        if type(value) in {tuple, list}:
+            text = _tuple(map(self._literal, value))
+            return text if type(value) is tuple else f"list({text})"
+        if type(value) is dict:
+            return "{" + ", ".join(f"{k!r}: {self._literal(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, torch.device) and value == self._device:
+            return "device"
+        is_plain = value is None or type(value) in {bool, int, str}
+        is_plain |= type(value) is float and math.isfinite(value)
+        return repr(value) if is_plain else self._global(value)
+
+    def _global(self, value: Any) -> str:
+        name = f"g{len(self._globals)}"
+        self._globals[name] = value
+        return name
+
+
+class _Within:
+    """Runs functions within what held around a recorded call."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, within."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                if self._context.autocast is not None:
+                    kind, is_on, dtype = self._context.autocast
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_on))
+                if self._context.kernels is not None:
+                    pairs = zip(_KERNELS, self._context.kernels, strict=True)
+                    stack.enter_context(sdpa_kernel([kernel for kernel, is_on in pairs if is_on]))
+                return function(*args, **kwargs)
+
+        return run
+
+
+def _tensors_in(result: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def _tuple(texts: Iterable[str]) -> str:
+    return f"({''.join(f'{text}, ' for text in texts)})"

@@ -55,9 +55,7 @@ def is_leaf(module: nn.Module, *, ignore_hooks: bool = False) -> bool:
         return True
     if type(module) is nn.Sequential or blocks_of(module) is not None:
         return False
-    if type(module).__module__.startswith(("torch.nn", "torch.ao.nn")):
-        return True
-    return not any(True for _ in module.children())
+    return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))
 
 
 @contextmanager

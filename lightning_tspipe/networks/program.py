@@ -1,4 +1,4 @@
-"""Atoms, and what they run: a traced network cut into ranges, or a module called as a whole.
+"""Atoms, and what they run: a recorded network cut into ranges, or a module called as a whole.
 
 Nothing is copied out of the network: whoever swaps a parameter, a buffer or a submodule's
 ``forward`` changes what the next run does.
@@ -8,24 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor, nn
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.codegen import RangeFunction, write_function
-from lightning_tspipe.networks.cuts import (
-    allocates,
-    find_cuts,
-    memory_roots,
-    number_nodes,
-    ordered_calls,
-    read_attribute,
-    target_name,
-    written_argument,
-)
+from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
 from lightning_tspipe.networks.modules import is_leaf, title
-from lightning_tspipe.networks.tracing import trace
+from lightning_tspipe.networks.recording import record
+from lightning_tspipe.networks.spans import Cut, Spans
+from lightning_tspipe.networks.tape import Call, Size, Tape
 
 _MODELESS = frozenset({nn.Sequential, nn.ModuleList, nn.ModuleDict})
 
@@ -44,7 +38,7 @@ class Segment:
         buffer_names: The buffers that it reads.
     """
 
-    program: TracedProgram | LeafProgram
+    program: Program | LeafProgram
     start: int = 0
     stop: int = 1
     num_outputs: int = 1
@@ -107,9 +101,9 @@ class LeafProgram:
     run: RangeFunction
     module: nn.Module
 
-    def function(self, start: int, stop: int) -> RangeFunction:
+    def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
         """The function of the one atom."""
-        del start, stop
+        del start, stop, received
         return self.run
 
 
@@ -142,156 +136,238 @@ def module_atom(module: nn.Module) -> Atom:
         parameters,
         buffers,
         writes_input=bool(getattr(module, "inplace", False)),
-        passes_input=not allocates(module),
     )
 
 
-class TracedProgram:
-    """A traced module, cut into atoms; one trace for each combination of train and eval modes.
+class Program:
+    """A recorded network, cut into atoms; a variant for each kind of call and combination of modes.
+
+    Args:
+        module: The network.
+        name: What messages call it.
+        arguments: How it is called.
+        device: Where it runs.
 
     Attributes:
-        module: The module.
+        module: The network.
         atoms: Its atoms.
-        first: The trace of the modes in which it was cut.
+        first: The variant in which it was cut.
     """
 
-    def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, arguments: Arguments, device: torch.device
+    ) -> None:
         self.module = module
-        self._name = name
-        self._arguments = arguments
+        self._name, self._device = name, device
         self._watched = tuple(
             child
             for child in module.modules()
             if (child is module or not is_leaf(child)) and type(child) not in _MODELESS
         )
-        self.first = TracedVariant(module, name, arguments)
-        self._variants = {self._modes(): self.first}
-        self.atoms = tuple(self.first.atom(self, k) for k in range(len(self.first.names)))
+        self.first = Variant(record(module, name, arguments, device), module)
+        self._variants: dict[Any, list[Variant]] = {self._modes(): [self.first]}
+        self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
 
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple([module.training for module in self._watched])
+    def _modes(self) -> tuple[Any, ...]:
+        kind = self._device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        return autocast, tuple([module.training for module in self._watched])
 
-    def function(self, start: int, stop: int) -> RangeFunction:
+    def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive) in the present modes.
 
+        Args:
+            start: The first atom.
+            stop: One after the last.
+            received: What it is to be given.
+
         Raises:
-            PartitionError: In these modes the network has other atoms than when it was cut.
+            PartitionError: For this the network has other atoms than when it was cut.
         """
-        modes = self._modes()
-        if modes not in self._variants:
-            variant = TracedVariant(self.module, self._name, self._arguments)
-            if variant.signature != self.first.signature:
-                raise PartitionError(
-                    f"{title(self.module, self._name)} does different things in train and eval "
-                    "mode, so that one cut cannot serve both; move what depends on `self.training` "
-                    "into a submodule of its own, or give the class a method "
-                    "`pipeline_blocks(self)` that returns its submodules in the order of forward"
-                )
-            self._variants[modes] = variant
-        return self._variants[modes].function(start, stop)
+        variants = self._variants.setdefault(self._modes(), [])
+        found = next((each for each in variants if each.takes(start, received)), None)
+        if found is None:
+            found = self._another(start, received)
+            variants.append(found)
+        return found.function(start, stop)
+
+    def _another(self, start: int, received: Tensors) -> Variant:
+        """A variant for modes or shapes that were not seen before."""
+        arguments = self.first.tape.arguments
+        if start == 0:
+            arguments = arguments.like(received)
+        else:
+            (known,) = {
+                each.tape.arguments: None
+                for variants in self._variants.values()
+                for each in variants
+                if each.takes(start, received)
+            } or {arguments: None}
+            arguments = known
+        made = Variant(
+            record(self.module, self._name, arguments, self._device), self.module, self.first
+        )
+        if made.signature != self.first.signature or not made.takes(start, received):
+            raise PartitionError(
+                f"{title(self.module, self._name)} does different things in train and eval "
+                "mode, or for other shapes, so that one cut cannot serve both; move what depends "
+                "on `self.training` into a submodule of its own, or give the class a method "
+                "`pipeline_blocks(self)` that returns its submodules in the order of forward"
+            )
+        return made
 
 
-class TracedVariant:
-    """The atoms of one trace, and the functions written for them so far.
+class Variant:
+    """The atoms of one tape, and the functions written for them so far.
+
+    Args:
+        tape: What was recorded.
+        root: The network.
+        like: The variant by whose atoms this one is to be cut; None: by its own.
 
     Attributes:
-        trace: The trace.
+        tape: What was recorded.
         outputs: For each tensor of the return value: the atom that emits it, its place there.
         names: For each atom the names of the parameters and of the buffers that it reads.
-        signature: What two traces must share so that one cut serves both.
     """
 
-    def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
-        self.trace = trace(module, name, arguments)
-        self._root = module
-        self._nodes = ordered_calls(self.trace)
-        leaves = self.trace.leaves
-        self._is_plain = self.trace.spec.is_leaf()  # one tensor and nothing around it
-        if not leaves or number_nodes(self._nodes).intersection(leaves):
-            raise PartitionError(
-                f"{title(module, name)} returns no tensor, or a number that depends on its input; "
-                "return tensors and constants only"
-            )
-        cuts = find_cuts(self.trace, self._nodes, module)
-        self._bounds = [0, *(index + 1 for index, _ in cuts), len(self._nodes)]
-        self._passed = [self.trace.inputs, *(values for _, values in cuts)]
-        self._passed.append(leaves if self._is_plain else ())
+    def __init__(self, tape: Tape, root: nn.Module, like: Variant | None = None) -> None:
+        self.tape = tape
+        self._spans = Spans(tape)
+        self._writer = Writer(root, tape.constants, tape.device)
+        self._is_plain = tape.structure.is_leaf()  # one tensor and nothing around it
+        self.cuts: Sequence[Cut] = self._spans.cuts
+        if like is not None:
+            self.cuts = _aligned(self, like)
         self._functions: dict[tuple[int, int], RangeFunction] = {}
-        self._emitted: list[list[fx.Node]] = [[] for _ in self._bounds[1:]]
-        self.outputs = ((len(cuts), 0),) if self._is_plain else tuple(map(self._emit, leaves))
-        parameters = {id(p): n for n, p in module.named_parameters()}
-        buffers = {id(b): n for n, b in module.named_buffers()}
-        self.names = [
-            (self._names(k, parameters), self._names(k, buffers)) for k in range(len(self._emitted))
-        ]
-        self.signature = (
-            [own for own, _ in self.names],
-            self.outputs,
-            [len(values) for values in self._passed],
-            self.trace.spec,
-        )
+        self._emitted: list[list[Any]] = [[] for _ in self.cuts[1:]]
+        last = len(self._emitted) - 1
+        self.outputs = ((last, 0),) if self._is_plain else tuple(map(self._emit, range(len(tape.leaves))))
+        self.names = [self._names(atom) for atom in range(len(self._emitted))]
 
-    def _emit(self, leaf: fx.Node) -> tuple[int, int]:
-        if leaf in self.trace.inputs:
-            atom = 0
-        elif leaf.op == "get_attr":
-            atom = len(self._emitted) - 1
-        else:
-            position = self._nodes.index(leaf)
-            atom = sum(bound <= position for bound in self._bounds[1:])
-        self._emitted[atom].append(leaf)
+    @property
+    def num_atoms(self) -> int:
+        """How many there are."""
+        return len(self._emitted)
+
+    @property
+    def signature(self) -> object:
+        """What two variants share if one cut serves both."""
+        own = [parameters for parameters, _ in self.names]
+        return own, self.outputs, [len(cut.live) for cut in self.cuts], self.tape.structure
+
+    def _emit(self, leaf: int) -> tuple[int, int]:
+        place = self._spans.places[leaf]
+        atom = next(k for k, cut in enumerate(self.cuts[1:]) if place <= cut.after)
+        self._emitted[atom].append(self.tape.leaves[leaf])
         return atom, len(self._emitted[atom]) - 1
+
+    def takes(self, start: int, received: Tensors) -> bool:
+        """Whether what an atom gets has the shapes that were recorded, whatever the batch."""
+        cut = self.cuts[start]
+        if len(received) != len(cut.live):
+            return False
+        samples = cut.samples()
+        batch = self.tape.batch
+        if samples is not None:
+            place, dimension, factor = samples
+            if dimension >= received[place].dim():
+                return False
+            found = received[place].shape[dimension] // factor
+            if batch not in {None, found}:
+                return False
+            batch = found
+        return all(
+            len(value.size) == tensor.dim() and _sizes(value.size, batch) == tuple(tensor.shape)
+            for value, tensor in zip(cut.live, received, strict=True)
+        )
 
     def function(self, start: int, stop: int) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive)."""
         if (start, stop) not in self._functions:
-            self._functions[start, stop] = write_function(
-                self._root,
-                self._nodes[self._bounds[start] : self._bounds[stop]],
-                received=self._passed[start],
-                passed=self._passed[stop],
-                emitted=[leaf for leaves in self._emitted[start:stop] for leaf in leaves],
-                devices=self.trace.devices,
+            emitted = [leaf for leaves in self._emitted[start:stop] for leaf in leaves]
+            self._functions[start, stop] = self._writer.write(
+                self.cuts[start], self.cuts[stop], self._calls(start, stop), emitted
             )
         return self._functions[start, stop]
 
-    def atom(self, program: TracedProgram, index: int) -> Atom:
+    def _calls(self, start: int, stop: int) -> list[Call]:
+        """What a range of atoms runs, with what it makes again."""
+        own = self._spans.calls[self.cuts[start].after : self.cuts[stop].after]
+        leaves = [leaf for leaves in self._emitted[start:stop] for leaf in leaves]
+        if self._is_plain and stop == self.num_atoms:
+            leaves += self.tape.leaves
+        return self._spans.with_again(own, leaves)
+
+    def atom(self, program: Program, index: int) -> Atom:
         """An atom, as part of a program."""
-        nodes = self._calls(index)
-        own = set(nodes)
-        written = filter(None, map(written_argument, nodes))
-        returns = self._is_plain and index == len(self.names) - 1
+        calls = self._spans.calls[self.cuts[index].after : self.cuts[index + 1].after]
+        returns = self._is_plain and index == self.num_atoms - 1
         num_outputs = len(self._emitted[index]) + returns
+        received = {value.memory for value in self.cuts[index].live}
         return Atom(
-            _atom_name(nodes),
+            _atom_name(calls),
             (Segment(program, index, index + 1, num_outputs, returns, *self.names[index]),),
             *self.names[index],
-            writes_input=any(not memory_roots(node) <= own for node in written),
-            passes_input=any(not memory_roots(value) <= own for value in self._passed[index + 1]),
+            writes_input=any(not received.isdisjoint(call.writes) for call in calls),
+            passes_input=any(value.memory in received for value in self.cuts[index + 1].live),
         )
 
-    def _calls(self, atom: int) -> list[fx.Node]:
-        return self._nodes[self._bounds[atom] : self._bounds[atom + 1]]
+    def _names(self, atom: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Parameters and buffers that it reads."""
+        read = [name for call in self._calls(atom, atom + 1) for name in call.state]
+        leaves = [*self._emitted[atom], *(self.cuts[atom + 1].live if atom + 1 == self.num_atoms else ())]
+        read += [leaf.state for leaf in leaves if leaf.state]
+        names = dict.fromkeys(read)
+        state = self.tape.state
+        return (
+            tuple(name for name in names if state[name].trained),
+            tuple(name for name in names if not state[name].trained),
+        )
 
-    def _names(self, atom: int, named: Mapping[int, str]) -> tuple[str, ...]:
-        tensors: list[Tensor] = []
-        leaves = [leaf for leaf in self._emitted[atom] if leaf.op == "get_attr"]
-        for node in self._calls(atom):
-            if node.op == "call_module":
-                module: nn.Module = node.meta["module"]
-                tensors += [*module.parameters(), *module.buffers()]
-            leaves += [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
-        tensors += [read_attribute(self._root, leaf) for leaf in leaves]
-        return tuple(dict.fromkeys(named[id(t)] for t in tensors if id(t) in named))
+    def reads_before(self, after: int) -> frozenset[str]:
+        """The parameters that calls before a place read."""
+        calls = self._spans.calls[:after]
+        state = self.tape.state
+        return frozenset(n for call in calls for n in call.state if state[n].trained)
+
+    def title_before(self, after: int) -> str:
+        """Of the last call before a place."""
+        return self._spans.calls[after - 1].title if after else ""
+
+    @property
+    def all_cuts(self) -> Sequence[Cut]:
+        """Where it may be cut."""
+        return self._spans.cuts
 
 
-def _atom_name(nodes: Sequence[fx.Node]) -> str:
-    numbers = number_nodes(nodes)
-    names = [_call_name(node) for node in nodes if node not in numbers] or ["identity"]
+def _aligned(variant: Variant, like: Variant) -> Sequence[Cut]:
+    """The cuts of a variant that lie where those of another one do.
+
+    Parameters tell: both parts of the network read the same ones on either side. Of several such
+    places, the one behind the call that is most like the one behind which the other one is cut.
+    """
+    first, *inner, last = variant.all_cuts
+    found = [first]
+    for cut in like.cuts[1:-1]:
+        wanted = like.reads_before(cut.after)
+        fit = [
+            each for each in inner
+            if each.after > found[-1].after and len(each.live) == len(cut.live)
+            and variant.reads_before(each.after) == wanted
+        ]  # fmt: skip
+        title = like.title_before(cut.after)
+        fit.sort(key=lambda e: (variant.title_before(e.after) == title, e.after == cut.after))
+        if not fit:
+            break
+        found.append(fit[-1])
+    return [*found, last]
+
+
+def _sizes(sizes: Sequence[Any], batch: int | None) -> tuple[int, ...]:
+    return tuple(size(batch) if isinstance(size, Size) else size for size in sizes)
+
+
+def _atom_name(calls: Sequence[Call]) -> str:
+    names = [call.title for call in calls] or ["identity"]
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
-
-
-def _call_name(node: fx.Node) -> str:
-    if node.op == "call_module":
-        return str(node.target)
-    return ".".join(filter(None, (node.meta["scope"], target_name(node))))

@@ -1,0 +1,558 @@
+"""Recording: a forward is run once on tensors without values, and what it calls is written down.
+
+Nothing is known about torch's functions here: what a call reads, makes, writes and draws is seen
+when it runs. Whole calls of the tape are
+
+- torch's own modules, modules without submodules, with hooks, and compiled ones,
+- custom autograd functions, whose backward is theirs,
+- modules that need values (the experts that a router chooses, say), or that write attributes of
+  themselves; found when they fail.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._sympy.printers import PythonPrinter
+from torch.utils.flop_counter import flop_registry
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.arguments import Arguments, TensorKind
+from lightning_tspipe.networks.modules import (
+    TensorSwap,
+    attributes_kept,
+    attributes_replaced,
+    blocks_of,
+    is_leaf,
+    title,
+)
+from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value
+
+_CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_INSIDE = (str(Path(torch.__file__).parent), __file__)
+_PRINTER = PythonPrinter()
+_PATCHING = threading.Lock()
+_LruCache = type(functools.lru_cache(len))
+_SMALLEST = 2
+"""Samples: sizes of 0 and 1 would be taken for fixed ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """A leaf of a return value that is no tensor: part of the structure, not of the outputs."""
+
+    value: object
+
+
+pytree.register_pytree_node(
+    Constant,
+    lambda constant: ([], constant.value),
+    lambda _, value: value,
+    serialized_type_name="lightning_tspipe.Constant",
+)
+
+
+class Operations(TorchDispatchMode):
+    """Notes what the operations behind calls do.
+
+    Attributes:
+        num_draws: How many have drawn random numbers.
+        num_products: How many have multiplied matrices.
+        written: The tensors that they have changed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_draws = self.num_products = 0
+        self.written: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema.arguments  # noqa: SLF001 - there is no public way
+        given = {argument.name: argument.default_value for argument in schema}
+        given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
+        given |= kwargs
+        # An attention draws for its dropout only.
+        is_off = "dropout_p" in given and not given["dropout_p"]
+        self.num_draws += torch.Tag.nondeterministic_seeded in func.tags and not is_off
+        self.num_products += func.overloadpacket in flop_registry
+        for argument in schema:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                leaves = pytree.tree_leaves(given[argument.name])
+                self.written += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return func(*args, **kwargs)
+
+
+class Recorder(TorchFunctionMode):
+    """Writes calls down.
+
+    Args:
+        device: Where they run.
+        env: Knows what was asked about sizes.
+
+    Attributes:
+        calls: So far, in order.
+        constants: Tensors that come from outside, by name.
+        operations: To be entered as well.
+        scope: Dotted path of the module that calls.
+        is_paused: Whether nothing is written down for a while.
+        num_guards_of_calls: How often calls asked for sizes, and not what made the calls.
+    """
+
+    def __init__(self, device: torch.device, env: ShapeEnv) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.constants: dict[str, Tensor] = {}
+        self.operations = Operations()
+        self.scope = ""
+        self.is_paused = False
+        self.num_guards_of_calls = 0
+        self._device, self._env = device, env
+        self._depth = _depth_of_autocast()
+        self._values: dict[int, tuple[Tensor, Value]] = {}  # tensors are held: ids stay theirs
+        self._memories: dict[int, int] = {}
+        self._kernels = _allowed_kernels()
+
+    # Values
+
+    def enter(self, tensor: Tensor, name: str = "", state: str = "") -> Value:
+        """Give a tensor a name on the tape."""
+        made = Value(
+            name or f"v{len(self._values)}", tuple(map(self.plain, tensor.shape)), tensor.dtype,
+            self._memory_of(tensor), state, isinstance(tensor, nn.Parameter),
+        )  # fmt: skip
+        self._values[id(tensor)] = tensor, made
+        return made
+
+    def value_of(self, tensor: Tensor) -> Value:
+        """What a tensor is on the tape; one that no call has made is a constant.
+
+        Raises:
+            PartitionError: It can't be one.
+        """
+        if id(tensor) in self._values:
+            return self._values[id(tensor)][1]
+        shape = tuple(tensor.shape)
+        if isinstance(tensor, FakeTensor):
+            raise PartitionError(
+                f"a tensor of shape {shape} comes from a place that can't be seen: it was made in "
+                "another forward, say"
+            )
+        if tensor.requires_grad:
+            raise PartitionError(
+                f"a tensor of shape {shape} requires gradients and is no parameter of the network. "
+                "Register it (nn.Parameter), or give it to the forward"
+            )
+        made = self.enter(tensor, f"c{len(self._values)}")
+        self.constants[made.name] = tensor
+        return made
+
+    def _memory_of(self, tensor: Tensor) -> int:
+        try:
+            key = tensor.untyped_storage()._cdata  # noqa: SLF001 - the storage's identity
+        except (NotImplementedError, RuntimeError):  # sparse ones have none
+            key = -id(tensor)
+        return self._memories.setdefault(key, len(self._memories))
+
+    def plain(self, leaf: Any) -> Any:
+        """A leaf of arguments, or of a result, as the tape has it."""
+        if isinstance(leaf, Tensor):
+            return self.value_of(leaf)
+        if isinstance(leaf, _SYMBOLIC):
+            expression = leaf.node.expr
+            if not expression.free_symbols:
+                return leaf.node.pytype(expression)
+            return Size(re.sub(r"\bs\d+\b", "b", _PRINTER.doprint(expression)))
+        if isinstance(leaf, slice):
+            return slice(*map(self.plain, (leaf.start, leaf.stop, leaf.step)))
+        return tuple(map(self.plain, leaf)) if isinstance(leaf, torch.Size) else leaf
+
+    # Calls
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
+        return self.record(func, args, kwargs, partial(func, *args, **kwargs))
+
+    def record(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+        state: Sequence[str] = (),
+    ) -> Any:
+        """Run a call, and write it down if it makes, changes or draws something.
+
+        Args:
+            function: What the tape calls.
+            args: Its positional arguments.
+            kwargs: The others.
+            run: Does the same here.
+            state: Names of parameters and buffers that it reads without being given them.
+        """
+        self.is_paused = True
+        try:
+            return self._record(function, args, kwargs, run, state)
+        finally:
+            self.is_paused = False
+
+    def _record(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[[], Any],
+        state: Sequence[str],
+    ) -> Any:
+        seen, known = self.operations, len(self._memories)
+        num_draws, num_products = seen.num_draws, seen.num_products
+        seen.written.clear()
+        given: Any = pytree.tree_map(self.plain, (args, kwargs))
+        num_guards = len(self._env.guards)
+        result = run()
+        # What torch decides by sizes, it decides again whenever this runs.
+        self.num_guards_of_calls += len(self._env.guards) - num_guards
+        leaves, structure = pytree.tree_flatten(result)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        writes = frozenset(n for n in map(self._memory_of, seen.written) if n < known)
+        draws = seen.num_draws > num_draws
+        if not (tensors or writes or draws):
+            return result
+        made = [self._values[id(t)][1] if id(t) in self._values else self.enter(t) for t in tensors]
+        call = Call(
+            function, *given, tuple(made), structure, tuple(map(self.plain, leaves)),
+            self._context(), writes, tuple(state), draws, seen.num_products > num_products,
+            self.scope, _name_of(function), _line(),
+        )  # fmt: skip
+        names = [value.state for value in call.values if value.state]
+        call.state = tuple(dict.fromkeys([*names, *state]))
+        self.calls.append(call)
+        return result
+
+    def _context(self) -> Context:
+        kind, autocast = self._device.type, None
+        if _depth_of_autocast() > self._depth:  # the forward has entered one, perhaps to switch off
+            autocast = kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        kernels = _allowed_kernels()
+        chosen = None if kernels == self._kernels else kernels
+        return Context(not torch.is_grad_enabled(), autocast, chosen)
+
+
+def _depth_of_autocast() -> int:
+    """How many contexts of autocast are around."""
+    depth: int = torch.autocast_increment_nesting()  # type: ignore[no-untyped-call]
+    torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
+    return depth - 1
+
+
+def _allowed_kernels() -> tuple[bool, ...]:
+    """Which kernels of attention may be chosen from."""
+    of = torch.backends.cuda
+    asked = (of.flash_sdp_enabled, of.mem_efficient_sdp_enabled, of.math_sdp_enabled)
+    return (*(ask() for ask in asked), of.cudnn_sdp_enabled())
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", type(function).__name__)
+    owner = getattr(function, "__self__", None)
+    return getattr(owner, "__name__", name) if name in {"__get__", "apply"} else name
+
+
+def _line() -> str:
+    """The line outside of torch and this file that makes a call."""
+    frame = sys._getframe(2)  # noqa: SLF001 - a stack with its texts takes a hundred times as long
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def record(module: nn.Module, name: str, arguments: Arguments, device: torch.device) -> Tape:
+    """Record a forward, in the present modes of its modules.
+
+    Args:
+        module: The network.
+        name: What messages call it.
+        arguments: How it is called.
+        device: Where it will run.
+
+    Raises:
+        PartitionError: It can't be recorded.
+    """
+    if "forward" in vars(module):
+        raise PartitionError(
+            f"{title(module, name)} has its forward replaced on the instance; "
+            "override forward in the class instead"
+        )
+    whole: set[type[nn.Module]] = set()
+    while True:
+        recording = _Recording(module, name, arguments, device, frozenset(whole))
+        try:
+            return recording.run()
+        except Exception as error:
+            failed = recording.failed
+            if failed is None or failed is module or type(failed) in whole:
+                if isinstance(error, PartitionError):
+                    raise
+                raise PartitionError(
+                    f"{title(module, name)} cannot be cut: recording its forward failed with "
+                    f"{type(error).__name__}: {error}. Give the class a method "
+                    "`pipeline_blocks(self)` that returns the submodules whose application in turn "
+                    "equals forward, each from one tensor to one tensor (for example `return "
+                    "[self.stem, *self.layers, self.head]`), or move the statement that failed "
+                    "into a submodule"
+                ) from error
+            whole.add(type(failed))
+
+
+@contextmanager
+def _caches_emptied(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While inside, cached functions beside the modules' classes have nothing cached.
+
+    What they return is a call of the tape like others, and tensors without values do not stay.
+    """
+    kinds = {type(module) for module in modules}
+    files = {kind.__module__ for kind in kinds} & sys.modules.keys()
+    tables = [*map(vars, kinds), *(vars(sys.modules[file]) for file in files)]
+    cached = [cache for table in tables for value in table.values() for cache in _caches_of(value)]
+    for function in cached:
+        function.cache_clear()
+    try:
+        yield
+    finally:
+        for function in cached:
+            function.cache_clear()
+
+
+def _caches_of(value: object) -> list[Any]:
+    """A cached function, or those that a decorated function calls."""
+    if isinstance(value, _LruCache):
+        return [value]
+    cells = getattr(value, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if isinstance(cell.cell_contents, _LruCache)]
+
+
+class _Recording:
+    """One attempt to record a forward.
+
+    Attributes:
+        failed: The innermost module in which it failed; None: none has.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        arguments: Arguments,
+        device: torch.device,
+        whole: frozenset[type[nn.Module]],
+    ) -> None:
+        self.failed: nn.Module | None = None
+        self._module, self._name = module, name
+        self._arguments, self._device = arguments, device
+        self._whole = whole
+        self._paths = {child: path for path, child in module.named_modules()}
+        self._env = ShapeEnv()
+        self._fake = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
+        self._recorder = Recorder(device, self._env)
+
+    def run(self) -> Tape:
+        """Do it."""
+        recorder, module = self._recorder, self._module
+        given = self._given = list(map(self._input, self._arguments.tensors))
+        args, kwargs = self._arguments.bind(given)
+        swap = TensorSwap(self._paths, self._fake_like)
+        with ExitStack() as stack:
+            written = stack.enter_context(attributes_kept(self._paths))
+            stack.enter_context(swap())
+            stack.enter_context(self._seen())
+            stack.enter_context(_caches_emptied(self._paths))
+            inputs = tuple(recorder.enter(t, f"x{n or ''}") for n, t in enumerate(given))
+            named = (*module.named_parameters(), *module.named_buffers())
+            state = {path: recorder.enter(tensor, path, path) for path, tensor in named}
+            for context in (torch.enable_grad(), self._fake, recorder.operations, recorder):
+                stack.enter_context(context)
+            leaves, structure = self._flatten(self._forward(module, args, kwargs))
+        for owner in written:
+            self.failed = owner
+            raise TypeError(f"{type(owner).__name__}.forward writes attributes of the module")
+        num_own = len(self._env.guards) - recorder.num_guards_of_calls
+        is_fixed = num_own > 0 or bool(self._env.replacements)
+        batch = self._arguments.batch if is_fixed else None
+        return Tape(
+            self._arguments, inputs, state, recorder.calls, leaves, structure, batch, self._device,
+            recorder.constants,
+        )  # fmt: skip
+
+    # What it runs on
+
+    def _input(self, kind: TensorKind) -> Tensor:
+        """An input whose first dimension is the number of samples, whatever that is."""
+        real = torch.empty(max(kind.batch, _SMALLEST), *kind.tail, dtype=kind.dtype, device=self._device)
+        sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(kind.tail)]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return self._fake.from_tensor(real, symbolic_context=context)
+
+    def _fake_like(self, tensor: Tensor) -> Tensor:
+        with self._fake:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device
+            )
+
+    # What it calls
+
+    @contextmanager
+    def _seen(self) -> Iterator[None]:
+        """While inside, calls of modules and of custom autograd functions come here first."""
+        calls = [
+            (child, "_compiled_call_impl", partial(self._call, child))
+            for child in self._paths
+            if child is not self._module
+        ]
+        apply, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+
+        def seen(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            run = partial(apply.__get__(None, kind), *args, **kwargs)
+            if threading.get_ident() != thread or self._recorder.is_paused:
+                return run()
+            return self._recorder.record(kind.apply, args, kwargs, run)
+
+        with (
+            _PATCHING,
+            attributes_replaced(calls),
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)),
+        ):
+            yield
+
+    def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """A submodule is called."""
+        recorder = self._recorder
+        if recorder.is_paused:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call] # noqa: SLF001
+        before, recorder.scope = recorder.scope, self._paths[module]
+        try:
+            if not self._is_whole(module):
+                return self._forward(module, args, kwargs)
+            state = [
+                recorder.value_of(tensor).state
+                for tensor in (*module.parameters(), *module.buffers())
+            ]
+            return recorder.record(
+                module, args, kwargs, partial(self._run_whole, module, args, kwargs), state
+            )
+        except Exception:
+            self.failed = self.failed or module
+            raise
+        finally:
+            recorder.scope = before
+
+    def _is_whole(self, module: nn.Module) -> bool:
+        return type(module) in self._whole or is_leaf(module)
+
+    def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        blocks = blocks_of(module)
+        if blocks is not None:
+            (value,) = args
+            for block in blocks:
+                value = block(value)
+            return value
+        forward = module.forward if module is self._module else module._call_impl  # noqa: SLF001
+        return forward(*args, **kwargs)
+
+    def _run_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run a module, of which only the result matters."""
+        try:
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call] # noqa: SLF001
+        except Exception:
+            if type(module) not in self._whole:
+                raise
+            return self._made_by_running(module, args, kwargs)
+
+    def _made_by_running(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a module returns, as fake tensors; found with zeros in place of all values."""
+        first, second = self._arguments.batch or _SMALLEST, 2 * (self._arguments.batch or _SMALLEST)
+        leaves, structure = pytree.tree_flatten(self._run_on_zeros(module, args, kwargs, first))
+        others = pytree.tree_leaves(self._run_on_zeros(module, args, kwargs, second))
+        samples = self._samples
+
+        def made(one: Any, other: Any) -> Any:
+            if not isinstance(one, Tensor):
+                return one
+            sizes = [
+                size if size == size_of_other else samples * (size // first)
+                for size, size_of_other in zip(one.shape, other.shape, strict=True)
+            ]
+            return torch.empty(sizes, dtype=one.dtype, device=self._device)
+
+        return pytree.tree_unflatten(
+            [made(one, other) for one, other in zip(leaves, others, strict=True)], structure
+        )
+
+    @property
+    def _samples(self) -> Any:
+        return self._given[0].shape[0]
+
+    def _run_on_zeros(self, module: nn.Module, args: Any, kwargs: Any, batch: int) -> Any:
+        def number(size: Any) -> int:
+            if isinstance(size, int):
+                return size
+            expression = size.node.expr
+            return int(expression.subs(dict.fromkeys(expression.free_symbols, batch)))
+
+        def zeros(tensor: Tensor) -> Tensor:
+            shape = [number(size) for size in tensor.shape]
+            return torch.zeros(shape, dtype=tensor.dtype, device=self._device)
+
+        with torch._C._DisableTorchDispatch(), ExitStack() as stack:  # noqa: SLF001
+            swap = TensorSwap(module.modules(), zeros)
+            stack.enter_context(swap())
+            given = pytree.tree_map_only(Tensor, zeros, (args, kwargs))
+            return module._call_impl(*given[0], **given[1])  # type: ignore[no-untyped-call] # noqa: SLF001
+
+    # What it returns
+
+    def _flatten(self, returned: Any) -> tuple[tuple[Value, ...], pytree.TreeSpec]:
+        def wrap(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return leaf
+            if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+                pytree.register_dataclass(type(leaf))
+                return pytree.tree_map(wrap, leaf)
+            if not isinstance(leaf, _CONSTANTS):
+                raise PartitionError(
+                    f"{title(self._module, self._name)} returns a {type(leaf).__name__}, which "
+                    "cannot be sent between stages; return tensors in tuples, lists, dicts or "
+                    "dataclasses (of models of transformers, with use_cache=False)"
+                )
+            return Constant(leaf)
+
+        leaves, spec = pytree.tree_flatten(pytree.tree_map(wrap, returned))
+        values = tuple(map(self._recorder.value_of, leaves))
+        if not values:
+            raise PartitionError(
+                f"{title(self._module, self._name)} returns no tensor, or a number that depends on "
+                "its input; return tensors and constants only"
+            )
+        return values, spec

@@ -1,0 +1,240 @@
+"""Where a tape may be cut, and what then passes from one part to the next.
+
+::
+
+    calls       0   1   3 │ 4   5 │ 6   7         that depend on the input, in order
+    live                  x       x, y            tensors that are made before and read behind
+    again           2     2       2               made again in each part that reads it
+
+What depends neither on the input nor on parameters nor on chance is made again wherever it is read
+(masks, positions), and passes no cut. Where memory is written, no cut lies between its making and
+the writing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from lightning_tspipe.networks.tape import Call, Size, Tape, Value
+
+_MAX_LIVE = 4
+"""Tensors that a cut may pass on; with more, sending them costs more than a cut can gain."""
+_MULTIPLE = re.compile(r"(?:(\d+)\*)?b")
+
+
+class _When(IntEnum):
+    """When a call runs."""
+
+    AGAIN = 0
+    """Wherever what it makes is read."""
+    LATE = 1
+    """Once, right before what it makes is read: it reads parameters, which belong to one part."""
+    ONCE = 2
+    """Once, in its order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A place in front of the first call, between two, or behind the last.
+
+    Attributes:
+        after: How many of the ordered calls lie before it.
+        live: The tensors that pass it.
+    """
+
+    after: int
+    live: tuple[Value, ...]
+
+    def samples(self) -> tuple[int, int, int] | None:
+        """Where the number of samples can be read: tensor, dimension, and what to divide by."""
+        for place, value in enumerate(self.live):
+            for dimension, size in enumerate(value.size):
+                found = _MULTIPLE.fullmatch(size.code) if isinstance(size, Size) else None
+                if found:
+                    return place, dimension, int(found[1] or 1)
+        return None
+
+    def num_bytes(self, batch: int) -> int:
+        """What passes, for a number of samples."""
+        return sum(
+            math.prod(size(batch) if isinstance(size, Size) else size for size in value.size)
+            * value.dtype.itemsize
+            for value in self.live
+        )
+
+
+class Spans:
+    """The order of a tape's calls, and its cuts.
+
+    Args:
+        tape: What was recorded.
+
+    Attributes:
+        calls: Those that run once, in order.
+        cuts: Where parts begin and end: the first is in front of all calls, the last behind them.
+        places: For each tensor that is returned, how many of the calls lie before it.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._state = {value.memory for value in tape.state.values()}
+        self._when_made: dict[int, _When] = {value.memory: _When.ONCE for value in tape.inputs}
+        when = self._when()
+        self._makers: dict[int, list[Call]] = defaultdict(list)
+        for call in tape.calls:
+            for memory in {value.memory for value in call.made} | call.writes:
+                self._makers[memory].append(call)
+        self._number = {id(call): number for number, call in enumerate(tape.calls)}
+        self._is_again = {id(call) for call in tape.calls if when[id(call)] is _When.AGAIN}
+        self.calls = self._ordered(when)
+        self._place = {id(call): place for place, call in enumerate(self.calls)}
+        self._last_use = self._last_uses()
+        self.places = tuple(map(self._place_of, tape.leaves))
+        self.cuts = self._find_cuts()
+
+    def with_again(self, calls: Sequence[Call], leaves: Sequence[Value] = ()) -> list[Call]:
+        """Some calls, and what has to be made again for them and for tensors that are returned."""
+        found: dict[int, Call] = {}
+        todo = [(value.memory, self._number[id(call)]) for call in calls for value in call.values]
+        todo += [(value.memory, len(self._number)) for value in leaves]
+        while todo:
+            memory, before = todo.pop()
+            for maker in self._makers.get(memory, ()):
+                number = self._number[id(maker)]
+                if id(maker) in self._is_again and number < before and number not in found:
+                    found[number] = maker
+                    todo += [(value.memory, number) for value in maker.values]
+        # Right before what reads them, in the order of the tape; late calls may have moved.
+        again = [found[number] for number in sorted(found)]
+        ordered: list[Call] = []
+        for call in calls:
+            reads = self._needed(call, again)
+            ordered += [each for each in again if id(each) in reads and each not in ordered]
+            ordered.append(call)
+        return [*ordered, *(each for each in again if each not in ordered)]
+
+    def _needed(self, call: Call, again: Sequence[Call]) -> set[int]:
+        """What of some calls one call depends on."""
+        needed: set[int] = set()
+        memories = {value.memory for value in call.values}
+        for each in reversed(again):
+            touched = {value.memory for value in each.made} | each.writes
+            if self._number[id(each)] < self._number[id(call)] and touched & memories:
+                needed.add(id(each))
+                memories |= {value.memory for value in each.values}
+        return needed
+
+    # What runs when
+
+    def _when(self) -> dict[int, _When]:
+        """When each call runs; a mask that the input is written into is made once, say."""
+        parameters = {name for name, value in self._tape.state.items() if value.trained}
+        found: dict[int, _When] = {}
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for call in self._tape.calls:
+                touched = {value.memory for value in (*call.values, *call.made)} - self._state
+                when = max((self._when_made.get(n, _When.AGAIN) for n in touched), default=_When.AGAIN)
+                if not parameters.isdisjoint(call.state):
+                    when = max(when, _When.LATE)
+                is_pinned = call.draws or not call.made or not call.writes.isdisjoint(self._state)
+                if is_pinned or (when is _When.LATE and call.writes):
+                    when = _When.ONCE
+                if found.get(id(call)) is not when:
+                    found[id(call)], has_changed = when, True
+                for memory in ({value.memory for value in call.made} | call.writes) - self._state:
+                    if self._when_made.get(memory, _When.AGAIN) < when:
+                        self._when_made[memory], has_changed = when, True
+        return found
+
+    def _ordered(self, when: dict[int, _When]) -> list[Call]:
+        ordered: list[Call] = []
+        placed: set[int] = set()
+
+        def place(call: Call) -> None:
+            if id(call) in placed or when[id(call)] is _When.AGAIN:
+                return
+            placed.add(id(call))
+            for value in call.values:
+                for maker in self._makers.get(value.memory, ()):
+                    is_before = self._number[id(maker)] < self._number[id(call)]
+                    if is_before and when[id(maker)] is _When.LATE:
+                        place(maker)
+            ordered.append(call)
+
+        for call in self._tape.calls:
+            if when[id(call)] is _When.ONCE:
+                place(call)
+        for value in self._tape.leaves:
+            for maker in self._makers.get(value.memory, ()):
+                place(maker)
+        return ordered
+
+    # Where it may be cut
+
+    def _last_uses(self) -> dict[int, int]:
+        return {id(value): place for place, call in enumerate(self.calls) for value in call.values}
+
+    def _place_of(self, leaf: Value) -> int:
+        """After how many calls a tensor that is returned is there, for good."""
+        if leaf in self._tape.inputs:
+            return 0
+        places = [self._place[id(m)] + 1 for m in self._makers.get(leaf.memory, ()) if id(m) in self._place]
+        return max(places, default=len(self.calls))
+
+    def _find_cuts(self) -> tuple[Cut, ...]:
+        """All places with one tensor, and between two products else the one with the fewest bytes."""
+        tape = self._tape
+        gaps: list[list[Cut]] = [[]]
+        for cut in self._possible_cuts():
+            gaps[-1].append(cut)
+            if self.calls[cut.after].has_product:
+                gaps.append([])
+        kept = [cut for gap in gaps for cut in self._best(gap)]
+        passed = tape.leaves if tape.structure.is_leaf() else ()
+        return (Cut(0, tape.inputs), *kept, Cut(len(self.calls), passed))
+
+    def _best(self, gap: Sequence[Cut]) -> list[Cut]:
+        single = [cut for cut in gap if len(cut.live) == 1]
+        batch = self._tape.arguments.batch
+        fewest = min(gap, key=lambda cut: (cut.num_bytes(batch), -cut.after), default=None)
+        return single or [cut for cut in gap if cut is fewest]
+
+    def _possible_cuts(self) -> Iterable[Cut]:
+        inside, leaves = self._written(), self._tape.leaves
+        live: list[Value] = list(self._tape.inputs)
+        for after, call in enumerate(self.calls[:-1], start=1):
+            live += [value for value in call.made if value not in live and not value.state]
+            live = [value for value in live if self._last_use.get(id(value), 0) >= after]
+            waiting = [v for v in leaves if self._is_passed(v, after) and v not in live]
+            cut = Cut(after, (*live, *waiting))
+            makes = any(value in cut.live for value in call.made) or after in self.places
+            fits = after not in inside and 1 <= len(cut.live) <= _MAX_LIVE
+            if makes and fits and (not self._reads_samples(after) or cut.samples() is not None):
+                yield cut
+
+    def _is_passed(self, leaf: Value, after: int) -> bool:
+        """Whether a tensor that is returned alone is there already, and has to be passed on."""
+        is_there = self.places[0] <= after and leaf.memory not in self._state
+        return self._tape.structure.is_leaf() and is_there
+
+    def _written(self) -> set[int]:
+        """Places within the life of memory that is written later."""
+        places: set[int] = set()
+        inputs = {value.memory for value in self._tape.inputs}
+        for place, call in enumerate(self.calls):
+            for memory in call.writes - self._state:
+                makers = [self._place[id(m)] for m in self._makers[memory] if id(m) in self._place]
+                first = 0 if memory in inputs else min(makers, default=place) + 1
+                places.update(range(first, place + 1))
+        return places
+
+    def _reads_samples(self, after: int) -> bool:
+        calls = self.calls[after:]
+        return any(call.has_sizes for call in self.with_again(calls, self._tape.leaves))
