@@ -65,10 +65,7 @@ class Arguments:
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
         return cls(
             structure,
-            tuple(
-                TensorKind.of(leaf) if isinstance(leaf, Tensor) else leaf
-                for leaf in leaves
-            ),
+            tuple(TensorKind.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         )
 
     def like(self, tensors: Sequence[Tensor]) -> Arguments:

@@ -6,7 +6,7 @@ An atom takes and passes on whatever is still needed, so that a cut breaks no sk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,14 +14,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.arguments import ONE_TENSOR, Arguments
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.codegen import RangeFunction, Tensors
-from lightning_tspipe.networks.modules import blocks_of, is_leaf, returns_tuple, title
 from lightning_tspipe.networks.program import (
     Atom,
-    Segment,
     Program,
-    module_atom,
+    Segment,
     unpacking_atom,
 )
 
@@ -52,73 +50,29 @@ class Atomized:
     output_spec: pytree.TreeSpec = _LEAF
 
 
-def atomize(module: nn.Module, name: str = "", arguments: Arguments = ONE_TENSOR) -> Atomized:
+def atomize(
+    module: nn.Module, name: str, arguments: Arguments, device: torch.device | None = None
+) -> Atomized:
     """Cut a network into the smallest parts that can be placed on a device.
 
-    An ``nn.Sequential`` is cut into the atoms of its children, a module with a method
-    ``pipeline_blocks()`` into those of the submodules that this returns; others are traced. A
-    module without submodules, or one of torch's own, is one atom.
+    Its forward is recorded; of a module with a method ``pipeline_blocks()``, the submodules that
+    this returns, applied in turn.
 
     Args:
         module: A network.
         name: What messages call it.
         arguments: How it is called; with several tensors, the first atom gets them packed.
+        device: Where it runs; None: on the CPU.
 
     Raises:
         PartitionError: ``forward`` cannot be recorded; the message says why, and what to do.
     """
-    if not arguments.is_plain:
-        pieces = [("", _traced(module, name, arguments))]
-        if len(arguments.tensors) > 1:
-            pieces.insert(0, ("", Atomized((unpacking_atom(arguments),), outputs=())))
-        return _whole(module, pieces)
-    parts = _parts(module, name)
-    if parts is not None:
-        pieces = [(key, _atomize_part(child, f"{name}.{key}".strip("."))) for key, child in parts]
-        if all(piece.output_spec.is_leaf() for _, piece in pieces[:-1]):
-            silent = [(key, _silenced(piece)) for key, piece in pieces[:-1]]
-            return _whole(module, [*silent, pieces[-1]])
-    elif is_leaf(module, ignore_hooks=True):
-        return Atomized((module_atom(module),))
-    return _whole(module, [("", _traced(module, name, arguments))])
-
-
-def _parts(module: nn.Module, name: str) -> list[tuple[str, nn.Module]] | None:
-    """The submodules that are applied in turn, with their names, where the module says so."""
-    blocks = blocks_of(module)
-    if blocks is None:
-        is_chain = type(module) is nn.Sequential and len(module) > 0
-        is_chain = is_chain and not any(map(returns_tuple, module.children()))
-        return list(module._modules.items()) if is_chain else None  # type: ignore[arg-type]  # noqa: SLF001
-    names = {child: key for key, child in module.named_modules()}
-    parts = [(names.get(block, ""), block) for block in blocks]
-    if not parts or not all(key for key, _ in parts):
-        raise PartitionError(
-            f"{title(module, name)}.pipeline_blocks() must return submodules of the module, at "
-            "least one, and not the module itself"
-        )
-    return parts
-
-
-def _atomize_part(module: nn.Module, name: str) -> Atomized:
-    return Atomized((module_atom(module),)) if is_leaf(module) else atomize(module, name)
-
-
-def _traced(module: nn.Module, name: str, arguments: Arguments) -> Atomized:
-    program = Program(module, name, arguments, torch.device("cpu"))
+    program = Program(module, name, arguments, device or torch.device("cpu"))
     outputs = tuple(OutputRef(*place) for place in program.first.outputs)
-    return Atomized(program.atoms, outputs, program.first.tape.structure)
-
-
-def _silenced(piece: Atomized) -> Atomized:
-    """A network that returns one tensor, which nobody gets but the next network."""
-
-    def silent(segment: Segment) -> Segment:
-        number = segment.num_outputs - segment.returns_value
-        return replace(segment, num_outputs=number, returns_value=False)
-
-    atoms = (replace(a, segments=tuple(map(silent, a.segments))) for a in piece.atoms)
-    return replace(piece, atoms=tuple(atoms))
+    pieces = [("", Atomized(program.atoms, outputs, program.first.tape.structure))]
+    if len(arguments.tensors) > 1:
+        pieces.insert(0, ("", Atomized((unpacking_atom(arguments),), outputs=())))
+    return _concatenated(pieces)
 
 
 def _whole(module: nn.Module, pieces: Sequence[tuple[str, Atomized]]) -> Atomized:

@@ -41,9 +41,7 @@ class Writer:
         device: Where it was recorded: in the calls, it stands for that of what is received.
     """
 
-    def __init__(
-        self, root: nn.Module, constants: dict[str, Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, root: nn.Module, constants: dict[str, Tensor], device: torch.device) -> None:
         self._root, self._device = root, device
         self._constants = constants
         self._globals: dict[str, Any] = {
@@ -98,9 +96,7 @@ class Writer:
         # What goes through untouched must not be the stage's own input, a leaf of its graph.
         return f"{name}.view_as({name})" if value in begin.live else name
 
-    def _last_uses(
-        self, calls: Sequence[Call], kept: Iterable[Value]
-    ) -> dict[int, list[str]]:
+    def _last_uses(self, calls: Sequence[Call], kept: Iterable[Value]) -> dict[int, list[str]]:
         """For each call, the names that nobody reads behind it."""
         last: dict[str, int] = {}
         for number, call in enumerate(calls):

@@ -8,11 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lightning_tspipe.networks.huggingface import INSTALLED_MARK, is_recording
-
 _CONTAINERS = (list, dict, set)
-# What tracing leaves behind, and who notes what modules return, is no state of theirs.
-_IGNORED = ("_tensor_constant", "_forward_hooks", INSTALLED_MARK)
+# Who notes what modules return is no state of theirs.
+_IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
 
 def names_in(text: str) -> frozenset[str]:
@@ -25,20 +23,20 @@ def title(module: nn.Module, name: str) -> str:
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
 
 
+def _is_recording(hook: Callable[..., Any]) -> bool:
+    """Whether a hook only notes what a module returns, as those of transformers do if asked to."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether calling the module runs more than its ``forward``."""
     return bool(
         # nn.Module has no public way to ask.
-        any(not is_recording(hook) for hook in module._forward_hooks.values())  # noqa: SLF001
+        any(not _is_recording(hook) for hook in module._forward_hooks.values())  # noqa: SLF001
         or module._forward_pre_hooks  # noqa: SLF001
         or module._backward_hooks  # noqa: SLF001
         or module._backward_pre_hooks  # noqa: SLF001
     )
-
-
-def returns_tuple(module: nn.Module | None) -> bool:
-    """Whether it is one of torch's modules whose result is no single tensor."""
-    return isinstance(module, nn.RNNBase | nn.MultiheadAttention)
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module] | None:

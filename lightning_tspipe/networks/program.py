@@ -6,7 +6,7 @@ Nothing is copied out of the network: whoever swaps a parameter, a buffer or a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,21 +124,6 @@ def function_atom(function: Callable[[Tensor], Tensor], name: str) -> Atom:
     return Atom(name, (Segment(program),), writes_input=name.endswith("_"))
 
 
-def module_atom(module: nn.Module) -> Atom:
-    """A module that is called as a whole."""
-    parameters = tuple(name for name, _ in module.named_parameters())
-    buffers = tuple(name for name, _ in module.named_buffers())
-    program = LeafProgram(lambda received: ((module(*received),), ()), module)
-    segment = Segment(program, parameter_names=parameters, buffer_names=buffers)
-    return Atom(
-        type(module).__name__,
-        (segment,),
-        parameters,
-        buffers,
-        writes_input=bool(getattr(module, "inplace", False)),
-    )
-
-
 class Program:
     """A recorded network, cut into atoms; a variant for each kind of call and combination of modes.
 
@@ -242,7 +227,9 @@ class Variant:
         self._functions: dict[tuple[int, int], RangeFunction] = {}
         self._emitted: list[list[Any]] = [[] for _ in self.cuts[1:]]
         last = len(self._emitted) - 1
-        self.outputs = ((last, 0),) if self._is_plain else tuple(map(self._emit, range(len(tape.leaves))))
+        self.outputs = (
+            ((last, 0),) if self._is_plain else tuple(map(self._emit, range(len(tape.leaves))))
+        )
         self.names = [self._names(atom) for atom in range(len(self._emitted))]
 
     @property
@@ -316,7 +303,10 @@ class Variant:
     def _names(self, atom: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Parameters and buffers that it reads."""
         read = [name for call in self._calls(atom, atom + 1) for name in call.state]
-        leaves = [*self._emitted[atom], *(self.cuts[atom + 1].live if atom + 1 == self.num_atoms else ())]
+        leaves = [
+            *self._emitted[atom],
+            *(self.cuts[atom + 1].live if atom + 1 == self.num_atoms else ()),
+        ]
         read += [leaf.state for leaf in leaves if leaf.state]
         names = dict.fromkeys(read)
         state = self.tape.state

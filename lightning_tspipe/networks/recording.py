@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils.flop_counter import flop_registry
 
@@ -310,7 +310,9 @@ def record(module: nn.Module, name: str, arguments: Arguments, device: torch.dev
     while True:
         recording = _Recording(module, name, arguments, device, frozenset(whole))
         try:
-            return recording.run()
+            # Somebody else's fake tensors are none here.
+            with _disable_current_modes():
+                return recording.run()
         except Exception as error:
             failed = recording.failed
             if failed is None or failed is module or type(failed) in whole:
@@ -410,7 +412,9 @@ class _Recording:
 
     def _input(self, kind: TensorKind) -> Tensor:
         """An input whose first dimension is the number of samples, whatever that is."""
-        real = torch.empty(max(kind.batch, _SMALLEST), *kind.tail, dtype=kind.dtype, device=self._device)
+        real = torch.empty(
+            max(kind.batch, _SMALLEST), *kind.tail, dtype=kind.dtype, device=self._device
+        )
         sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(kind.tail)]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self._fake.from_tensor(real, symbolic_context=context)

@@ -140,7 +140,9 @@ class Spans:
             has_changed = False
             for call in self._tape.calls:
                 touched = {value.memory for value in (*call.values, *call.made)} - self._state
-                when = max((self._when_made.get(n, _When.AGAIN) for n in touched), default=_When.AGAIN)
+                when = max(
+                    (self._when_made.get(n, _When.AGAIN) for n in touched), default=_When.AGAIN
+                )
                 if not parameters.isdisjoint(call.state):
                     when = max(when, _When.LATE)
                 is_pinned = call.draws or not call.made or not call.writes.isdisjoint(self._state)
@@ -185,7 +187,11 @@ class Spans:
         """After how many calls a tensor that is returned is there, for good."""
         if leaf in self._tape.inputs:
             return 0
-        places = [self._place[id(m)] + 1 for m in self._makers.get(leaf.memory, ()) if id(m) in self._place]
+        places = [
+            self._place[id(m)] + 1
+            for m in self._makers.get(leaf.memory, ())
+            if id(m) in self._place
+        ]
         return max(places, default=len(self.calls))
 
     def _find_cuts(self) -> tuple[Cut, ...]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.arguments import Arguments
@@ -139,7 +139,8 @@ class Call:
     @property
     def title(self) -> str:
         """Where in the network it is, and what it does."""
-        return ".".join(filter(None, (self.scope, self.name)))
+        is_module = isinstance(self.function, nn.Module)  # which the scope is then
+        return ".".join(filter(None, (self.scope, "" if is_module else self.name)))
 
     def __str__(self) -> str:
         words = [*map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import AtomChain, OutputRef, atomize, join_atoms
+from lightning_tspipe.networks.atoms import AtomChain, OutputRef, join_atoms
+from tests.unit.networks.cutting import cut
 
 IMAGES = (2, 3, 64, 64)
 
@@ -82,7 +83,7 @@ def test_a_chain_computes_what_the_network_computes(
     reference = build()
     network = copy.deepcopy(reference)
     x = torch.randn(shape)
-    atoms = atomize(network).atoms
+    atoms = cut(network, x).atoms
     assert len(atoms) >= num_atoms
     for mode in (True, False, True):
         reference.train(mode)
@@ -106,7 +107,7 @@ def test_gradients_through_single_atom_stages(
     torch.manual_seed(1)
     reference(x).square().mean().backward()
     torch.manual_seed(1)
-    run_staged(AtomChain(atomize(network).atoms), x, lambda y: y.square().mean())
+    run_staged(AtomChain(cut(network, x).atoms), x, lambda y: y.square().mean())
     for (name, mine), theirs in zip(
         network.named_parameters(), reference.parameters(), strict=True
     ):
@@ -123,10 +124,10 @@ def assert_state_equal(network: nn.Module, reference: nn.Module) -> None:
 def test_atoms_name_all_parameters_and_buffers(
     build: Callable[[], nn.Module], shape: tuple[int, ...], num_atoms: int
 ) -> None:
-    del shape, num_atoms
+    del num_atoms
     network = build()
     before = list(network.state_dict())
-    atoms = atomize(network).atoms
+    atoms = cut(network, torch.randn(shape)).atoms
     assert {n for atom in atoms for n in atom.parameter_names} == {
         n for n, _ in network.named_parameters()
     }
@@ -152,7 +153,7 @@ class Residual(nn.Module):
 
 
 def test_cuts_spare_skip_connections_and_writes_in_place() -> None:
-    atoms = atomize(Residual()).atoms
+    atoms = cut(Residual(), torch.randn(3, 4)).atoms
     assert [atom.name for atom in atoms] == ["first", "second..relu_", "last"]
     assert atoms[1].parameter_names == ("second.weight", "second.bias")
 
@@ -174,7 +175,7 @@ class Bottleneck(nn.Module):
 
 def test_cuts_between_the_products_of_a_block_pass_on_the_skip_connection_too() -> None:
     network = nn.Sequential(Bottleneck(), Bottleneck())
-    atoms = atomize(network).atoms
+    atoms = cut(network, torch.randn(3, 4)).atoms
     block = ["reduce..relu", "middle..relu", "expand..add_"]
     assert [atom.name for atom in atoms] == [f"{k}.{name}" for k in (0, 1) for name in block]
     x = torch.randn(3, 4)
@@ -187,16 +188,17 @@ def test_cuts_between_the_products_of_a_block_pass_on_the_skip_connection_too() 
 
 def test_a_write_through_a_view_is_joined_with_the_call_that_owns_the_memory() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Dropout(), nn.ReLU(inplace=True))
-    assert [len(atom.segments) for atom in atomize(network).atoms] == [4]
+    assert [len(atom.segments) for atom in cut(network, torch.randn(3, 4)).atoms] == [1]
 
 
 def test_join_atoms_reaches_over_the_boundary_of_two_networks() -> None:
-    first = atomize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    second = atomize(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)))
+    x = torch.randn(3, 4)
+    first = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), x)
+    second = cut(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), x)
     atoms, places = join_atoms([*first.atoms, *second.atoms])
     assert [len(atom.segments) for atom in atoms] == [1, 2, 1]
     assert places == (OutputRef(0, 0), OutputRef(1, 0), OutputRef(1, 1), OutputRef(2, 0))
-    _, outputs = AtomChain(atoms).run((torch.randn(3, 4),), 0, 3)
+    _, outputs = AtomChain(atoms).run((x,), 0, 3)
     assert list(outputs) == [OutputRef(1, 0), OutputRef(2, 0)]
 
 
@@ -224,24 +226,24 @@ def test_a_structured_return_value_is_emitted_where_it_is_computed() -> None:
     network = Structured()
     x = torch.randn(3, 4)
     expected = network(x)
-    cut = atomize(network)
-    chain = AtomChain(cut.atoms)
+    found = cut(network, x)
+    chain = AtomChain(found.atoms)
     values, first = chain.run((x,), 0, 1)
-    end, rest = chain.run(values, 1, len(cut.atoms))
+    end, rest = chain.run(values, 1, len(found.atoms))
     assert end == ()
-    found = tree_unflatten([(first | rest)[ref] for ref in cut.outputs], cut.output_spec)
-    assert (found.name, type(found)) == ("features", Features)
-    assert torch.equal(found.logits, expected.logits)
-    assert all(map(torch.equal, found.maps, expected.maps))
+    value = tree_unflatten([(first | rest)[ref] for ref in found.outputs], found.output_spec)
+    assert (value.name, type(value)) == ("features", Features)
+    assert torch.equal(value.logits, expected.logits)
+    assert all(map(torch.equal, value.maps, expected.maps))
     assert list(first) == [OutputRef(0, 0)]
 
 
 def test_only_wanted_outputs_are_reported() -> None:
-    cut = atomize(Structured())
-    _, outputs = AtomChain(cut.atoms, wanted={cut.outputs[0]}).run(
-        (torch.randn(3, 4),), 0, len(cut.atoms)
-    )
-    assert list(outputs) == [cut.outputs[0]]
+    x = torch.randn(3, 4)
+    found = cut(Structured(), x)
+    chain = AtomChain(found.atoms, wanted={found.outputs[0]})
+    _, outputs = chain.run((x,), 0, len(found.atoms))
+    assert list(outputs) == [found.outputs[0]]
 
 
 class TokenMixer(nn.Module):
@@ -268,7 +270,7 @@ class TokenMixer(nn.Module):
 def test_what_plain_tracing_would_bake_in_is_computed_anew(training: bool) -> None:
     torch.manual_seed(0)
     network = TokenMixer().train(not training)
-    chain = AtomChain(atomize(network).atoms)
+    chain = AtomChain(cut(network, torch.randn(4, 3, 4)).atoms)
     network.train(training)
     for _ in range(2):
         x = torch.randn(5, 3, 4)
@@ -288,8 +290,8 @@ def test_what_plain_tracing_would_bake_in_is_computed_anew(training: bool) -> No
 def test_parameters_are_read_from_their_owner_at_run_time() -> None:
     network = TokenMixer().eval()
     other = TokenMixer().eval()
-    chain = AtomChain(atomize(network).atoms)
     x = torch.randn(5, 3, 4)
+    chain = AtomChain(cut(network, x).atoms)
     for name, parameter in other.named_parameters():
         torch.utils.swap_tensors(network.get_parameter(name), nn.Parameter(parameter.detach()))
     torch.manual_seed(0)
@@ -341,9 +343,9 @@ def test_a_submodule_that_cannot_be_traced_is_called_as_a_whole(
     middle: type[Branching | Counting],
 ) -> None:
     network = Wrapper(middle())
-    atoms = atomize(network).atoms
-    assert [atom.name for atom in atoms] == ["stem", "middle", "head"]
     x = torch.randn(3, 4)
+    atoms = cut(network, x).atoms
+    assert [atom.name for atom in atoms] == ["stem", "middle", "head"]
     assert torch.equal(run(AtomChain(atoms), x), network(x))
     if isinstance(network.middle, Counting):
         assert network.middle.num_calls == 2
@@ -353,7 +355,7 @@ def test_hooks_on_submodules_run() -> None:
     network = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
     network.middle.register_forward_hook(lambda _module, _args, output: output * 2)
     x = torch.randn(3, 4)
-    assert torch.equal(run(AtomChain(atomize(network).atoms), x), network(x))
+    assert torch.equal(run(AtomChain(cut(network, x).atoms), x), network(x))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +369,7 @@ def test_hooks_on_submodules_run() -> None:
 def test_what_cannot_be_cut_is_refused_with_a_remedy(network: nn.Module, words: list[str]) -> None:
     before = {name: vars(child).copy() for name, child in network.named_modules()}
     with pytest.raises(PartitionError) as caught:
-        atomize(network)
+        cut(network, torch.randn(3, 4))
     assert all(word in str(caught.value) for word in words)
     assert before == {name: vars(child) for name, child in network.named_modules()}
 
@@ -380,7 +382,7 @@ class Blocks(Branching):
 @pytest.mark.parametrize("wrap", [False, True])
 def test_pipeline_blocks_replace_tracing(wrap: bool) -> None:
     blocks = Blocks()
-    atoms = atomize(Wrapper(blocks) if wrap else blocks).atoms
+    atoms = cut(Wrapper(blocks) if wrap else blocks, torch.randn(3, 4)).atoms
     assert len(atoms) == (4 if wrap else 2)
     names = [name for atom in atoms for name in atom.parameter_names]
     assert ("middle.left.weight" if wrap else "left.weight") in names
@@ -390,7 +392,7 @@ def test_pipeline_blocks_that_are_no_submodules_are_refused() -> None:
     blocks = Blocks()
     blocks.pipeline_blocks = lambda: [nn.Linear(4, 4)]  # type: ignore[method-assign]
     with pytest.raises(PartitionError, match="must return submodules"):
-        atomize(blocks)
+        cut(blocks, torch.randn(3, 4))
 
 
 class ModeDependent(nn.Module):
@@ -406,7 +408,7 @@ class ModeDependent(nn.Module):
 
 def test_modes_with_different_atoms_are_refused() -> None:
     network = ModeDependent()
-    chain = AtomChain(atomize(network).atoms)
+    chain = AtomChain(cut(network, torch.randn(3, 4)).atoms)
     network.eval()
     with pytest.raises(PartitionError, match="train and eval"):
         run(chain, torch.randn(3, 4))
@@ -422,16 +424,10 @@ def test_a_frozen_submodule_keeps_its_mode() -> None:
             return F.dropout(self.layer(x), 0.5, self.training)
 
     network = Wrapper(Noisy())
-    chain = AtomChain(atomize(network).atoms)
-    network.middle.eval()
     x = torch.randn(3, 4)
+    chain = AtomChain(cut(network, x).atoms)
+    network.middle.eval()
     assert torch.equal(run(chain, x), network(x))
-
-
-def test_a_module_that_passes_on_a_tuple_is_refused_when_it_runs() -> None:
-    chain = AtomChain(atomize(nn.Sequential(nn.LSTM(4, 4), nn.Identity())).atoms)
-    with pytest.raises(PartitionError, match="passes on a tuple"):
-        chain.run((torch.randn(2, 3, 4),), 0, 1)
 
 
 def test_a_recurrent_layer_and_what_reads_its_result_are_one_atom() -> None:
@@ -441,8 +437,8 @@ def test_a_recurrent_layer_and_what_reads_its_result_are_one_atom() -> None:
 
     network = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 4), First(), nn.Linear(4, 4))
     x = torch.randn(2, 3, 4)
-    atoms = atomize(network).atoms
-    assert [atom.name for atom in atoms] == ["0", "1..2", "3"]
+    atoms = cut(network, x).atoms
+    assert [atom.name for atom in atoms] == ["0", "1", "3"]
     assert torch.equal(run(AtomChain(atoms), x), network(x))
 
 
@@ -457,7 +453,7 @@ def test_a_device_read_while_tracing_stands_for_that_of_the_input() -> None:
             return self.layer(x) + torch.arange(4, device=device)  # type: ignore[no-any-return]
 
     network = Positions()
-    chain = AtomChain(atomize(network).atoms)
+    chain = AtomChain(cut(network, torch.ones(2, 4)).atoms)
     network.to_empty(device="cpu")
     nn.init.ones_(network.layer.weight)
     nn.init.zeros_(network.layer.bias)
@@ -467,11 +463,11 @@ def test_a_device_read_while_tracing_stands_for_that_of_the_input() -> None:
 def test_tied_parameters_go_by_one_name() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     network[1].weight = network[0].weight
-    names = [atom.parameter_names for atom in atomize(network).atoms]
+    names = [atom.parameter_names for atom in cut(network, torch.randn(3, 4)).atoms]
     assert names == [("0.weight", "0.bias"), ("0.weight", "1.bias")]
 
 
-def test_a_shape_read_early_and_used_late_forbids_cuts_between() -> None:
+def test_a_shape_read_early_and_used_late_forbids_no_cuts() -> None:
     class Flattening(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -485,9 +481,10 @@ def test_a_shape_read_early_and_used_late_forbids_cuts_between() -> None:
 
     network = Flattening()
     x = torch.randn(2, 3, 4)
-    atoms = atomize(network).atoms
+    atoms = cut(network, x).atoms
     assert torch.equal(run(AtomChain(atoms), x), network(x))
-    assert [atom.name for atom in atoms] == ["flatten..unflatten", "head"]
+    names = ["flatten", "layers.0", "layers.1", "unflatten", "head"]
+    assert [atom.name for atom in atoms] == names
 
 
 def test_a_batch_size_read_early_is_read_where_it_is_used() -> None:
@@ -504,7 +501,7 @@ def test_a_batch_size_read_early_is_read_where_it_is_used() -> None:
             return self.head(x.view(batch, -1))
 
     network = Convolutions()
-    atoms = atomize(network).atoms
+    atoms = cut(network, torch.randn(3, 3, 6, 6)).atoms
     assert [atom.name for atom in atoms] == ["first", "relu", "second", "relu", "view", "head"]
     for batch in (2, 5):
         x = torch.randn(batch, 3, 6, 6)
@@ -514,7 +511,7 @@ def test_a_batch_size_read_early_is_read_where_it_is_used() -> None:
 def test_other_modes_are_traced_when_foreign_parameters_are_on_meta() -> None:
     network = Wrapper(nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
     x = torch.randn(3, 4)
-    chain = AtomChain(atomize(network).atoms)
+    chain = AtomChain(cut(network, x).atoms)
     expected = network.stem(x)
     for name, parameter in network.named_parameters():
         if not name.startswith("stem"):
@@ -533,7 +530,8 @@ def test_an_error_in_a_network_shows_the_line() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) @ x  # type: ignore[no-any-return]
 
+    chain = AtomChain(cut(Mistaken(), torch.randn(4, 4)).atoms)
     with pytest.raises(RuntimeError) as caught:
-        run(AtomChain(atomize(Mistaken()).atoms), torch.randn(3, 4))
+        run(chain, torch.randn(3, 4))
     assert any("return" not in str(entry.statement) for entry in caught.traceback)
     assert "matmul = " in str(caught.traceback[-1].statement)

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_tspipe.networks.atoms import AtomChain, atomize
+from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
 from lightning_tspipe.networks.compiling import Compiler
+from tests.unit.networks.cutting import cut
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
 
@@ -37,7 +38,7 @@ class Counting:
 def train(
     module: nn.Module, compiler: Compiler | None, statistics: DeferredStatistics | None
 ) -> list[Tensor]:
-    atoms = atomize(module).atoms
+    atoms = cut(module, torch.randn(4, 3, 5, 5)).atoms
     chain = AtomChain(atoms, compiler=compiler)
     losses = []
     for step in range(3):
@@ -87,6 +88,8 @@ def test_without_a_compiler_stages_run_as_they_are(caplog: pytest.LogCaptureFixt
 
 def test_errors_of_the_network_are_its_own() -> None:
     torch._dynamo.reset()
-    chain = AtomChain(atomize(network()).atoms, compiler=Compiler({"backend": "eager"}))
+    chain = AtomChain(
+        cut(network(), torch.randn(4, 3, 5, 5)).atoms, compiler=Compiler({"backend": "eager"})
+    )
     with pytest.raises(Exception, match="channels"):
         chain.run((torch.randn(2, 5, 5, 5),), 0, 5)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import OutputRef, atomize
+from lightning_tspipe.networks.atoms import OutputRef
 from lightning_tspipe.networks.profiler import profile_atoms
+from tests.unit.networks.cutting import cut
 
 
 def perceptron() -> nn.Sequential:
@@ -17,7 +18,11 @@ def perceptron() -> nn.Sequential:
 
 def test_times_at_every_size_and_for_both_halves() -> None:
     profiles = profile_atoms(
-        atomize(perceptron()).atoms, torch.randn(8, 4), [2, 8], trainable=True, repeats=1
+        cut(perceptron(), torch.randn(4, 4)).atoms,
+        torch.randn(8, 4),
+        [2, 8],
+        trainable=True,
+        repeats=1,
     )
     assert [profile.name for profile in profiles] == ["0.Linear", "1.ReLU", "2.Linear"]
     for profile in profiles:
@@ -33,7 +38,7 @@ def test_bytes() -> None:
     network = perceptron()
     network[2].bias.requires_grad_(False)
     profiles = profile_atoms(
-        atomize(network).atoms, torch.randn(8, 4), [4], trainable=True, repeats=0
+        cut(network, torch.randn(4, 4)).atoms, torch.randn(8, 4), [4], trainable=True, repeats=0
     )
     assert [p.output_bytes_per_sample for p in profiles] == [32, 32, 8]
     # The batch, and what ReLU made, which the second product keeps too; no parameters.
@@ -45,7 +50,7 @@ def test_bytes() -> None:
 
 def test_only_wanted_results_count() -> None:
     profiles = profile_atoms(
-        atomize(perceptron()).atoms,
+        cut(perceptron(), torch.randn(4, 4)).atoms,
         torch.randn(4, 4),
         [4],
         trainable=False,
@@ -65,7 +70,7 @@ def test_the_network_stays_as_it_is() -> None:
     inputs = torch.randn(6, 4)
     torch.set_rng_state(state)
     kept = inputs.clone()
-    profile_atoms(atomize(network).atoms, inputs, [3, 6], trainable=True, repeats=1)
+    profile_atoms(cut(network, inputs).atoms, inputs, [3, 6], trainable=True, repeats=1)
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(inputs, kept)
@@ -75,7 +80,7 @@ def test_the_network_stays_as_it_is() -> None:
 
 
 def test_sizes_that_batchnorm_refuses_are_left_out() -> None:
-    atoms = atomize(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))).atoms
+    atoms = cut(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.randn(4, 4)).atoms
     profiles = profile_atoms(atoms, torch.randn(4, 4), [1, 2, 4], trainable=True, repeats=1)
     assert [set(profile.forward) for profile in profiles] == [{2, 4}, {2, 4}]
     with pytest.raises(PartitionError, match="larger batches"):
@@ -84,7 +89,7 @@ def test_sizes_that_batchnorm_refuses_are_left_out() -> None:
 
 def test_out_of_time_each_size_is_still_measured_once() -> None:
     profiles = profile_atoms(
-        atomize(perceptron()).atoms,
+        cut(perceptron(), torch.randn(4, 4)).atoms,
         torch.randn(8, 4),
         [2, 8],
         trainable=True,
@@ -98,7 +103,7 @@ def test_atoms_that_share_a_parameter_are_joined() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4))
     network[2].weight = network[0].weight
     profiles = profile_atoms(
-        atomize(network).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
+        cut(network, torch.randn(4, 4)).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
     )
     assert [profile.joined for profile in profiles] == [True, True, False, False]
 
@@ -107,7 +112,7 @@ def test_a_frozen_beginning_has_no_backward() -> None:
     network = perceptron()
     network[0].requires_grad_(False)
     profiles = profile_atoms(
-        atomize(network).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
+        cut(network, torch.randn(4, 4)).atoms, torch.randn(4, 4), [4], trainable=True, repeats=0
     )
     assert profiles[0].activation_bytes_per_sample == 0
     assert profiles[2].activation_bytes_per_sample > 0
