@@ -26,8 +26,18 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -50,6 +60,9 @@ _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _INSIDE = (str(Path(torch.__file__).parent), __file__)
 _PRINTER = PythonPrinter()
+_NEEDS_VALUES = (
+    DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
+)  # fmt: skip
 _PATCHING = threading.Lock()
 _LruCache = type(functools.lru_cache(len))
 _SMALLEST = 2
@@ -318,9 +331,11 @@ def record(module: nn.Module, name: str, arguments: Arguments, device: torch.dev
             if failed is None or failed is module or type(failed) in whole:
                 if isinstance(error, PartitionError):
                     raise
+                what = f"recording its forward failed with {type(error).__name__}: {error}"
+                if isinstance(error, _NEEDS_VALUES):
+                    what = "its control flow, or a shape, depends on the values of tensors"
                 raise PartitionError(
-                    f"{title(module, name)} cannot be cut: recording its forward failed with "
-                    f"{type(error).__name__}: {error}. Give the class a method "
+                    f"{title(module, name)} cannot be cut: {what}. Give the class a method "
                     "`pipeline_blocks(self)` that returns the submodules whose application in turn "
                     "equals forward, each from one tensor to one tensor (for example `return "
                     "[self.stem, *self.layers, self.head]`), or move the statement that failed "
@@ -412,9 +427,8 @@ class _Recording:
 
     def _input(self, kind: TensorKind) -> Tensor:
         """An input whose first dimension is the number of samples, whatever that is."""
-        real = torch.empty(
-            max(kind.batch, _SMALLEST), *kind.tail, dtype=kind.dtype, device=self._device
-        )
+        shape = max(kind.batch, _SMALLEST), *kind.tail
+        real = torch.empty(shape, dtype=kind.dtype, device=self._device)
         sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(kind.tail)]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self._fake.from_tensor(real, symbolic_context=context)
@@ -478,6 +492,11 @@ class _Recording:
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         blocks = blocks_of(module)
         if blocks is not None:
+            if not blocks or module in blocks or not self._paths.keys() >= set(blocks):
+                raise PartitionError(
+                    f"{title(module, self._paths[module] or self._name)}.pipeline_blocks() must "
+                    "return submodules of the module, at least one, and not the module itself"
+                )
             (value,) = args
             for block in blocks:
                 value = block(value)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize
 
@@ -96,15 +95,16 @@ def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
     assert len(atomize(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
 
 
-def test_recorded_values_of_what_cannot_be_looked_into_are_refused() -> None:
+def test_attention_maps_are_returned_too() -> None:
     transformers = pytest.importorskip("transformers", reason="needs transformers (extra `text`)")
     config = transformers.DistilBertConfig(
         vocab_size=10, dim=8, hidden_dim=16, n_layers=1, n_heads=2, attn_implementation="eager"
     )
-    model = transformers.DistilBertForMaskedLM(config)
-    arguments = Arguments.of((IDS,), {"output_attentions": True})
-    with pytest.raises(PartitionError, match="what hooks note of DistilBertSelfAttention"):
-        atomize(model, "model", arguments)
+    model = transformers.DistilBertForMaskedLM(config).eval()
+    atomized = atomize(model, "model", Arguments.of((IDS,), {"output_attentions": True}))
+    expected = pytree.tree_leaves(model(IDS, output_attentions=True))
+    assert len(expected) == 2
+    assert all(map(torch.equal, expected, run(atomized, IDS)))
 
 
 def test_a_network_that_is_called_by_keyword_is_cut() -> None:

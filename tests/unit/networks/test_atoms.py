@@ -363,7 +363,6 @@ def test_hooks_on_submodules_run() -> None:
     [
         (Branching(), ["Branching", "control flow", "pipeline_blocks"]),
         (Counting(), ["Counting", "attributes", "pipeline_blocks"]),
-        (nn.Sequential(nn.Linear(4, 4), Branching()), ["1 (Branching)"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_a_remedy(network: nn.Module, words: list[str]) -> None:
@@ -528,10 +527,11 @@ def test_an_error_in_a_network_shows_the_line() -> None:
             self.layer = nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) @ x  # type: ignore[no-any-return]
+            return F.embedding(x.long() + 9, self.layer.weight)
 
-    chain = AtomChain(cut(Mistaken(), torch.randn(4, 4)).atoms)
-    with pytest.raises(RuntimeError) as caught:
-        run(chain, torch.randn(3, 4))
+    x = torch.zeros(3, 4)
+    chain = AtomChain(cut(Mistaken(), x).atoms)
+    with pytest.raises(IndexError) as caught:
+        run(chain, x)
     assert any("return" not in str(entry.statement) for entry in caught.traceback)
-    assert "matmul = " in str(caught.traceback[-1].statement)
+    assert any("= g" in str(entry.statement) for entry in caught.traceback)
