@@ -6,7 +6,8 @@ Nothing is copied out of the network: whoever swaps a parameter, a buffer or a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +151,10 @@ class Program:
             if (child is module or not is_leaf(child)) and type(child) not in _MODELESS
         )
         self.first = Variant(record(module, name, arguments, device), module)
+        if self.first.tape.writes_in_place:
+            # Dropout returns its argument in eval mode: then a ReLU writes what was made before.
+            with _other_modes(module):
+                self.first = self.first.cut_like(record(module, name, arguments, device))
         self._variants: dict[Any, list[Variant]] = {self._modes(): [self.first]}
         self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
 
@@ -178,20 +183,14 @@ class Program:
 
     def _another(self, start: int, received: Tensors) -> Variant:
         """A variant for modes or shapes that were not seen before."""
-        arguments = self.first.tape.arguments
+        known = [each for variants in self._variants.values() for each in variants]
         if start == 0:
-            arguments = arguments.like(received)
-        else:
-            (known,) = {
-                each.tape.arguments: None
-                for variants in self._variants.values()
-                for each in variants
-                if each.takes(start, received)
-            } or {arguments: None}
-            arguments = known
-        made = Variant(
-            record(self.module, self._name, arguments, self._device), self.module, self.first
-        )
+            arguments = self.first.tape.arguments.like(received)
+        else:  # in other modes
+            seen = next((each for each in known if each.takes(start, received)), self.first)
+            arguments = seen.tape.arguments
+        tape = record(self.module, self._name, arguments, self._device)
+        made = self.first.aligned(tape)
         if made.signature != self.first.signature or not made.takes(start, received):
             raise PartitionError(
                 f"{title(self.module, self._name)} does different things in train and eval "
@@ -202,28 +201,40 @@ class Program:
         return made
 
 
+@contextmanager
+def _other_modes(module: nn.Module) -> Iterator[None]:
+    """While inside, what is in train mode is in eval mode, and the other way round."""
+    children = list(module.modules())
+    for child in children:
+        child.training = not child.training
+    try:
+        yield
+    finally:
+        for child in children:
+            child.training = not child.training
+
+
 class Variant:
     """The atoms of one tape, and the functions written for them so far.
 
     Args:
         tape: What was recorded.
         root: The network.
-        like: The variant by whose atoms this one is to be cut; None: by its own.
+        cuts: Where it is cut; None: wherever it may be.
 
     Attributes:
         tape: What was recorded.
         outputs: For each tensor of the return value: the atom that emits it, its place there.
         names: For each atom the names of the parameters and of the buffers that it reads.
+        read_before: For each cut the parameters that are read before it.
     """
 
-    def __init__(self, tape: Tape, root: nn.Module, like: Variant | None = None) -> None:
-        self.tape = tape
+    def __init__(self, tape: Tape, root: nn.Module, cuts: Sequence[Cut] | None = None) -> None:
+        self.tape, self._root = tape, root
         self._spans = Spans(tape)
         self._writer = Writer(root, tape.constants, tape.device)
         self._is_plain = tape.structure.is_leaf()  # one tensor and nothing around it
-        self.cuts: Sequence[Cut] = self._spans.cuts
-        if like is not None:
-            self.cuts = _aligned(self, like)
+        self.cuts = self._spans.cuts if cuts is None else cuts
         self._functions: dict[tuple[int, int], RangeFunction] = {}
         self._emitted: list[list[Any]] = [[] for _ in self.cuts[1:]]
         last = len(self._emitted) - 1
@@ -231,6 +242,7 @@ class Variant:
             ((last, 0),) if self._is_plain else tuple(map(self._emit, range(len(tape.leaves))))
         )
         self.names = [self._names(atom) for atom in range(len(self._emitted))]
+        self.read_before = self._parameters_before()
 
     @property
     def num_atoms(self) -> int:
@@ -315,43 +327,61 @@ class Variant:
             tuple(name for name in names if not state[name].trained),
         )
 
-    def reads_before(self, after: int) -> frozenset[str]:
-        """The parameters that calls before a place read."""
-        calls = self._spans.calls[:after]
-        state = self.tape.state
-        return frozenset(n for call in calls for n in call.state if state[n].trained)
+    def _parameters_before(self) -> list[frozenset[str]]:
+        """For each cut, the parameters that calls before it read."""
+        found, names, place = [], set[str](), 0
+        for cut in self.cuts:
+            for call in self._spans.calls[place : cut.after]:
+                names |= {name for name in call.state if self.tape.state[name].trained}
+            place = cut.after
+            found.append(frozenset(names))
+        return found
 
     def title_before(self, after: int) -> str:
         """Of the last call before a place."""
         return self._spans.calls[after - 1].title if after else ""
 
-    @property
-    def all_cuts(self) -> Sequence[Cut]:
-        """Where it may be cut."""
-        return self._spans.cuts
+    def aligned(self, tape: Tape) -> Variant:
+        """Another tape, cut where this one is, as far as it can be."""
+        other = Variant(tape, self._root)
+        pairs = self._pairs(other)
+        cuts = (other.cuts[0], *(cut for _, cut in pairs), other.cuts[-1])
+        return Variant(tape, self._root, cuts)
 
+    def cut_like(self, tape: Tape) -> Variant:
+        """This variant, cut only where another tape can be cut too.
 
-def _aligned(variant: Variant, like: Variant) -> Sequence[Cut]:
-    """The cuts of a variant that lie where those of another one do.
+        Where that has other parameters, it stays as it is.
+        """
+        other = Variant(tape, self._root)
+        if other.read_before[-1] != self.read_before[-1]:
+            return self
+        cuts = (self.cuts[0], *(cut for cut, _ in self._pairs(other)), self.cuts[-1])
+        return Variant(self.tape, self._root, cuts)
 
-    Parameters tell: both parts of the network read the same ones on either side. Of several such
-    places, the one behind the call that is most like the one behind which the other one is cut.
-    """
-    first, *inner, last = variant.all_cuts
-    found = [first]
-    for cut in like.cuts[1:-1]:
-        wanted = like.reads_before(cut.after)
-        fit = [
-            each for each in inner
-            if each.after > found[-1].after and len(each.live) == len(cut.live)
-            and variant.reads_before(each.after) == wanted
-        ]  # fmt: skip
-        title = like.title_before(cut.after)
-        fit.sort(key=lambda e: (variant.title_before(e.after) == title, e.after == cut.after))
-        if not fit:
-            break
-        found.append(fit[-1])
-    return [*found, last]
+    def _pairs(self, other: Variant) -> list[tuple[Cut, Cut]]:
+        """Cuts of this variant, and those of another one that lie where they do.
+
+        Parameters tell: on either side, both networks read the same ones. Of several such places,
+        the one behind the call that is most like the one behind which this one is cut.
+        """
+        by_read: dict[frozenset[str], list[Cut]] = {}
+        for cut, read in zip(other.cuts[1:-1], other.read_before[1:-1], strict=True):
+            by_read.setdefault(read, []).append(cut)
+        found: list[tuple[Cut, Cut]] = []
+        after = 0
+        for cut, read in zip(self.cuts[1:-1], self.read_before[1:-1], strict=True):
+            title = self.title_before(cut.after)
+            fit = [
+                each
+                for each in by_read.get(read, ())
+                if each.after > after and len(each.live) == len(cut.live)
+            ]
+            fit.sort(key=lambda e: (other.title_before(e.after) == title, e.after == cut.after))
+            if fit:
+                found.append((cut, fit[-1]))
+                after = fit[-1].after
+        return found
 
 
 def _sizes(sizes: Sequence[Any], batch: int | None) -> tuple[int, ...]:

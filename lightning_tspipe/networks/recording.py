@@ -394,6 +394,7 @@ class _Recording:
         self._env = ShapeEnv()
         self._fake = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
         self._recorder = Recorder(device, self._env)
+        self._inside: set[nn.Module] = set()
 
     def run(self) -> Tape:
         """Do it."""
@@ -413,6 +414,8 @@ class _Recording:
                 stack.enter_context(context)
             leaves, structure = self._flatten(self._forward(module, args, kwargs))
         for owner in written:
+            if owner in self._inside:
+                continue  # whoever is called as a whole writes them again
             self.failed = owner
             raise TypeError(f"{type(owner).__name__}.forward writes attributes of the module")
         num_own = len(self._env.guards) - recorder.num_guards_of_calls
@@ -473,6 +476,7 @@ class _Recording:
         try:
             if not self._is_whole(module):
                 return self._forward(module, args, kwargs)
+            self._inside.update(module.modules())
             state = [
                 recorder.value_of(tensor).state
                 for tensor in (*module.parameters(), *module.buffers())

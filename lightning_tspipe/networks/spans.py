@@ -213,7 +213,7 @@ class Spans:
         return single or [cut for cut in gap if cut is fewest]
 
     def _possible_cuts(self) -> Iterable[Cut]:
-        inside, leaves = self._written(), self._tape.leaves
+        inside, leaves, last_sized = self._written(), self._tape.leaves, self._last_sized()
         live: list[Value] = list(self._tape.inputs)
         for after, call in enumerate(self.calls[:-1], start=1):
             live += [value for value in call.made if value not in live and not value.state]
@@ -222,7 +222,7 @@ class Spans:
             cut = Cut(after, (*live, *waiting))
             makes = any(value in cut.live for value in call.made) or after in self.places
             fits = after not in inside and 1 <= len(cut.live) <= _MAX_LIVE
-            if makes and fits and (not self._reads_samples(after) or cut.samples() is not None):
+            if makes and fits and (after >= last_sized or cut.samples() is not None):
                 yield cut
 
     def _is_passed(self, leaf: Value, after: int) -> bool:
@@ -241,6 +241,20 @@ class Spans:
                 places.update(range(first, place + 1))
         return places
 
-    def _reads_samples(self, after: int) -> bool:
-        calls = self.calls[after:]
-        return any(call.has_sizes for call in self.with_again(calls, self._tape.leaves))
+    def _last_sized(self) -> int:
+        """How many of the calls lie before the last one that asks for the number of samples."""
+        sized: set[int] = set()  # memories of what is made again with it
+        for call in self._tape.calls:
+            reads = not sized.isdisjoint(value.memory for value in call.values)
+            if id(call) in self._is_again and (call.has_sizes or reads):
+                sized |= {value.memory for value in call.made} | call.writes
+        last = max(
+            (
+                place
+                for place, call in enumerate(self.calls, start=1)
+                if call.has_sizes or not sized.isdisjoint(v.memory for v in call.values)
+            ),
+            default=0,
+        )
+        is_returned = any(leaf.memory in sized for leaf in self._tape.leaves)
+        return len(self.calls) if is_returned else last

@@ -174,6 +174,12 @@ class Tape:
     device: torch.device
     constants: dict[str, Tensor]
 
+    @property
+    def writes_in_place(self) -> bool:
+        """Whether a call changes a tensor that is no parameter or buffer."""
+        state = {value.memory for value in self.state.values()}
+        return any(call.writes - state for call in self.calls)
+
     def __str__(self) -> str:
         """The calls, under the modules that make them."""
         lines, scope = [], None
