@@ -72,22 +72,8 @@ def atomize(
     pieces = [("", Atomized(program.atoms, outputs, program.first.tape.structure))]
     if len(arguments.tensors) > 1:
         pieces.insert(0, ("", Atomized((unpacking_atom(arguments),), outputs=())))
-    return _concatenated(pieces)
-
-
-def _whole(module: nn.Module, pieces: Sequence[tuple[str, Atomized]]) -> Atomized:
-    """Make one network of its pieces; names are those of its ``named_parameters()``."""
-    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-
-    def named(tensors: Iterable[Tensor]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(names[id(tensor)] for tensor in tensors))
-
-    joined, outputs, _ = concatenate(pieces)
-    atoms = (
-        replace(a, parameter_names=named(a.parameters()), buffer_names=named(a.buffers()))
-        for a in joined
-    )
-    return Atomized(tuple(atoms), outputs[-1], pieces[-1][1].output_spec)
+    atoms, ends, _ = concatenate(pieces)
+    return Atomized(atoms, ends[-1], program.first.tape.structure)
 
 
 def concatenate(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import linecache
-import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from types import MethodType
@@ -30,6 +29,9 @@ _KERNELS = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
     SDPBackend.CUDNN_ATTENTION,
 )  # fmt: skip
+# Not what inherits from them: a named tuple is a value.
+_CONTAINERS = frozenset({tuple, list, dict})
+_WRITTEN = frozenset({type(None), bool, int, str})
 
 
 class Writer:
@@ -138,26 +140,35 @@ class Writer:
         return text
 
     def _literal(self, value: Any) -> str:
-        if isinstance(value, Value):
-            if value.state:
-                return self._path(value.state)
-            if value.name in self._constants:
-                return f"{self._global(self._constants[value.name])}.to(device)"
-            return value.name
-        if isinstance(value, Size):
-            return f"({value.code})"
-        if isinstance(value, slice):
-            return f"slice{_tuple(map(self._literal, (value.start, value.stop, value.step)))}"
-        if type(value) in {tuple, list}:
-            text = _tuple(map(self._literal, value))
-            return text if type(value) is tuple else f"list({text})"
+        match value:
+            case Value():
+                text = self._tensor(value)
+            case Size():
+                text = f"({value.code})"
+            case slice():
+                text = f"slice{_tuple(map(self._literal, (value.start, value.stop, value.step)))}"
+            case tuple() | list() | dict() if type(value) in _CONTAINERS:
+                text = self._container(value)
+            case torch.device() if value == self._device:
+                text = "device"
+            case None | bool() | int() | str() if type(value) in _WRITTEN:
+                text = repr(value)
+            case _:
+                text = self._global(value)
+        return text
+
+    def _tensor(self, value: Value) -> str:
+        if value.state:
+            return self._path(value.state)
+        if value.name in self._constants:
+            return f"{self._global(self._constants[value.name])}.to(device)"
+        return value.name
+
+    def _container(self, value: Any) -> str:
         if type(value) is dict:
             return "{" + ", ".join(f"{k!r}: {self._literal(v)}" for k, v in value.items()) + "}"
-        if isinstance(value, torch.device) and value == self._device:
-            return "device"
-        is_plain = value is None or type(value) in {bool, int, str}
-        is_plain |= type(value) is float and math.isfinite(value)
-        return repr(value) if is_plain else self._global(value)
+        text = _tuple(map(self._literal, value))
+        return text if type(value) is tuple else f"list({text})"
 
     def _global(self, value: Any) -> str:
         name = f"g{len(self._globals)}"

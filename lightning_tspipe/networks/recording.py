@@ -46,14 +46,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind
-from lightning_tspipe.networks.modules import (
-    TensorSwap,
-    attributes_kept,
-    attributes_replaced,
-    blocks_of,
-    is_leaf,
-    title,
-)
+from lightning_tspipe.networks.modules import attributes_kept, blocks_of, is_leaf, title
+from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
@@ -243,7 +237,7 @@ class Recorder(TorchFunctionMode):
         seen, known = self.operations, len(self._memories)
         num_draws, num_products = seen.num_draws, seen.num_products
         seen.written.clear()
-        given: Any = pytree.tree_map(self.plain, (args, kwargs))
+        own_args, own_kwargs = pytree.tree_map(self.plain, (args, kwargs))
         num_guards = len(self._env.guards)
         result = run()
         # What torch decides by sizes, it decides again whenever this runs.
@@ -256,7 +250,7 @@ class Recorder(TorchFunctionMode):
             return result
         made = [self._values[id(t)][1] if id(t) in self._values else self.enter(t) for t in tensors]
         call = Call(
-            function, *given, tuple(made), structure, tuple(map(self.plain, leaves)),
+            function, own_args, own_kwargs, tuple(made), structure, tuple(map(self.plain, leaves)),
             self._context(), writes, tuple(state), draws, seen.num_products > num_products,
             self.scope, _name_of(function), _line(),
         )  # fmt: skip
@@ -276,16 +270,18 @@ class Recorder(TorchFunctionMode):
 
 def _depth_of_autocast() -> int:
     """How many contexts of autocast are around."""
-    depth: int = torch.autocast_increment_nesting()  # type: ignore[no-untyped-call]
-    torch.autocast_decrement_nesting()  # type: ignore[no-untyped-call]
+    depth: int = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
     return depth - 1
 
 
 def _allowed_kernels() -> tuple[bool, ...]:
     """Which kernels of attention may be chosen from."""
     of = torch.backends.cuda
-    asked = (of.flash_sdp_enabled, of.mem_efficient_sdp_enabled, of.math_sdp_enabled)
-    return (*(ask() for ask in asked), of.cudnn_sdp_enabled())
+    return (
+        of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.math_sdp_enabled(),
+        of.cudnn_sdp_enabled(),
+    )  # fmt: skip
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -433,7 +429,7 @@ class _Recording:
         shape = max(kind.batch, _SMALLEST), *kind.tail
         real = torch.empty(shape, dtype=kind.dtype, device=self._device)
         sizes = [DimDynamic.DUCK, *[DimDynamic.STATIC] * len(kind.tail)]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
         return self._fake.from_tensor(real, symbolic_context=context)
 
     def _fake_like(self, tensor: Tensor) -> Tensor:
@@ -471,7 +467,7 @@ class _Recording:
         """A submodule is called."""
         recorder = self._recorder
         if recorder.is_paused:
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call] # noqa: SLF001
+            return module._call_impl(*args, **kwargs)  # noqa: SLF001
         before, recorder.scope = recorder.scope, self._paths[module]
         try:
             if not self._is_whole(module):
@@ -511,7 +507,7 @@ class _Recording:
     def _run_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module, of which only the result matters."""
         try:
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call] # noqa: SLF001
+            return module._call_impl(*args, **kwargs)  # noqa: SLF001
         except Exception:
             if type(module) not in self._whole:
                 raise
@@ -556,7 +552,7 @@ class _Recording:
             swap = TensorSwap(module.modules(), zeros)
             stack.enter_context(swap())
             given = pytree.tree_map_only(Tensor, zeros, (args, kwargs))
-            return module._call_impl(*given[0], **given[1])  # type: ignore[no-untyped-call] # noqa: SLF001
+            return module._call_impl(*given[0], **given[1])  # noqa: SLF001
 
     # What it returns
 

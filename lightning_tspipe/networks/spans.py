@@ -156,27 +156,27 @@ class Spans:
         return found
 
     def _ordered(self, when: dict[int, _When]) -> list[Call]:
-        ordered: list[Call] = []
-        placed: set[int] = set()
+        ordered: dict[int, Call] = {}
 
         def place(call: Call) -> None:
-            if id(call) in placed or when[id(call)] is _When.AGAIN:
+            if id(call) in ordered or when[id(call)] is _When.AGAIN:
                 return
-            placed.add(id(call))
-            for value in call.values:
-                for maker in self._makers.get(value.memory, ()):
-                    is_before = self._number[id(maker)] < self._number[id(call)]
-                    if is_before and when[id(maker)] is _When.LATE:
-                        place(maker)
-            ordered.append(call)
+            for maker in self._made_before(call):
+                if when[id(maker)] is _When.LATE:
+                    place(maker)
+            ordered[id(call)] = call
 
-        for call in self._tape.calls:
-            if when[id(call)] is _When.ONCE:
-                place(call)
-        for value in self._tape.leaves:
-            for maker in self._makers.get(value.memory, ()):
-                place(maker)
-        return ordered
+        once = [call for call in self._tape.calls if when[id(call)] is _When.ONCE]
+        last = [m for value in self._tape.leaves for m in self._makers.get(value.memory, ())]
+        for call in (*once, *last):
+            place(call)
+        return list(ordered.values())
+
+    def _made_before(self, call: Call) -> list[Call]:
+        """The calls before it that make what it reads."""
+        number = self._number[id(call)]
+        makers = [m for value in call.values for m in self._makers.get(value.memory, ())]
+        return [maker for maker in makers if self._number[id(maker)] < number]
 
     # Where it may be cut
 
@@ -195,7 +195,7 @@ class Spans:
         return max(places, default=len(self.calls))
 
     def _find_cuts(self) -> tuple[Cut, ...]:
-        """All places with one tensor, and between two products else the one with the fewest bytes."""
+        """All places with one tensor; between two products else the one with the fewest bytes."""
         tape = self._tape
         gaps: list[list[Cut]] = [[]]
         for cut in self._possible_cuts():

@@ -60,7 +60,7 @@ class BlockPlanner:
     ) -> None:
         module: Any = here.module
         x = module.block_input(batch, "weights")
-        self.pairs: Sequence[BlockPair] = module.block_pairs
+        self.pairs: Sequence[BlockPair] = module.block_pairs(x)
         self.shapes = infer_shapes(self.pairs, module.block_loss, x, batch, here.context)
         self._here, self._callback, self._options = here, callback, options
         self._batch, self._samples, self._optimizers = batch, len(x), optimizers

@@ -6,9 +6,9 @@ import torchvision
 from torch import nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import atomize
 from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile
+from tests.unit.networks.cutting import cut
 
 RATE = 1e9
 
@@ -16,7 +16,7 @@ RATE = 1e9
 def estimate(
     network: nn.Module, inputs: torch.Tensor, sizes: tuple[int, ...] = (), *, trainable: bool = True
 ) -> list[AtomProfile]:
-    atoms = atomize(network).atoms
+    atoms = cut(network, inputs).atoms
     return profile_atoms(atoms, inputs, sizes, trainable=trainable, flops_per_second=RATE)
 
 

@@ -1,6 +1,6 @@
 """Networks of blocks, teacher beside student, as blockwise distillation trains them.
 
-A network that has no list of its blocks is traced, and divided between named boundaries: where a
+A network that has no list of its blocks is recorded, and divided between named boundaries: where a
 submodule begins. Such a block runs the network's own submodules and parameters, of which names stay
 what they are.
 """
@@ -24,6 +24,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks import swap
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.atoms import AtomChain, atomize
 from lightning_tspipe.networks.modules import blocks_of
 
@@ -58,11 +59,14 @@ Boundaries = Mapping[str, Sequence[str]]
 """For a network by its name, the submodules with which its blocks begin, but for the first."""
 
 
-def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tuple[BlockPair, ...]:
+def pair_blocks(
+    module: nn.Module, x: Tensor, boundaries: Boundaries | None = None
+) -> tuple[BlockPair, ...]:
     """The blocks of a module's teacher and student.
 
     Args:
         module: Has both networks.
+        x: What the first block gets, of a batch.
         boundaries: Of networks that have no list of their blocks.
 
     Raises:
@@ -75,7 +79,7 @@ def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tupl
             "network the names of the submodules with which its blocks begin, but for the first"
         )
     teachers, students = (
-        _named_blocks(module, name, given.get(name)) for name in ("teacher", "student")
+        _named_blocks(module, name, x, given.get(name)) for name in ("teacher", "student")
     )
     if len(teachers) != len(students):
         raise ConfigurationError(
@@ -92,7 +96,7 @@ def pair_blocks(module: nn.Module, boundaries: Boundaries | None = None) -> tupl
 
 
 def _named_blocks(
-    module: nn.Module, name: str, boundaries: Sequence[str] | None
+    module: nn.Module, name: str, x: Tensor, boundaries: Sequence[str] | None
 ) -> list[tuple[str, nn.Module]]:
     network = getattr(module, name, None)
     if not isinstance(network, nn.Module):
@@ -101,7 +105,7 @@ def _named_blocks(
             "`teacher` and a `student`, each an nn.Sequential or nn.ModuleList of its blocks"
         )
     if boundaries is not None:
-        return blocks_between(network, name, boundaries)
+        return blocks_between(network, name, x, boundaries)
     if isinstance(network, nn.Sequential | nn.ModuleList):
         found = [(f"{name}.{key}", child) for key, child in network.named_children()]
     else:
@@ -193,20 +197,21 @@ class AtomBlock(nn.Module):
 
 
 def blocks_between(
-    network: nn.Module, name: str, boundaries: Sequence[str]
+    network: nn.Module, name: str, x: Tensor, boundaries: Sequence[str]
 ) -> list[tuple[str, nn.Module]]:
     """The blocks of a network, with their names.
 
     Args:
         network: The network.
         name: Of it.
+        x: What it gets, of a batch.
         boundaries: The submodules with which the blocks begin, but for the first.
 
     Raises:
         ConfigurationError: No block can begin there.
-        PartitionError: The network can't be traced.
+        PartitionError: The network can't be recorded.
     """
-    atoms = atomize(network, name).atoms
+    atoms = atomize(network, name, Arguments.of((x,), {})).atoms
     firsts = [atom.name.partition("..")[0] for atom in atoms]
     starts = [0]
     for boundary in boundaries:
