@@ -448,20 +448,19 @@ class _Recording:
             for child in self._paths
             if child is not self._module
         ]
-        apply, thread = torch.autograd.Function.__dict__["apply"], threading.get_ident()
+        thread = threading.get_ident()
+        with _PATCHING, attributes_replaced(calls):
+            apply = torch.autograd.Function.__dict__["apply"]
 
-        def seen(kind: Any, *args: Any, **kwargs: Any) -> Any:
-            run = partial(apply.__get__(None, kind), *args, **kwargs)
-            if threading.get_ident() != thread or self._recorder.is_paused:
-                return run()
-            return self._recorder.record(kind.apply, args, kwargs, run)
+            def seen(kind: Any, *args: Any, **kwargs: Any) -> Any:
+                original = apply.__get__(None, kind)
+                if threading.get_ident() != thread or self._recorder.is_paused:
+                    return original(*args, **kwargs)
+                run = partial(original, *args, **kwargs)
+                return self._recorder.record(original, args, kwargs, run)
 
-        with (
-            _PATCHING,
-            attributes_replaced(calls),
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)),
-        ):
-            yield
+            with mock.patch.object(torch.autograd.Function, "apply", classmethod(seen)):
+                yield
 
     def _call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """A submodule is called."""
