@@ -48,7 +48,7 @@ class Writer:
         self._constants = constants
         self._globals: dict[str, Any] = {
             "switch": torch._C._set_grad_enabled,  # noqa: SLF001 - the function, no context
-            "is_on": torch.is_grad_enabled, "tensors_in": _tensors_in,
+            "is_on": torch.is_grad_enabled, "picked": _picked,
         }  # fmt: skip
         self._paths = {child: path for path, child in root.named_modules()}
 
@@ -122,7 +122,8 @@ class Writer:
         if call.structure.is_leaf():
             return f"{new[0]} = {text}"
         names = ["_" if value.state else value.name for value in call.made]
-        return f"({', '.join(names)}, ) = tensors_in({text})"
+        places = [place for place, leaf in enumerate(call.leaves) if isinstance(leaf, Value)]
+        return f"({', '.join(names)}, ) = picked({text}, {places})"
 
     def _function(self, call: Call) -> str:
         if isinstance(call.function, nn.Module):
@@ -198,8 +199,10 @@ class _Within:
         return run
 
 
-def _tensors_in(result: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+def _picked(result: Any, places: Sequence[int]) -> list[Tensor]:
+    """Some leaves of a result, of which others may be tensors now and None then."""
+    leaves = pytree.tree_leaves(result)
+    return [leaves[place] for place in places]
 
 
 def _tuple(texts: Iterable[str]) -> str:
