@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.codegen import RangeFunction, Tensors, Writer
-from lightning_tspipe.networks.modules import is_leaf, title
+from lightning_tspipe.networks.modules import title
 from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
 from lightning_tspipe.networks.tape import Call, Size, Tape
-
-_MODELESS = frozenset({nn.Sequential, nn.ModuleList, nn.ModuleDict})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,26 +143,20 @@ class Program:
     ) -> None:
         self.module = module
         self._name, self._device = name, device
-        self._watched = tuple(
-            child
-            for child in module.modules()
-            if (child is module or not is_leaf(child)) and type(child) not in _MODELESS
-        )
         self.first = Variant(record(module, name, arguments, device), module)
         if self.first.tape.writes_in_place:
             # Dropout returns its argument in eval mode: then a ReLU writes what was made before.
             with _other_modes(module):
                 self.first = self.first.cut_like(record(module, name, arguments, device))
-        self._variants: dict[Any, list[Variant]] = {self._modes(): [self.first]}
+        self._variants: dict[Any, list[Variant]] = {self._autocast(): [self.first]}
         self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
 
-    def _modes(self) -> tuple[Any, ...]:
+    def _autocast(self) -> Any:
         kind = self._device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        return autocast, tuple([module.training for module in self._watched])
+        return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
 
     def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
-        """The function that runs atoms ``start`` to ``stop`` (exclusive) in the present modes.
+        """The function that runs atoms ``start`` to ``stop`` (exclusive), as the network is now.
 
         Args:
             start: The first atom.
@@ -174,8 +166,9 @@ class Program:
         Raises:
             PartitionError: For this the network has other atoms than when it was cut.
         """
-        variants = self._variants.setdefault(self._modes(), [])
-        found = next((each for each in variants if each.takes(start, received)), None)
+        variants = self._variants.setdefault(self._autocast(), [])
+        fit = (v for v in variants if v.takes(start, received) and v.tape.guards.hold())
+        found = next(fit, None)
         if found is None:
             found = self._another(start, received)
             variants.append(found)
@@ -193,12 +186,15 @@ class Program:
         made = self.first.aligned(tape)
         if made.signature != self.first.signature or not made.takes(start, received):
             raise PartitionError(
-                f"{title(self.module, self._name)} does different things in train and eval "
-                "mode, or for other shapes, so that one cut cannot serve both; move what depends "
-                "on `self.training` into a submodule of its own, or give the class a method "
-                "`pipeline_blocks(self)` that returns its submodules in the order of forward"
+                f"{title(self.module, self._name)} does different things now than when it was "
+                f"cut ({self._why() or 'it is given other shapes'}), so that one cut cannot serve "
+                "both; move what depends on it into a submodule of its own, or give the class a "
+                "method `pipeline_blocks(self)` that returns its submodules in the order of forward"
             )
         return made
+
+    def _why(self) -> str:
+        return self.first.tape.guards.broken()
 
 
 @contextmanager

@@ -46,6 +46,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks.arguments import Arguments, TensorKind
+from lightning_tspipe.networks.guards import Guards
 from lightning_tspipe.networks.modules import attributes_kept, blocks_of, is_leaf, title
 from lightning_tspipe.networks.swap import TensorSwap, attributes_replaced
 from lightning_tspipe.networks.tape import Call, Context, Size, Tape, Value
@@ -397,11 +398,12 @@ class _Recording:
         recorder, module = self._recorder, self._module
         given = self._given = list(map(self._input, self._arguments.tensors))
         args, kwargs = self._arguments.bind(given)
-        swap = TensorSwap(self._paths, self._fake_like)
+        swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module)
         with ExitStack() as stack:
             written = stack.enter_context(attributes_kept(self._paths))
             stack.enter_context(swap())
             stack.enter_context(self._seen())
+            stack.enter_context(guards.watching(self._is_whole))
             stack.enter_context(_caches_emptied(self._paths))
             inputs = tuple(recorder.enter(t, f"x{n or ''}") for n, t in enumerate(given))
             named = (*module.named_parameters(), *module.named_buffers())
@@ -419,7 +421,7 @@ class _Recording:
         batch = self._arguments.batch if is_fixed else None
         return Tape(
             self._arguments, inputs, state, recorder.calls, leaves, structure, batch, self._device,
-            recorder.constants,
+            recorder.constants, guards,
         )  # fmt: skip
 
     # What it runs on

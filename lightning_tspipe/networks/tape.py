@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.arguments import Arguments
+from lightning_tspipe.networks.guards import Guards
 
 
 @dataclass(eq=False, slots=True)
@@ -162,6 +163,7 @@ class Tape:
         batch: The number of samples that it is fixed to; None: it serves any.
         device: Where it was recorded: in its calls, this stands for the device of its inputs.
         constants: Tensors that come from outside, by name.
+        guards: What it has read of its modules.
     """
 
     arguments: Arguments
@@ -173,6 +175,7 @@ class Tape:
     batch: int | None
     device: torch.device
     constants: dict[str, Tensor]
+    guards: Guards
 
     @property
     def writes_in_place(self) -> bool:

@@ -1,0 +1,111 @@
+"""Guards: what a recorded forward has read of its modules, and whether that still is so.
+
+A recording holds for the attributes that it has seen: the mode, a temperature, the submodules, the
+absence of hooks. A network that has changed one of them is recorded again.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+_PLAIN = (type(None), bool, int, float, complex, str, enum.Enum, torch.dtype, torch.device)
+_CONTAINERS = (tuple, list, dict, set, frozenset)
+# Of every module; calling one reads them, and torch writes some of them.
+_INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"} - {"training"})
+_MISSING = object()
+
+
+class Guards:
+    """What was read, with the values that it had.
+
+    Args:
+        network: Whose forward it is.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        self._network = network
+        self._paths: dict[nn.Module, str] = {}
+        self._read: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str]] = {}
+        self._hooks: list[dict[int, Any]] = []
+
+    @contextmanager
+    def watching(self, is_whole: Callable[[nn.Module], bool]) -> Iterator[None]:
+        """While inside, what is read of the modules is noted.
+
+        Args:
+            is_whole: Whether a module is called as a whole: then it reads its own attributes
+                whenever it runs.
+        """
+        self._look_into(self._network, "", is_whole)
+        known = {id(module) for module in self._paths}
+        with ExitStack() as stack:
+            for kind in {type(child) for child in self._paths}:
+                noting = self._noting(kind.__getattribute__, known)
+                stack.enter_context(mock.patch.object(kind, "__getattribute__", noting))
+            yield
+        for child in self._paths:
+            for name, part in child._modules.items():  # noqa: SLF001 - what it is made of
+                self._note(child._modules, child, name, part)  # noqa: SLF001
+            self._hooks += [child._forward_hooks, child._forward_pre_hooks]  # noqa: SLF001
+            self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
+
+    def _look_into(
+        self, module: nn.Module, path: str, is_whole: Callable[[nn.Module], bool]
+    ) -> None:
+        self._paths[module] = path
+        for name, child in module.named_children():
+            is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)  # which nobody calls
+            if child not in self._paths and (is_list or not is_whole(child)):
+                self._look_into(child, f"{path}.{name}".strip("."), is_whole)
+
+    def _noting(self, read: Callable[..., Any], known: Collection[int]) -> Any:
+        def noting(module: Any, name: str) -> Any:
+            value = read(module, name)
+            if id(module) in known and name not in _INTERNAL:
+                own = read(module, "__dict__")
+                if name in own:
+                    self._note(own, module, name, value)
+            return value
+
+        return noting
+
+    def _note(self, table: Any, module: nn.Module, name: str, value: Any) -> None:
+        path = ".".join(filter(None, (self._paths[module], name)))
+        kept = copy.copy(value) if _is_plain(value) else value
+        self._read.setdefault((id(table), name), (table, name, kept, path))
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        return not any(self._hooks) and all(
+            table.get(name, _MISSING) is value or _is_same(table.get(name, _MISSING), value)
+            for table, name, value, _ in self._read.values()
+        )
+
+    def broken(self) -> str:
+        """What is not as it was; "" if all is."""
+        for table, name, value, path in self._read.values():
+            now = table.get(name, _MISSING)
+            if not _is_same(now, value):
+                return f"`{path}` was {value!r} and is {now!r} now"
+        return "a hook was registered" if any(self._hooks) else ""
+
+
+def _is_same(now: Any, value: Any) -> bool:
+    return now is value or (type(now) is type(value) and _is_plain(value) and bool(now == value))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether its value is all there is of it, and not who it is."""
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, _CONTAINERS):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

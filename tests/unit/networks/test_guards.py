@@ -1,0 +1,96 @@
+"""A network that has changed since it was recorded is recorded again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks.atoms import AtomChain
+from tests.unit.networks.cutting import cut
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.temperature = 0.5
+        self.scales = [1.0, 2.0]
+        self._uses_gelu = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x) / self.temperature
+        return nn.functional.gelu(x) if self._uses_gelu else x * self.scales[-1]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(4, 4)
+        self.head = Head()
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        return x if self.skips else self.head(x)
+
+
+def set_(name: str, value: Any) -> Callable[[Net], object]:
+    return lambda net: setattr(net.head, name, value)
+
+
+CHANGES: dict[str, Callable[[Net], object]] = {
+    "temperature": set_("temperature", 0.25),
+    "list": lambda net: net.head.scales.append(3.0),
+    "branch": set_("_uses_gelu", True),
+    "module": set_("linear", nn.Linear(4, 4)),
+    "hook": lambda net: net.stem.register_forward_hook(lambda *args: args[2] + 1),
+    "weights": lambda net: nn.init.zeros_(net.head.linear.weight),
+    "mode": lambda net: net.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_are_seen(change: str) -> None:
+    net, x = Net(), torch.randn(3, 4)
+    chain = AtomChain(cut(net, x).atoms)
+    for _ in range(2):
+        (found,) = chain.run((x,), 0, len(chain.atoms))[0]
+        assert torch.equal(found, net(x))
+        CHANGES[change](net)
+        (found,) = chain.run((x,), 0, len(chain.atoms))[0]
+        assert torch.equal(found, net(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda net: setattr(net, "skips", True), "`skips` was False and is True now"),
+        (lambda net: net.head.register_forward_hook(print), "a hook was registered"),
+    ],
+)
+def test_what_cannot_be_served_by_the_same_cut_says_what_has_changed(
+    change: Callable[[Net], object], why: str
+) -> None:
+    net, x = Net(), torch.randn(3, 4)
+    chain = AtomChain(cut(net, x).atoms)
+    change(net)
+    with pytest.raises(PartitionError, match=why):
+        chain.run((x,), 0, len(chain.atoms))
+
+
+def test_a_change_back_is_found_and_not_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = Net(), torch.randn(3, 4)
+    chain = AtomChain(cut(net, x).atoms)
+    net.head.temperature = 2.0
+    (hot,) = chain.run((x,), 0, len(chain.atoms))[0]
+    monkeypatch.setattr("lightning_tspipe.networks.program.record", None)
+    for temperature in (0.5, 2.0):
+        net.head.temperature = temperature
+        (found,) = chain.run((x,), 0, len(chain.atoms))[0]
+        assert torch.equal(found, hot) == (temperature == 2.0)
+        assert torch.equal(found, net(x))
