@@ -125,6 +125,9 @@ class StepUnits:
         outputs: The values that a forward hands to the loss, in a fixed order, with their specs;
             a backward gets gradients of them.
         producers: The forwards that make one value of a call, micro-batch after micro-batch.
+        input_specs: What a forward gets; nothing if it reads what is known.
+        runs: Whether there is anything to do in an action: atoms to run, or something known to be
+            read.
         payload: Specs of the tensors of a message; none if there is nothing to send.
     """
 
@@ -147,6 +150,8 @@ class StepUnits:
         self.span = cache(self._span)
         self.outputs = cache(self._outputs)
         self.producers = cache(self._producers)
+        self.input_specs = cache(self._input_specs)
+        self.runs = cache(self._runs)
         self.payload = cache(self._payload)
 
     def _units_of(self, network: ChainNetwork, index: int, num_microbatches: int) -> Iterator[Unit]:
@@ -184,8 +189,7 @@ class StepUnits:
             return start, start  # before what is known
         return start, stop
 
-    def runs(self, action: Action) -> bool:
-        """Whether there is anything to do: atoms to run, or something known to be read."""
+    def _runs(self, action: Action) -> bool:
         if network_of(action.op) not in self.units:
             return True  # of heads, which are no chain of atoms
         if self.of(action).shapes is None:
@@ -249,8 +253,7 @@ class StepUnits:
         passed = unit.shapes.boundaries[last] if last < unit.end else ()
         return [None for spec in passed if spec.requires_grad]
 
-    def input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
-        """What a forward gets; nothing if it reads what is known."""
+    def _input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
         shapes, (first, last) = self.of(action).shapes, self.span(action)
         if shapes is None or first >= last or self.reads_known(action):
             return ()

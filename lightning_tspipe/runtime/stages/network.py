@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import groupby
 from operator import attrgetter
 
@@ -87,6 +88,7 @@ class ChainNetwork:
             self._grads += [grad] * (end - len(self._grads))
         self._values = {output: ref for ref, output in self.refs.items()}
         self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
+        self._stretches = cache(partial(stretches, is_so=self._grads.__getitem__))
 
     @classmethod
     def of(
@@ -207,7 +209,7 @@ class ChainNetwork:
         """
         outputs: dict[ValueRef, Tensor] = {}
         values = received
-        for first, last, link_grad in stretches(start, stop, self._grads.__getitem__):
+        for first, last, link_grad in self._stretches(start, stop):
             with torch.set_grad_enabled(grad and link_grad):
                 values, found = (run or self.chain.run)(values, first, last)
             outputs |= {self._values[output]: tensor for output, tensor in found.items()}
