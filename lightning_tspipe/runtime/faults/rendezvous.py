@@ -40,9 +40,9 @@ from lightning_tspipe.runtime.faults.private_folder import (
     find_job_folder,
     has_shared_temporary_folder,
     make_job_folder,
+    make_temporary_folder,
     private_folder,
     remove_job_folder,
-    remove_too,
 )
 
 JOB_TOKEN = "LIGHTNING_TSPIPE_JOB"  # noqa: S105 - the name of an environment variable
@@ -319,7 +319,7 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
             HERE.share(job.folder, rank)
             if not has_shared_temporary_folder():
                 # Made now, it is also that of loaders' workers, who leave their sockets there.
-                remove_too(job.folder, rank, util.get_temp_dir())
+                make_temporary_folder(job.folder, rank)
         # Not atexit, which processes that multiprocessing has started don't ask; and after this
         # process has removed its own temporary files (-100).
         util.Finalize(None, job.leave, exitpriority=-101)
