@@ -233,8 +233,8 @@ class Intake:
             own = known.select(own)
         if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
             raise CaptureError(
-                "the calls of this batch have other shapes than when they ran ahead: the step must "
-                "compute the same inputs whenever it is given the same batch"
+                "this batch's calls have different shapes than when they ran ahead: the step must "
+                "compute the same inputs each time that it is given the same batch"
             )
         word, most = engine.stop.next_word(), self._programs.announced
         for n, (following, its_step) in enumerate([(batch, step), *ahead], number):

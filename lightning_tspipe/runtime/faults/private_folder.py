@@ -88,7 +88,7 @@ def make_job_folder(name: str) -> Path:
         if entry.exists():
             raise ConfigurationError(
                 f"another job of this user (process {_holder(entry)}) has the same "
-                "address and port. Set MASTER_PORT to another one for each job"
+                "address and port. Set MASTER_PORT to a different one for each job"
             )
         folder = Path(tempfile.mkdtemp(dir=base, prefix=_WORK))
         file = os.open(entry, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

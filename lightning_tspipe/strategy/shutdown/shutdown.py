@@ -207,11 +207,11 @@ class Shutdown:
 
 
 _PHASES = {
-    "on_sanity_check_end": "the way from the sanity check to training step {step}",
+    "on_sanity_check_end": "the transition from the sanity check to training step {step}",
     "on_train_epoch_start": "the beginning of epoch {epoch}",
     "on_train_batch_start": "training step {step}{plans}",
     "on_validation_batch_start": "batch {index} of the validation",
-    "on_validation_end": "the way from the validation to training step {step}",
+    "on_validation_end": "the transition from the validation to training step {step}",
     "on_test_batch_start": "batch {index} of the test",
     "on_predict_batch_start": "batch {index} of the prediction",
     "on_train_epoch_end": "the end of epoch {epoch}",

@@ -105,7 +105,7 @@ def test_who_waits_in_vain_for_one_that_lives_tells_so(
     failures.settle(error)
     told = said(error, capsys)
     assert "gave up waiting in training step 7: nothing from rank 1; rank 1 (pid " in told
-    assert ") is in the validation. If a rank only computes" in told
+    assert ") is in the validation. If a rank is just slow" in told
     others.settle(same)
     text = said(same, capsys)
     assert text.startswith("rank 2 stops too: nothing from rank 0 (the cause: rank 0 (pid ")
@@ -128,7 +128,7 @@ def test_what_gloo_says_is_told_in_plain_words(text: str, plain: str) -> None:
 
 
 def test_who_has_met_nobody_tells_what_it_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    error = TransportError("rank 0 did not come within 8 s")
+    error = TransportError("rank 0 did not join within 8 s")
     Failures(Job(1)).settle(error)
     assert said(error, capsys).startswith(f"The job ends, because {error}")
 
