@@ -12,18 +12,9 @@ from dataclasses import dataclass
 from torch import Tensor, fx, nn
 
 from lightning_tspipe.errors import PartitionError
+from lightning_tspipe.networks import cuts
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.codegen import RangeFunction, write_function
-from lightning_tspipe.networks.cuts import (
-    allocates,
-    find_cuts,
-    memory_roots,
-    number_nodes,
-    ordered_calls,
-    read_attribute,
-    target_name,
-    written_argument,
-)
 from lightning_tspipe.networks.modules import is_leaf, title
 from lightning_tspipe.networks.tracing import trace
 
@@ -142,7 +133,7 @@ def module_atom(module: nn.Module) -> Atom:
         parameters,
         buffers,
         writes_input=bool(getattr(module, "inplace", False)),
-        passes_input=not allocates(module),
+        passes_input=not cuts.allocates(module),
     )
 
 
@@ -204,21 +195,21 @@ class TracedVariant:
     def __init__(self, module: nn.Module, name: str, arguments: Arguments) -> None:
         self.trace = trace(module, name, arguments)
         self._root = module
-        self._nodes = ordered_calls(self.trace)
+        self._nodes = cuts.ordered_calls(self.trace)
         leaves = self.trace.leaves
         self._is_plain = self.trace.spec.is_leaf()  # one tensor and nothing around it
-        if not leaves or number_nodes(self._nodes).intersection(leaves):
+        if not leaves or cuts.number_nodes(self._nodes).intersection(leaves):
             raise PartitionError(
                 f"{title(module, name)} returns no tensor, or a number that depends on its input; "
                 "return tensors and constants only"
             )
-        cuts = find_cuts(self.trace, self._nodes, module)
-        self._bounds = [0, *(index + 1 for index, _ in cuts), len(self._nodes)]
-        self._passed = [self.trace.inputs, *(values for _, values in cuts)]
+        ends = cuts.find_cuts(self.trace, self._nodes, module)
+        self._bounds = [0, *(index + 1 for index, _ in ends), len(self._nodes)]
+        self._passed = [self.trace.inputs, *(values for _, values in ends)]
         self._passed.append(leaves if self._is_plain else ())
         self._functions: dict[tuple[int, int], RangeFunction] = {}
         self._emitted: list[list[fx.Node]] = [[] for _ in self._bounds[1:]]
-        self.outputs = ((len(cuts), 0),) if self._is_plain else tuple(map(self._emit, leaves))
+        self.outputs = ((len(ends), 0),) if self._is_plain else tuple(map(self._emit, leaves))
         parameters = {id(p): n for n, p in module.named_parameters()}
         buffers = {id(b): n for n, b in module.named_buffers()}
         self.names = [
@@ -259,15 +250,17 @@ class TracedVariant:
         """An atom, as part of a program."""
         nodes = self._calls(index)
         own = set(nodes)
-        written = filter(None, map(written_argument, nodes))
+        written = filter(None, map(cuts.written_argument, nodes))
         returns = self._is_plain and index == len(self.names) - 1
         num_outputs = len(self._emitted[index]) + returns
         return Atom(
             _atom_name(nodes),
             (Segment(program, index, index + 1, num_outputs, returns, *self.names[index]),),
             *self.names[index],
-            writes_input=any(not memory_roots(node) <= own for node in written),
-            passes_input=any(not memory_roots(value) <= own for value in self._passed[index + 1]),
+            writes_input=any(not cuts.memory_roots(node) <= own for node in written),
+            passes_input=any(
+                not cuts.memory_roots(value) <= own for value in self._passed[index + 1]
+            ),
         )
 
     def _calls(self, atom: int) -> list[fx.Node]:
@@ -281,12 +274,12 @@ class TracedVariant:
                 module: nn.Module = node.meta["module"]
                 tensors += [*module.parameters(), *module.buffers()]
             leaves += [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
-        tensors += [read_attribute(self._root, leaf) for leaf in leaves]
+        tensors += [cuts.read_attribute(self._root, leaf) for leaf in leaves]
         return tuple(dict.fromkeys(named[id(t)] for t in tensors if id(t) in named))
 
 
 def _atom_name(nodes: Sequence[fx.Node]) -> str:
-    numbers = number_nodes(nodes)
+    numbers = cuts.number_nodes(nodes)
     names = [_call_name(node) for node in nodes if node not in numbers] or ["identity"]
     return names[0] if len(names) == 1 else f"{names[0]}..{names[-1].rpartition('.')[2]}"
 
@@ -294,4 +287,4 @@ def _atom_name(nodes: Sequence[fx.Node]) -> str:
 def _call_name(node: fx.Node) -> str:
     if node.op == "call_module":
         return str(node.target)
-    return ".".join(filter(None, (node.meta["scope"], target_name(node))))
+    return ".".join(filter(None, (node.meta["scope"], cuts.target_name(node))))

@@ -148,18 +148,15 @@ def shared_temporary_folder() -> str:
     The process that made it removes it at its end; should it be killed, the user's next job does.
     A job of several ranks has ranks that do (see ``remove_too``); one rank has nobody else.
     """
-    is_new = not has_shared_temporary_folder()
-    if is_new:
+    if not has_shared_temporary_folder():
         with suppress(OSError, TimeoutError, ConfigurationError):
             folder = make_job_folder(entry_name("alone", str(os.getpid())))
             # After this process has removed its own temporary files (-100).
             util.Finalize(None, remove_job_folder, (folder,), exitpriority=-101)
             make_temporary_folder(folder, 0)
-    path = util.get_temp_dir()
-    if is_new:
         # Before it is removed (-100): workers of a rank that was killed outlive this process.
-        util.Finalize(None, _await_listeners, (Path(path),), exitpriority=-99)
-    return path
+        util.Finalize(None, _await_listeners, (Path(util.get_temp_dir()),), exitpriority=-99)
+    return util.get_temp_dir()
 
 
 def has_shared_temporary_folder() -> bool:
