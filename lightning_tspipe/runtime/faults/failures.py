@@ -540,6 +540,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in children:
         try:
             child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C waits for nobody
+            deadline = 0.0
             child.kill()
             child.wait()  # so that all have ended when this process looks for what they have left

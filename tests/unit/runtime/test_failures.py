@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.faults import local_processes
+from lightning_tspipe.runtime.faults import failures, local_processes
 from lightning_tspipe.runtime.faults.failures import Failures, Found, first_line
 from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
 from lightning_tspipe.runtime.faults.notes import FolderNotes
@@ -272,3 +273,12 @@ def test_a_signal_is_no_cause_where_another_rank_was_killed(
     assert "rank 1" in text
     assert "was killed by SIGKILL" in text
     assert "SIGTERM" not in text
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE", 3600.0)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    children = [subprocess.Popen(sleeps) for _ in range(2)]
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    failures._end(children)  # noqa: SLF001
+    assert [child.returncode for child in children] == [-signal.SIGKILL] * 2
