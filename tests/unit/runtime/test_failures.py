@@ -278,7 +278,7 @@ def test_a_signal_is_no_cause_where_another_rank_was_killed(
 def test_a_second_ctrl_c_ends_the_wait_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "_PATIENCE", 3600.0)
     sleeps = [sys.executable, "-c", "import time; time.sleep(3600)"]
-    children = [subprocess.Popen(sleeps) for _ in range(2)]
+    children = [subprocess.Popen(sleeps) for _ in range(2)]  # noqa: S603
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
-    failures._end(children)  # noqa: SLF001
+    failures._end(children)
     assert [child.returncode for child in children] == [-signal.SIGKILL] * 2
