@@ -19,20 +19,18 @@ from lightning_tspipe.runtime.stages.network import ChainNetwork
 log = logging.getLogger("lightning_tspipe")
 
 _PROFILE_SECONDS = 30.0
-_UPDATE_SECONDS_PER_BYTE = 2.5e-10
+UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _UPDATE_FLOPS_PER_BYTE = 500.0
 """An optimizer step moves about five bytes per byte of parameters (it reads weight, gradient and
 momentum, and writes two of them); an accelerator computes about a hundred operations per byte."""
 
 
-def profile_step(  # noqa: PLR0913 - what to measure, where, and how
+def profile_step(
     captured: Captured,
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
     microbatch_counts: Sequence[int],
     flops_per_second: float | None = None,
-    *,
-    only_counts: bool = False,
 ) -> StepProfile:
     """Measure the networks of a step on this device.
 
@@ -40,17 +38,16 @@ def profile_step(  # noqa: PLR0913 - what to measure, where, and how
         captured: The captured step.
         device: Device to measure on; networks that are elsewhere are copied there atom by atom.
         optimizers: Optimizers of the module.
-        microbatch_counts: Numbers of micro-batches per call whose sizes are measured.
+        microbatch_counts: Numbers of micro-batches per call whose sizes are measured. Calculated
+            costs are for these too, so that the network can run each of them, or without any for
+            all sizes.
         flops_per_second: Speed of a device that is not here, to calculate costs instead of
             measuring.
-        only_counts: Whether to calculate only for these numbers of micro-batches, so that the
-            network can run each of them; otherwise for any.
     """
     plan, networks = captured.plan, captured.networks
-    update = _UPDATE_SECONDS_PER_BYTE
+    update = UPDATE_SECONDS_PER_BYTE
     if flops_per_second is not None:
         update = _UPDATE_FLOPS_PER_BYTE / flops_per_second
-        microbatch_counts = microbatch_counts if only_counts else ()
     profiles = profile_forwards(captured, device, microbatch_counts, flops_per_second)
     student, teacher = networks["student"], networks.get("teacher")
     groups = [group for optimizer in optimizers[:1] for group in optimizer.param_groups[:1]]
@@ -130,11 +127,9 @@ def flops_per_sample(captured: Captured) -> float:
 
 def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
     """Whether the teacher is built like the beginning of the student, atom by atom."""
-    if len(teacher.atoms) > len(student.atoms):
-        return False
-    return all(
-        teacher.parameter_shapes(atom) == student.parameter_shapes(atom)
-        for atom in range(len(teacher.atoms))
+    number = len(teacher.atoms)
+    return number <= len(student.atoms) and all(
+        teacher.parameter_shapes(atom) == student.parameter_shapes(atom) for atom in range(number)
     )
 
 

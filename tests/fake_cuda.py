@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_tspipe.late import Late
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.relay.engine import RelayEngine
 from lightning_tspipe.runtime.weights.ownership import Shards
 from tests import device, strict

@@ -24,8 +24,8 @@ from benchmarks.accuracy.data import images, plain, sentences
 from benchmarks.asynchronous.tasks import NUM_STAGES, Classifier, Task, flipped
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 from tests.local_transport import LocalNetwork, LocalTransport

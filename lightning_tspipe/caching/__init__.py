@@ -13,13 +13,7 @@ machine share, then on disk, and read in later epochs::
 When more layers freeze, an entry that is read runs through the newly frozen ones only.
 """
 
-from lightning_tspipe.caching.cache import (
-    ActivationCache,
-    Segment,
-    Worth,
-    measure,
-    measure_reading,
-)
+from lightning_tspipe.caching.cache import ActivationCache, Segment, Worth, measure, measure_reading
 from lightning_tspipe.caching.inputs import WithIds, check_repeatable, ids_of
 from lightning_tspipe.caching.keys import Boundary, fingerprint, fingerprints
 

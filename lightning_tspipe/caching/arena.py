@@ -22,6 +22,9 @@ from torch import Tensor
 
 from lightning_tspipe.errors import ConfigurationError
 
+Folder = str | os.PathLike[str] | None
+"""An existing folder on a file system to use; None: the temporary folder."""
+
 _STEP = 64 * 2**20
 """Bytes that are allocated at a time."""
 
@@ -68,11 +71,11 @@ class Arena:
         return cls(os.memfd_create("lightning-tspipe-cache", os.MFD_CLOEXEC), size)
 
     @classmethod
-    def on_disk(cls, folder: str | os.PathLike[str] | None, size: int) -> Arena:
+    def on_disk(cls, folder: Folder, size: int) -> Arena:
         """Make an arena in a file without a name.
 
         Args:
-            folder: An existing folder on the file system to use; None: the temporary folder.
+            folder: Where the file is.
             size: Number of bytes.
 
         Raises:
@@ -170,7 +173,7 @@ def available_memory() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line), None)
 
 
-def available_disk(folder: str | os.PathLike[str] | None) -> int:
+def available_disk(folder: Folder) -> int:
     """Free bytes on the file system of a folder.
 
     Raises:
@@ -190,7 +193,7 @@ def _check_budget(size: int, free: int, where: str) -> None:
         )
 
 
-def _unusable(folder: str | os.PathLike[str] | None, error: OSError) -> ConfigurationError:
+def _unusable(folder: Folder, error: OSError) -> ConfigurationError:
     return ConfigurationError(
         f"no cache of activations in {os.fspath(folder or gettempdir())!r}: {error.strerror}. Give "
         "a folder that exists and is writable"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -19,17 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.caching.arena import Arena, megabytes
-from lightning_tspipe.caching.entries import (
-    Numbers,
-    assembled,
-    check_loaded,
-    layout_of,
-    rounded,
-    rows_of,
-    tensors_in,
-)
-from lightning_tspipe.caching.keys import Boundary, as_ids, digests
+from lightning_tspipe.caching import entries
+from lightning_tspipe.caching.arena import Arena, Folder, megabytes
+from lightning_tspipe.caching.entries import Numbers
+from lightning_tspipe.caching.keys import Boundary, Ids, as_ids, digests
 from lightning_tspipe.caching.store import Store, StoreHandle, new_table
 from lightning_tspipe.errors import ConfigurationError
 
@@ -97,11 +89,7 @@ class ActivationCache(Store):
     """
 
     def __init__(
-        self,
-        num_samples: int,
-        memory: int = 0,
-        disk: int = 0,
-        folder: str | PathLike[str] | None = None,
+        self, num_samples: int, memory: int = 0, disk: int = 0, folder: Folder = None
     ) -> None:
         if num_samples < 1 or memory < 0 or disk < 0 or memory + disk == 0:
             raise ConfigurationError(
@@ -134,11 +122,7 @@ class ActivationCache(Store):
         return ActivationCache.attach, (self.handle,)
 
     def outputs(
-        self,
-        ids: Tensor | Sequence[Hashable],
-        inputs: Any,
-        segments: Sequence[Segment],
-        device: torch.device | None = None,
+        self, ids: Ids, inputs: Any, segments: Sequence[Segment], device: torch.device | None = None
     ) -> Any:
         """Read or compute the outputs of the frozen layers for a batch.
 
@@ -160,7 +144,7 @@ class ActivationCache(Store):
                 samples, or whose shape differs between batches; inputs that were not loaded.
         """
         ids = as_ids(ids)
-        device = device or next((tensor.device for tensor in tensors_in(inputs)), None)
+        device = device or next((tensor.device for tensor in entries.tensors_in(inputs)), None)
         rows = self._rows_of(ids)
         behind = self._behind(rows, segments)
         parts: list[tuple[Numbers, Any]] = []
@@ -171,19 +155,19 @@ class ActivationCache(Store):
                 value = self.read_rows(rows[members], segments[done - 1].boundary, device)
             if value is None:
                 done = behind[members] = 0
-                value = inputs if len(members) == len(ids) else rows_of(inputs, members)
+                value = inputs if len(members) == len(ids) else entries.rows_of(inputs, members)
                 if self.may_lack_inputs:
-                    check_loaded(value)
+                    entries.check_loaded(value)
             with torch.no_grad():
                 for segment in segments[done:]:
-                    value = rounded(segment.function(value), segment.boundary.dtype)
+                    value = entries.rounded(segment.function(value), segment.boundary.dtype)
             parts.append((members, value))
-        value = pytree.tree_map_only(Tensor, Tensor.detach, assembled(parts))
+        value = pytree.tree_map_only(Tensor, Tensor.detach, entries.assembled(parts))
         self.count(behind, segments)
         self.keep(ids, value, segments, behind)
         return value
 
-    def _rows_of(self, ids: Tensor | Sequence[Hashable]) -> Numbers:
+    def _rows_of(self, ids: Ids) -> Numbers:
         """The samples' rows in the store, after pending writes to them."""
         rows = self.find(digests(as_ids(ids)))
         self.settle(rows)
@@ -199,7 +183,7 @@ class ActivationCache(Store):
 
     # The parts of :meth:`outputs`, for processes that compute one after the other
 
-    def behind(self, ids: Tensor | Sequence[Hashable], segments: Sequence[Segment]) -> Numbers:
+    def behind(self, ids: Ids, segments: Sequence[Segment]) -> Numbers:
         """The number of segments behind which each sample is cached; 0: not cached.
 
         Raises:
@@ -207,12 +191,7 @@ class ActivationCache(Store):
         """
         return self._behind(self._rows_of(ids), segments)
 
-    def read(
-        self,
-        ids: Tensor | Sequence[Hashable],
-        boundary: Boundary,
-        device: torch.device | None = None,
-    ) -> Any:
+    def read(self, ids: Ids, boundary: Boundary, device: torch.device | None = None) -> Any:
         """The entries of samples that are all cached at this boundary.
 
         Raises:
@@ -234,13 +213,7 @@ class ActivationCache(Store):
         self.counts.pushed += len(behind) - num_hits - num_misses
         self.counts.misses += num_misses
 
-    def keep(
-        self,
-        ids: Tensor | Sequence[Hashable],
-        value: Any,
-        segments: Sequence[Segment],
-        behind: Numbers,
-    ) -> None:
+    def keep(self, ids: Ids, value: Any, segments: Sequence[Segment], behind: Numbers) -> None:
         """Store the outputs of the last segment that are not cached yet.
 
         Args:
@@ -251,7 +224,7 @@ class ActivationCache(Store):
         """
         new = np.flatnonzero(behind < len(segments))
         if len(new):
-            value = value if len(new) == len(behind) else rows_of(value, new)
+            value = value if len(new) == len(behind) else entries.rows_of(value, new)
             words = digests(as_ids(ids))[new]
             self.counts.refused += len(new) - self.write(words, value, segments[-1].boundary)
 
@@ -271,11 +244,6 @@ class ActivationCache(Store):
         known = np.isin(self.tokens(rows), np.array(self._known().readable, np.uint64))
         self.prefetch_rows(rows[known])
         return [bool(one) for one in known]
-
-    def prefetch(self, ids: Sequence[Hashable]) -> None:
-        """Prefetch the entries of samples from disk, in the background."""
-        rows = self.find(digests(ids))
-        self.prefetch_rows(rows[rows >= 0])
 
     def __repr__(self) -> str:
         memory, disk = map(megabytes, self.num_bytes)
@@ -330,7 +298,7 @@ def measure(function: Callable[[Any], Any], inputs: Any, *, repeats: int = 3, **
         repeats: Runs of each kind, after one that is not counted.
         how: Other arguments of :func:`measure_reading`.
     """
-    num_samples = len(tensors_in(inputs)[0])
+    num_samples = len(entries.tensors_in(inputs)[0])
     with torch.no_grad():
         compute, value = _shortest(lambda: function(inputs), repeats)
     worth = measure_reading(value, num_samples, repeats=repeats, **how)
@@ -343,7 +311,7 @@ def measure_reading(  # noqa: PLR0913 - what, and how
     *,
     dtype: torch.dtype | None = None,
     disk: bool = False,
-    folder: str | PathLike[str] | None = None,
+    folder: Folder = None,
     repeats: int = 3,
 ) -> Worth:
     """Measure how long reading a batch takes; the time of computing it is 0 in the result.
@@ -356,7 +324,7 @@ def measure_reading(  # noqa: PLR0913 - what, and how
         folder: A folder on the file system for the disk's part.
         repeats: Runs of each kind, after one that is not counted.
     """
-    size = layout_of(value, num_samples, dtype).size
+    size = entries.layout_of(value, num_samples, dtype).size
     budget = 2 * num_samples * (size + 64)
     segments = [Segment(Boundary("measured", dtype=dtype), lambda _: value)]
 
@@ -384,7 +352,7 @@ def _shortest(
         before()
         started = time.perf_counter()
         value = work()
-        for tensor in tensors_in(value):
+        for tensor in entries.tensors_in(value):
             if tensor.is_cuda:
                 torch.cuda.synchronize(tensor.device)
         seconds = min(seconds, time.perf_counter() - started)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from lightning_tspipe.errors import ConfigurationError
 
 Words = NDArray[np.uint64]
+Ids = Tensor | Sequence[Hashable]
+"""Ids of the samples of a batch: whole numbers, strings, or tuples of them."""
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,14 @@ def digests(ids: Iterable[Hashable], kind: str = "") -> Words:
     return words
 
 
-def as_ids(ids: Tensor | Sequence[Hashable]) -> list[Hashable]:
+def as_ids(ids: Ids) -> list[Hashable]:
     """The sample ids of a batch as a list.
 
     Raises:
         ConfigurationError: An id is neither an integer nor a string, or comes twice.
     """
-    found: list[Hashable] = (
-        ids.flatten().tolist() if isinstance(ids, Tensor) else list(ids)  # no tensors as keys
-    )
+    # Tensors are no keys.
+    found: list[Hashable] = ids.flatten().tolist() if isinstance(ids, Tensor) else list(ids)
     wrong = next((i for i in found if not isinstance(i, int | str | tuple)), None)
     if wrong is not None:
         raise ConfigurationError(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -31,24 +31,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_tspipe.caching import Boundary, Segment, Worth, fingerprint, measure_reading
-from lightning_tspipe.caching.entries import (
-    absent_rows,
-    assembled,
-    check_loaded,
-    is_loaded,
-    rounded,
-    rows_of,
-)
+from lightning_tspipe.caching import Boundary, Segment, Worth, entries, fingerprint, measure_reading
 from lightning_tspipe.caching.keys import as_ids
 from lightning_tspipe.callbacks.common import pipelined_of
 from lightning_tspipe.callbacks.fit_cache import FitCache, tensors_of, versions_of
+from lightning_tspipe.capture.plan import CallPlan
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.late import sent
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known
-from lightning_tspipe.runtime.stages.frozen import Call, FrozenPart
+from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.transport.base import Transport
 
 log = logging.getLogger("lightning_tspipe")
@@ -72,7 +65,6 @@ class CachedPrefix:
 
     def __init__(self, shared: FitCache) -> None:
         self._shared = shared
-        self._known: dict[int, Known] = {}
         self._versions: dict[tuple[int, int], tuple[list[Tensor], list[tuple[int, int]]]] = {}
         self._tried: set[tuple[int, int]] = set()
 
@@ -83,7 +75,9 @@ class CachedPrefix:
 
     # Before the prefix is cut; on all ranks
 
-    def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
+    def placed(
+        self, part: FrozenPart, calls: Sequence[CallPlan], seconds: Callable[[], float]
+    ) -> bool:
         """Prepare for a prefix that is about to be cut; its values are still here, on all ranks.
 
         Returns:
@@ -93,13 +87,14 @@ class CachedPrefix:
         if shared.cache is None or not self._can(calls):
             return False
         self._versions, self._tried = {}, set()
-        call, device = calls[0], part.device
+        call = calls[0]
+        passed = part.shapes(call.input, call.num_links, grad=False).boundaries[part.num_frozen]
 
         def measured() -> Worth:
             made = tuple(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=device) for spec in call.passed
+                torch.zeros(spec.shape, dtype=spec.dtype, device=part.device) for spec in passed
             )
-            return _worth(shared, made, call.taken.shape[0], call.seconds())
+            return _worth(shared, made, call.input.shape[0], seconds())
 
         # What was worth it for fewer layers is so for more.
         if not shared.is_on:
@@ -111,7 +106,7 @@ class CachedPrefix:
             )
         return bool(shared.is_on)
 
-    def _can(self, calls: Sequence[Call]) -> bool:
+    def _can(self, calls: Sequence[CallPlan]) -> bool:
         """Whether processes can share a cache, and one entry per sample is enough."""
         why, trainer = "", self._shared.trainer
         pipelined = pipelined_of(trainer)
@@ -140,23 +135,19 @@ class CachedPrefix:
             return Known(ids, is_checked=True)
         return Known(ids, shared.cuts[int(behind.min())])
 
-    def expect(self, batches: Mapping[int, Known]) -> None:
-        """Set the batches of a step, by their numbers."""
-        self._known = dict(batches)
-
     def run(
-        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+        self, part: FrozenPart, known: Known, rows: slice, received: Tensors, atoms: tuple[int, int]
     ) -> Tensors:
         """The output of some atoms for some samples of a batch.
 
         Args:
             part: The frozen part.
-            place: The batch, and the rows in it.
+            known: The result of :meth:`see` for the batch.
+            rows: The samples in it.
             received: Inputs of the first atom; nothing if they are cached.
             atoms: The first one, and one after the last.
         """
-        shared, cache, (number, rows) = self._shared, self._shared.opened, place
-        known, (start, stop) = self._known[number], atoms
+        shared, cache, (start, stop) = self._shared, self._shared.opened, atoms
         ids = as_ids(known.ids[rows])
         self._check(part, received, atoms)
         if received and atoms == (0, part.num_frozen) and not known.is_checked:
@@ -173,7 +164,7 @@ class CachedPrefix:
                 break
             value = part.compute(value, first, last)
             if last in shared.cuts:
-                value = rounded(value, shared.dtype)
+                value = entries.rounded(value, shared.dtype)
                 value = self._merged(value, ids, behind, last, is_checked=known.is_checked)
         if stop == part.num_frozen:
             cache.count(behind, shared.segments)
@@ -201,7 +192,7 @@ class CachedPrefix:
         read: Tensors = shared.opened.read(chosen, boundary, device)
         if is_checked:
             assert value is not None
-            shared.check_unchanged(read, rows_of(value, kept))
+            shared.check_unchanged(read, entries.rows_of(value, kept))
             return value
         if len(kept) == len(behind):
             return read
@@ -221,7 +212,7 @@ class CachedPrefix:
                 f"frozen weights of {self._shared.name!r} have changed since their outputs were "
                 "cached. Leave them unchanged, or train with FreezeAndRepack(cache=None)"
             )
-        if received and atoms not in self._tried and all(map(is_loaded, received)):
+        if received and atoms not in self._tried and all(map(entries.is_loaded, received)):
             self._tried.add(atoms)
             self._shared.check_deterministic(lambda: part.compute(received, *atoms), tensors)
 
@@ -230,8 +221,8 @@ def _filled(received: Tensors, known: NDArray[np.bool_]) -> Tensors:
     """Inputs with zeros for samples that were not loaded, since they are cached at a later cut."""
     filled = []
     for tensor in received:
-        gone = absent_rows(tensor)
-        check_loaded(rows_of(tensor, np.flatnonzero(~known)))
+        gone = entries.absent_rows(tensor)
+        entries.check_loaded(entries.rows_of(tensor, np.flatnonzero(~known)))
         shape = (-1, *[1] * (tensor.dim() - 1))
         filled.append(torch.where(gone.view(shape), tensor.new_zeros(()), tensor))
     return tuple(filled)
@@ -309,7 +300,9 @@ class CachedFeatures:
         missing = np.flatnonzero(behind == 0).tolist()
         size = -(-len(ids) // _SIZES)
         if missing and cache.may_lack_inputs:
-            check_loaded([tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1])
+            entries.check_loaded(
+                [tensor.flatten(1)[missing, :1] for tensor in inputs if tensor.dim() > 1]
+            )
         padding = -len(missing) % size if len(missing) + size <= len(ids) else 0
         return Known(ids, rows=(*missing, *missing[:1] * padding))
 
@@ -320,11 +313,11 @@ class CachedFeatures:
         others = sorted(set(range(len(known.ids))).difference(rows))
         parts: list[tuple[Any, list[Tensor]]] = []
         if number:
-            values = rows_of(list(computed), range(number))
-            parts.append((rows[:number], rounded(values, self._shared.dtype)))
+            values = entries.rows_of(list(computed), range(number))
+            parts.append((rows[:number], entries.rounded(values, self._shared.dtype)))
         if others:
             parts.append((others, self._read(known.ids, others, device)))
-        whole: list[Tensor] = assembled(parts)
+        whole: list[Tensor] = entries.assembled(parts)
         if self._writes:
             cache, segments = self._shared.opened, self._shared.segments
             behind = cache.behind(known.ids, segments)

@@ -52,9 +52,7 @@ class Restoring(Callback):
         self.restore()
 
     @override
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         self.restore()
 
     @override

@@ -20,17 +20,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import (
-    Names,
-    Place,
-    Restoring,
-    as_names,
-    log_at_epoch_end,
-    pipelined_of,
-    places_of,
-    refuse_sharding,
-    submodules,
-)
+from lightning_tspipe.callbacks import common
+from lightning_tspipe.callbacks.common import Names, Place, Restoring
 from lightning_tspipe.errors import ConfigurationError
 
 
@@ -59,7 +50,10 @@ class _LateWeights:
         seen: set[int] = set()
         # All parameters of a forward-only network count, whatever their role in the student.
         for prefix, module in modules.items():
-            for name, place in (*places_of(module), *places_of(module, is_buffer=True)):
+            for name, place in (
+                *common.places_of(module),
+                *common.places_of(module, is_buffer=True),
+            ):
                 if id(place.tensor) not in seen:
                     seen.add(id(place.tensor))
                     self._places[f"{prefix}.{name}"] = place
@@ -166,7 +160,7 @@ class DelayedTeacherUpdate(Restoring):
             )
         if self.start_step < 0:
             raise ConfigurationError(f"start_step={self.start_step} is negative")
-        self.teacher = as_names(self.teacher)
+        self.teacher = common.as_names(self.teacher)
         self._weights: _LateWeights | None = None
         self._coming: dict[str, Tensor] | None = None  # what is read from the next batch on
         self._restored: dict[str, Tensor] = {}
@@ -174,10 +168,10 @@ class DelayedTeacherUpdate(Restoring):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.delay == 0 or pipelined_of(trainer) is not None:
+        if self.delay == 0 or common.pipelined_of(trainer) is not None:
             return
-        refuse_sharding(trainer, "DelayedTeacherUpdate")
-        self._weights = _LateWeights(submodules(pl_module, self.teacher, "teacher"))
+        common.refuse_sharding(trainer, "DelayedTeacherUpdate")
+        self._weights = _LateWeights(common.submodules(pl_module, self.teacher, "teacher"))
         self.undo.callback(self._weights.remove)
 
     @override
@@ -186,7 +180,7 @@ class DelayedTeacherUpdate(Restoring):
     ) -> None:
         if self._weights is None:
             return
-        for name, module in submodules(pl_module, self.teacher, "teacher").items():
+        for name, module in common.submodules(pl_module, self.teacher, "teacher").items():
             if module is not self._weights.modules[name]:  # its forwards are not hooked
                 raise ConfigurationError(
                     f"{name} was replaced during training; update its weights in place instead "
@@ -203,9 +197,7 @@ class DelayedTeacherUpdate(Restoring):
         self._weights.is_open = True
 
     @override
-    def on_before_backward(
-        self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._weights is None:
             return
         self._num_backwards += 1
@@ -226,9 +218,7 @@ class DelayedTeacherUpdate(Restoring):
             self._coming = self._weights.copies()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if self._weights is None:
             return
         self._weights.is_open = False
@@ -277,7 +267,7 @@ class WeightPrediction(Restoring):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         if pipelined is None or not pipelined.delay:
             raise ConfigurationError(
                 "WeightPrediction: no teacher is late here. It belongs to strategy='tspipe'; "
@@ -294,7 +284,7 @@ class WeightPrediction(Restoring):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         if pipelined is None or (prediction := pipelined.teacher_prediction) is None:
             return
         own = {d.step: d.squares.tolist() for d in prediction.distances}
@@ -307,4 +297,4 @@ class WeightPrediction(Restoring):
                 for kind in (0, 1)
             ]
             names = ("teacher_distance", "teacher_distance_predicted")
-            log_at_epoch_end(trainer, pl_module, dict(zip(names, means, strict=True)))
+            common.log_at_epoch_end(trainer, pl_module, dict(zip(names, means, strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -17,12 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import (
-    Restoring,
-    derives_from,
-    log_at_epoch_end,
-    pipelined_of,
-)
+from lightning_tspipe.callbacks import common
+from lightning_tspipe.callbacks.common import Restoring
 from lightning_tspipe.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -76,13 +73,11 @@ def _output_of(pl_module: nn.Module, name: str, images: Tensor) -> Tensor:
     def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
         raise _FoundError(output)
 
-    handle = inner.register_forward_hook(leave)
     try:
-        network(images)
+        with inner.register_forward_hook(leave):
+            network(images)
     except _FoundError as found:
         return found.feature
-    finally:
-        handle.remove()
     raise ConfigurationError(
         f"{name!r} is not called when the network that contains it runs on images"
     )
@@ -137,11 +132,11 @@ class DataParallelGroup:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._pipelined = pipelined_of(trainer)
+        self._pipelined = common.pipelined_of(trainer)
         self.rank, self.size = 0, 1
         if self._pipelined is not None:
             self.rank, self.size = self._pipelined.replica, self._pipelined.data_parallel_size
-        elif derives_from(trainer, "DDPStrategy"):
+        elif common.derives_from(trainer, "DDPStrategy"):
             self.rank, self.size = trainer.global_rank, trainer.world_size
 
     def gather(self, value: T) -> list[T]:
@@ -182,7 +177,7 @@ def _fill(buffers: list[Tensor], values: list[Tensor]) -> None:
         buffer.copy_(value)
 
 
-class FeatureEvaluator(Restoring):
+class FeatureEvaluator(Restoring, ABC):
     """Classifies labelled images by their features, at the end of training epochs.
 
     Attributes:
@@ -204,11 +199,11 @@ class FeatureEvaluator(Restoring):
         epoch = trainer.current_epoch + 1
         is_due = epoch % self.every_n_epochs == 0 or epoch == trainer.max_epochs
         if is_due and self.queries is not None:
-            log_at_epoch_end(trainer, pl_module, self.evaluate(trainer, pl_module))
+            common.log_at_epoch_end(trainer, pl_module, self.evaluate(trainer, pl_module))
 
+    @abstractmethod
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Classify the queries now; every rank calls it."""
-        raise NotImplementedError
 
     def computed(
         self, trainer: Trainer, pl_module: LightningModule, source: Source, description: str
@@ -226,7 +221,7 @@ class FeatureEvaluator(Restoring):
             to which a pipeline sends none.
         """
         loader, length = self._share(trainer, source)
-        precision, pipelined = trainer.precision_plugin, pipelined_of(trainer)
+        precision, pipelined = trainer.precision_plugin, common.pipelined_of(trainer)
         step = feature_step(pl_module, self.features)
 
         def run(batch: Any) -> Any:

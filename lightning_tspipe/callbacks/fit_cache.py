@@ -18,15 +18,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from lightning_tspipe.caching import (
-    ActivationCache,
-    Boundary,
-    Segment,
-    WithIds,
-    Worth,
-    check_repeatable,
-    fingerprints,
-)
+from lightning_tspipe import caching
+from lightning_tspipe.caching import ActivationCache, Boundary, Segment, WithIds, Worth
 from lightning_tspipe.caching.arena import available_disk, available_memory, megabytes
 from lightning_tspipe.caching.cache import Counts
 from lightning_tspipe.caching.entries import Numbers, is_loaded, tensors_in
@@ -101,7 +94,7 @@ class FitCache(Restoring):
         self._epoch: int | None = None
         self._is_given_up = False
         self._seconds_saved = 0.0  # to load and decode a sample, if a hit saves them
-        self._on_host: Any = WeakTensorKeyDictionary()
+        self._on_host: Any = None  # while a fit lasts: it can't be pickled
 
     # Before the first batch
 
@@ -123,6 +116,7 @@ class FitCache(Restoring):
         """Open the cache with the training loader of this fit; every rank calls it."""
         self.restore()
         self._begin(trainer)
+        self._on_host = WeakTensorKeyDictionary()
         strategy: Any = trainer.strategy
         module: Any = trainer.lightning_module
         process, transfer = strategy.process_dataloader, module.transfer_batch_to_device
@@ -207,7 +201,7 @@ class FitCache(Restoring):
                 "DataLoader(WithIds(dataset)), or say where ids are in a batch (ids=)"
             )
         if check:
-            check_repeatable(dataset)
+            caching.check_repeatable(dataset)
         return ActivationCache(num_samples, *self.budgets(), self.folder)
 
     def _discard(self) -> None:
@@ -264,19 +258,6 @@ class FitCache(Restoring):
             self.opened.let_skip(self.segments)
 
     @property
-    def decides_unmeasured(self) -> bool:
-        """Whether it caches without measuring.
-
-        So it is where decisions must not depend on measured times, or where activations are
-        rounded: then the result depends on whether they are cached.
-        """
-        pipelined = pipelined_of(self.trainer)
-        is_deterministic = torch.are_deterministic_algorithms_enabled()
-        if pipelined is not None:
-            is_deterministic = not pipelined.decides_by_times
-        return self.always or self.dtype is not None or is_deterministic
-
-    @property
     def how(self) -> Any:
         """Keyword arguments for measuring how long reading takes."""
         return {"dtype": self.dtype, "disk": self.disk != 0, "folder": self.folder}
@@ -284,11 +265,18 @@ class FitCache(Restoring):
     def decide(self, measured: Callable[[], Worth], rank: int = 0) -> None:
         """Cache where reading is faster than computing; every rank calls it.
 
+        Without measuring, it caches where decisions must not depend on measured times, or where
+        activations are rounded: then the result depends on whether they are cached.
+
         Args:
             measured: Measures both, on one rank.
             rank: That rank.
         """
-        if self.decides_unmeasured:
+        pipelined = pipelined_of(self.trainer)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        if pipelined is not None:
+            is_deterministic = not pipelined.decides_by_times
+        if self.always or self.dtype is not None or is_deterministic:
             self.is_on = True
             return
         worth = decided_on(
@@ -312,7 +300,7 @@ class FitCache(Restoring):
         number = len(atoms)
         self.cuts = [cut for cut in self.cuts if cut < number] + [number]
         spans = list(pairwise(self.cuts))
-        prints = fingerprints([tensors_of(atoms[start:stop]) for start, stop in spans])
+        prints = caching.fingerprints([tensors_of(atoms[start:stop]) for start, stop in spans])
         self.segments = [
             Segment(Boundary(f"{self.name}, {stop} atoms", text, self.dtype), function(start, stop))
             for (start, stop), text in zip(spans, prints, strict=True)

@@ -19,32 +19,13 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_tspipe.callbacks import common, freezing
 from lightning_tspipe.callbacks.auto_cache import AutoCache
 from lightning_tspipe.callbacks.cached_pipelines import CachedPrefix
-from lightning_tspipe.callbacks.common import (
-    Names,
-    Restoring,
-    as_names,
-    decided_on,
-    derives_from,
-    is_over,
-    may_log,
-    pipelined_of,
-    refuse_sharding,
-    submodules,
-)
-from lightning_tspipe.callbacks.freezing import (
-    Decision,
-    GradientNormFreeze,
-    Layer,
-    Observed,
-    Policy,
-    ScheduledFreeze,
-    decide,
-    freeze,
-    layers_of,
-)
+from lightning_tspipe.callbacks.common import Names, Restoring
+from lightning_tspipe.callbacks.freezing import Decision, Layer, Observed, Policy
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.late import sent
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -93,7 +74,7 @@ class FreezeAndRepack(Restoring):
         cache: Literal["auto"] | AutoCache | None = "auto",
     ) -> None:
         super().__init__()
-        self.policy: Policy = GradientNormFreeze() if policy is None else policy
+        self.policy: Policy = freezing.GradientNormFreeze() if policy is None else policy
         if not callable(self.policy):
             raise ConfigurationError(
                 f"FreezeAndRepack(policy={policy!r}) must be a function of what was observed, such "
@@ -117,7 +98,7 @@ class FreezeAndRepack(Restoring):
         self.cache = AutoCache() if isinstance(cache, str) else cache
         if self.cache is not None and cache == "auto":
             self.cache.is_required = False
-        self.student = None if student is None else as_names(student)
+        self.student = None if student is None else common.as_names(student)
         self.num_active = num_active
         self.num_frozen = 0
         self.history: list[dict[str, Any]] = []
@@ -125,7 +106,6 @@ class FreezeAndRepack(Restoring):
         self._layers: list[Layer] = []
         self._place: dict[str, int] = {}
         self._squares: Tensor | None = None
-        self._index: dict[tuple[int, ...], Tensor] = {}
         self._restored: list[float] = []
         self._num_steps = 0
         self._num_ranks = 0
@@ -141,10 +121,10 @@ class FreezeAndRepack(Restoring):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        refuse_sharding(trainer, "FreezeAndRepack")
+        common.refuse_sharding(trainer, "FreezeAndRepack")
         if self.cache is None:
             return
-        if pipelined_of(trainer) is not None:
+        if common.pipelined_of(trainer) is not None:
             self.cache.follow(trainer)
             self.undo.callback(self.cache.restore)
             return
@@ -159,12 +139,12 @@ class FreezeAndRepack(Restoring):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         names = self.student or ("student",)
         if self.student is None and pipelined is not None:
             names = pipelined.student_names
-        submodules(pl_module, names, "student")
-        self._layers = layers_of(pl_module, names, self._given)
+        common.submodules(pl_module, names, "student")
+        self._layers = freezing.layers_of(pl_module, names, self._given)
         if self.num_freezable == 0:
             raise ConfigurationError(
                 f"the network {', '.join(names)} has {len(self._layers)} layers, and "
@@ -182,14 +162,16 @@ class FreezeAndRepack(Restoring):
                 f"the checkpoint has {self.num_frozen} frozen layers, and here at most "
                 f"{self.num_freezable} may freeze: resume with the same layers and num_active"
             )
-        if isinstance(self.policy, ScheduledFreeze):  # now, rather than when its epoch begins
-            decide(self.policy, self._observed(max(self.policy.layers)))
+        if isinstance(
+            self.policy, freezing.ScheduledFreeze
+        ):  # now, rather than when its epoch begins
+            freezing.decide(self.policy, self._observed(max(self.policy.layers)))
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.num_frozen:
             self._apply(trainer, pl_module, Decision(self.num_frozen, "as in the checkpoint"))
-        if self._has_ended and trainer.current_epoch > self._epoch and not is_over(trainer):
+        if self._has_ended and trainer.current_epoch > self._epoch and not common.is_over(trainer):
             # Lightning may leave out the start of the next epoch.
             self._begin_epoch(trainer, pl_module, self._epoch + 1)
 
@@ -207,9 +189,7 @@ class FreezeAndRepack(Restoring):
             self._apply(trainer, pl_module, decision)
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         # module.train() is meant for the layers that are trained.
         for layer in self._layers[: self.num_frozen]:
             for module in layer.modules:
@@ -235,9 +215,7 @@ class FreezeAndRepack(Restoring):
             squares = torch.stack(torch._foreach_norm(list(gradients))).double().square()  # noqa: SLF001
             # Not finite: the scaler skips the step.
             counted = squares.where(squares.isfinite().all(), squares.new_zeros(()))
-            index = self._index.get(places)
-            if index is None:  # a list would be copied, and waited for, in every step
-                index = self._index[places] = torch.tensor(places, device=counted.device)
+            index = sent(torch.tensor(places), counted.device)  # nobody waits for the copy
             self._squares.index_add_(0, index, counted)
         self._num_steps += 1
 
@@ -247,10 +225,10 @@ class FreezeAndRepack(Restoring):
         last = self.history[-1] if self.history else {"epoch": -1}
         if last["epoch"] == self._epoch and last["seconds"]:
             metrics["transition_seconds"] = last["seconds"]
-        if pipelined_of(trainer) is not None and self.cache is not None and self.cache.is_on:
+        if common.pipelined_of(trainer) is not None and self.cache is not None and self.cache.is_on:
             metrics["cache_hit_rate"] = self.cache.take_hit_rate(trainer)
             self.history[-1]["hit_rate"] = metrics["cache_hit_rate"]
-        if may_log(trainer):
+        if common.may_log(trainer):
             pl_module.log_dict(metrics, batch_size=1, rank_zero_only=True)
 
     def _decide(self, trainer: Trainer) -> Decision:
@@ -260,9 +238,9 @@ class FreezeAndRepack(Restoring):
         def decision() -> Decision:
             steps = max(1, self._num_steps)
             norms = tuple((square / steps) ** 0.5 for square in squares) if any(squares) else ()
-            return decide(self.policy, self._observed(self._epoch, norms))
+            return freezing.decide(self.policy, self._observed(self._epoch, norms))
 
-        return decided_on(trainer, decision)
+        return common.decided_on(trainer, decision)
 
     def _observed(self, epoch: int, norms: tuple[float, ...] = ()) -> Observed:
         names = tuple(layer.name for layer in self._layers)
@@ -271,7 +249,7 @@ class FreezeAndRepack(Restoring):
     def _all_squares(self, trainer: Trainer) -> list[float]:
         """Squared gradient norms, summed over the epoch; complete on a pipeline's loss rank."""
         own = [0.0] * len(self._layers) if self._squares is None else self._squares.tolist()
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         parts = [own] if pipelined is None else pipelined.gather(own) or [own]
         if self._restored:
             parts = [*parts, self._restored]
@@ -281,8 +259,8 @@ class FreezeAndRepack(Restoring):
         """Freeze the layers on every rank, and tell the strategy."""
         before, self.num_frozen = self.num_frozen, decision.num_frozen
         frozen = self._layers[: self.num_frozen]
-        freeze(pl_module, frozen)
-        if derives_from(trainer, "DDPStrategy"):
+        freezing.freeze(pl_module, frozen)
+        if common.derives_from(trainer, "DDPStrategy"):
             # A new DDP, which waits only for the gradients of what is trained now
             strategy: Any = trainer.strategy
             strategy.model = pl_module
@@ -305,7 +283,7 @@ class FreezeAndRepack(Restoring):
             trainer: The Trainer.
             goes_on: Whether a checkpoint says what is frozen, and on how many ranks.
         """
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         if pipelined is None:
             return
         num_stages, num_ranks = None, None

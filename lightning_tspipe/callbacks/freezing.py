@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -66,18 +65,16 @@ def layers_of(
         names = [piece.name if piece.modules and piece.parameters else "" for piece in pieces]
     else:
         names = _as_given(pieces, given)
-    starts = [index for index, name in enumerate(names) if name]
-    layers = [
-        Layer(
-            names[start],
-            [child for piece in pieces[first:last] for child in piece.modules],
-            [parameter for piece in pieces[first:last] for parameter in piece.parameters],
-        )
-        # What lies between two starts belongs to the earlier one, all before the first one to it.
-        for start, (first, last) in zip(
-            starts, pairwise([0, *starts[1:], len(pieces)]), strict=False
-        )
-    ]
+    # What lies between two starts belongs to the earlier one, all before the first one to it.
+    layers = [Layer("")]
+    for piece, name in zip(pieces, names, strict=True):
+        if name and layers[-1].name:
+            layers.append(Layer(""))
+        layer = layers[-1]
+        layer.name = layer.name or name
+        layer.modules += piece.modules
+        layer.parameters += piece.parameters
+    layers = [layer for layer in layers if layer.name]
     _check_ties(module, networks, layers)
     return layers
 

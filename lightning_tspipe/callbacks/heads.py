@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from abc import ABC, abstractmethod
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -22,7 +23,7 @@ Mode = Literal["min", "max"]
 
 
 @dataclass(eq=False, repr=False)
-class _EachHead(Callback):
+class _EachHead(Callback, ABC):
     """Checks one metric of each head after every validation, or else after every training epoch."""
 
     decides_by_metrics: ClassVar[bool] = True
@@ -106,8 +107,9 @@ class _EachHead(Callback):
             self._looked(trainer, student, name)
         self._ended |= student.stopped.keys()
 
+    @abstractmethod
     def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:
-        raise NotImplementedError
+        """Act on what was seen of a head."""
 
 
 def _student(pl_module: LightningModule) -> StudentFanout:

@@ -13,16 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_tspipe.callbacks.common import (
-    Names,
-    Place,
-    Restoring,
-    as_names,
-    may_log,
-    pipelined_of,
-    places_of,
-    submodules,
-)
+from lightning_tspipe.callbacks import common
+from lightning_tspipe.callbacks.common import Names, Place, Restoring
 from lightning_tspipe.errors import ConfigurationError
 
 Momentum = float | tuple[float, float] | Callable[[int, int], float]
@@ -80,7 +72,7 @@ class MomentumEMA(Restoring):
     log_momentum: bool = False
 
     def __post_init__(self) -> None:
-        self.student, self.teacher = as_names(self.student), as_names(self.teacher)
+        self.student, self.teacher = common.as_names(self.student), common.as_names(self.teacher)
         if len(self.student) != len(self.teacher):
             raise ConfigurationError(
                 f"every student submodule needs its teacher: student={self.student}, "
@@ -95,8 +87,7 @@ class MomentumEMA(Restoring):
         self._global_step = 0
         self._has_stepped = False
         self._is_watching = False  # optimizers, whose steps a gradient scaler may skip
-        self._parameters: list[Pair] = []
-        self._buffers: list[Pair] = []  # that are averaged
+        self._averaged: list[Pair] = []
         self._copied: list[Pair] = []
 
     def momentum_at(self, step: int, num_steps: int) -> float:
@@ -115,7 +106,7 @@ class MomentumEMA(Restoring):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        pipelined = pipelined_of(trainer)
+        pipelined = common.pipelined_of(trainer)
         if pipelined is not None:
             pipelined.averages(dict(zip(self.teacher, self.student, strict=True)))
         # Before the strategy wraps the module: DDP must not wait for gradients of the teacher.
@@ -126,21 +117,21 @@ class MomentumEMA(Restoring):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for module in submodules(pl_module, self.teacher, "teacher").values():
+        for module in common.submodules(pl_module, self.teacher, "teacher").values():
             module.requires_grad_(requires_grad=False)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        students = submodules(pl_module, self.student, "student")
-        teachers = submodules(pl_module, self.teacher, "teacher")
-        self._parameters, self._buffers, self._copied = [], [], []
+        students = common.submodules(pl_module, self.student, "student")
+        teachers = common.submodules(pl_module, self.teacher, "teacher")
+        self._averaged, self._copied = [], []
         for names in zip(self.student, self.teacher, strict=True):
             pair = (names[0], students[names[0]]), (names[1], teachers[names[1]])
-            self._parameters += _pairs(*pair, is_buffer=False)
+            self._averaged += _pairs(*pair, is_buffer=False)
             for buffer in [] if self.buffers == "keep" else _pairs(*pair, is_buffer=True):
                 kind = buffer[1].tensor.dtype
                 averages = self.buffers == "average" and (kind.is_floating_point or kind.is_complex)
-                (self._buffers if averages else self._copied).append(buffer)
+                (self._averaged if averages else self._copied).append(buffer)
         self._num_steps = self._planned_steps(trainer)
         self._global_step = trainer.global_step
         self._has_stepped = self._is_watching = False
@@ -152,9 +143,7 @@ class MomentumEMA(Restoring):
                 self._is_watching = True
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         if trainer.global_step <= self._global_step:
             return
         # Lightning counts steps that the gradient scaler skips, and the optimizer's own hook does
@@ -162,7 +151,7 @@ class MomentumEMA(Restoring):
         if self._has_stepped or not self._is_watching:
             value = self.momentum_at(trainer.global_step - 1, self._num_steps)
             self.update(value)
-            if self.log_momentum and may_log(trainer):
+            if self.log_momentum and common.may_log(trainer):
                 pl_module.log("ema_momentum", value, batch_size=1)
         self._global_step = trainer.global_step
         self._has_stepped = False
@@ -174,8 +163,11 @@ class MomentumEMA(Restoring):
         Raises:
             ConfigurationError: This rank owns only one tensor of a pair.
         """
-        for averaged in (self._parameters, self._buffers):
-            _average(_owned(averaged), momentum)
+        averaged = _owned(self._averaged)
+        # lerp reads and writes each tensor once; a product and a sum would pass over it twice.
+        if averaged:
+            sources = [student.to(teacher) for teacher, student in averaged]
+            torch._foreach_lerp_([teacher for teacher, _ in averaged], sources, 1.0 - momentum)
         for teacher, student in _owned(self._copied):
             teacher.copy_(student)
 
@@ -194,9 +186,7 @@ class MomentumEMA(Restoring):
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: object) -> None:
         # Fused optimizers are always called; they skip by themselves when the scaler says so.
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None or not bool(found_inf):
-            self._has_stepped = True
+        self._has_stepped |= not getattr(optimizer, "found_inf", None)
 
 
 def _check_momentum(momentum: Momentum) -> None:
@@ -216,9 +206,9 @@ def _pairs(
     """Pair the teacher's tensors with the student's by their names within the two modules."""
     student_name, student_module = student
     teacher_name, teacher_module = teacher
-    sources = dict(places_of(student_module, is_buffer=is_buffer, remove_duplicate=False))
+    sources = dict(common.places_of(student_module, is_buffer=is_buffer, remove_duplicate=False))
     pairs: list[Pair] = []
-    for name, place in places_of(teacher_module, is_buffer=is_buffer):
+    for name, place in common.places_of(teacher_module, is_buffer=is_buffer):
         found = sources.get(name)
         where, source = f"{teacher_name}.{name}", f"{student_name}.{name}"
         if found is None:
@@ -252,10 +242,3 @@ def _owned(pairs: Iterable[Pair]) -> list[tuple[Tensor, Tensor]]:
         if not teacher.is_meta:
             owned.append((teacher, student))
     return owned
-
-
-def _average(pairs: list[tuple[Tensor, Tensor]], momentum: float) -> None:
-    # lerp reads and writes each teacher tensor once; a product and a sum would pass over it twice.
-    if pairs:
-        sources = [student.to(teacher) for teacher, student in pairs]
-        torch._foreach_lerp_([teacher for teacher, _ in pairs], sources, 1.0 - momentum)

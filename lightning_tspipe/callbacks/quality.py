@@ -73,14 +73,12 @@ class Neighbours:
             parts.append(self._nearest(similarities, classes))
         self.values, self.labels = map(torch.cat, zip(*parts, strict=True))
 
-    def joined(self, group: DataParallelGroup) -> Neighbours:
-        """The nearest of all that the members of a group found; the same on each of them."""
-        found = Neighbours(self._queries, self._k)
+    def join(self, group: DataParallelGroup) -> None:
+        """Keep the nearest of all that the members of a group found; the same on each of them."""
         gathered = group.gather((self.values, self.labels, self.num_classes))
         values, labels, numbers = zip(*gathered, strict=True)
-        found.values, found.labels = self._nearest(torch.cat(values, 1), torch.cat(labels, 1))
-        found.num_classes = max(numbers)
-        return found
+        self.values, self.labels = self._nearest(torch.cat(values, 1), torch.cat(labels, 1))
+        self.num_classes = max(numbers)
 
     def _nearest(self, values: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The largest similarities of each query, and their classes."""
@@ -184,7 +182,7 @@ class KNNEvaluator(FeatureEvaluator):
             neighbours = Neighbours(vectors, self.k)
             for part in _normalised(bank):
                 neighbours.add(*part)
-        neighbours = neighbours.joined(group)
+        neighbours.join(group)
         if not neighbours.num_classes:
             raise ConfigurationError("KNNEvaluator: the bank yields no batch")
         scores = neighbours.scores(self.num_classes or neighbours.num_classes, self.temperature)
@@ -279,11 +277,8 @@ class OnlineLinearProbe(FeatureEvaluator):
                 if not seen and not isinstance(output, FakeTensor):
                     seen.append(output)
 
-            handle = watched.register_forward_hook(keep)
-            try:
+            with watched.register_forward_hook(keep):
                 result = step(batch, *args, **kwargs)
-            finally:
-                handle.remove()
             if not seen:
                 raise ConfigurationError(
                     f"OnlineLinearProbe: training_step does not call {self.features!r}, whose "
@@ -303,9 +298,7 @@ class OnlineLinearProbe(FeatureEvaluator):
         self.undo.callback(setattr, self, "_kept", None)
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         kept, self._kept = self._kept, None
         if not (_has_features(trainer) and kept is not None):
             return

@@ -29,6 +29,8 @@ from lightning_tspipe.strategy.training.pipelined import Pipelined
 
 _RECORDED_STEPS = 4
 _MIB = 2**20
+_DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
+"""By how the Trainer's precision begins."""
 
 
 class _Batch(NamedTuple):
@@ -189,9 +191,7 @@ class PipelineThroughputMonitor(Callback):
         self._fit.mark = self.clock()
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         fit = self._fit
         fit.wait = self.clock() - fit.mark
         fit.steps = (fit.steps[1], trainer.global_step)
@@ -273,8 +273,12 @@ class PipelineThroughputMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, pipelined: Pipelined | None
     ) -> float:
         """Operations of one sample as a share of all devices' peak FLOP/s; 0 if unknown."""
-        peak = self.peak_flops or _known_peak_flops(pl_module.device, str(trainer.precision))
-        flops = self.flops_per_sample
+        peak, flops = self.peak_flops, self.flops_per_sample
+        if peak is None:
+            dtype = _DTYPES.get(str(trainer.precision)[:2], torch.float32)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # an unknown device needs no action
+                peak = get_available_flops(pl_module.device, dtype)
         if peak is not None and flops is None and pipelined is not None:
             flops = pipelined.flops_per_sample()
         if peak is None or flops is None:
@@ -297,21 +301,6 @@ def _peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / _MIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / _MIB if sys.platform == "darwin" else peak / 1024
-
-
-def _known_peak_flops(device: torch.device, precision: str) -> float | None:
-    """Nominal floating-point operations per second of a device; None if unknown.
-
-    Args:
-        device: The device.
-        precision: The Trainer's.
-    """
-    if device.type == "cpu":
-        return None
-    types = {"16": torch.float16, "bf": torch.bfloat16, "64": torch.float64}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an unknown device needs no action
-        return get_available_flops(device, types.get(precision[:2], torch.float32))
 
 
 @dataclass(eq=False, repr=False)
@@ -365,18 +354,14 @@ class PipelineTimeline(Callback):
             )
 
     @override
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         pipelined, is_new = pipelined_of(trainer), not self._awaits and self._folder is None
         if pipelined is not None and is_new and trainer.global_step >= self.start_step:
             pipelined.record(self.num_steps)
             self._awaits = True
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         pipelined = pipelined_of(trainer)
         if pipelined is not None and self._awaits and pipelined.has_recording:
             self._collect(trainer, pipelined)

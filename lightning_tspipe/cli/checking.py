@@ -80,13 +80,10 @@ class Record(Callback):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
-        self.gradients.append(
-            {
-                name: parameter.grad.detach().cpu().clone()
-                for name, parameter in pl_module.named_parameters()
-                if parameter.grad is not None and parameter.grad.any()  # None equals zeros
-            }
-        )
+        given = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+        # Without zeros, which None equals.
+        kept = {name: grad.detach().cpu().clone() for name, grad in given.items() if grad.any()}
+        self.gradients.append(kept)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -82,10 +82,8 @@ def run_timeline(options: TimelineOptions) -> None:
         return
     plan = Plan.from_json(read(options.plan))
     # A recording begins when the pipeline is full; so must the simulation below it.
-    num_steps = max(3, len(measured.steps))
-    simulated = plan.simulate(STEADY_STEPS + num_steps).between(
-        STEADY_STEPS, STEADY_STEPS + num_steps - 1
-    )
+    last = STEADY_STEPS + max(3, len(measured.steps)) - 1
+    simulated = plan.simulate(last + 1).between(STEADY_STEPS, last)
     pipeline = measured.pipeline or plan.pipeline
     _show({_MEASURED: measured, _SIMULATED: simulated}, pipeline, options)
     ratio = plan.step_seconds / measured.step_time if measured.step_time else 0.0

@@ -132,7 +132,8 @@ def measure(
     def profiled(*_: object) -> StepProfile:
         engine = strategy.engine
         assert engine is not None
-        counts = strategy.options.microbatch_counts
+        # What is calculated holds for any number of micro-batches.
+        counts = strategy.options.microbatch_counts if flops_per_second is None else ()
         device, optimizers = strategy.root_device, strategy.optimizers
         return profile_step(engine.captured, device, optimizers, counts, flops_per_second)
 

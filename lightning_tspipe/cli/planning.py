@@ -1,31 +1,54 @@
-"""``tspipe plan``: find the fastest schedule, cuts and micro-batches, and their memory."""
+"""``tspipe plan``: find the fastest schedule, cuts and micro-batches, and their memory.
+
+For ``--schedule relay`` it measures blocks, distributes them over devices, and compares the modes.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_tspipe.cli import modules, quantities, relaying
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation, BlockwiseRelay
+from lightning_tspipe.cli import modules, quantities
+from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
 from lightning_tspipe.planning.plan import Plan
+from lightning_tspipe.planning.relay import (
+    MODES,
+    Mode,
+    RelayPlan,
+    RelayProfile,
+    plan_mode,
+    seconds_per_batch,
+)
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.planning.table import aligned, megabytes
-from lightning_tspipe.runtime.transport.base import NOMINAL
+from lightning_tspipe.runtime.execution.engine import Rank
+from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
+from lightning_tspipe.runtime.transport.base import NOMINAL, Alone
 from lightning_tspipe.runtime.weights.policies import POLICIES
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, SCHEDULES, runs_ahead
-from lightning_tspipe.strategy.setup.options import parse_bytes
+from lightning_tspipe.strategy.setup.block_costs import BlockPlanner
+from lightning_tspipe.strategy.setup.options import SetupOptions, parse_bytes
+from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 
 Outcome = Plan | str
 """The best plan of a schedule, or the reason why there is none."""
 
 _FASTER = 1.01
 """A schedule must be faster by this factor than one with less staleness to be recommended."""
+
+_BLOCK_STEPS = 10
+"""Steps in which each block is measured."""
 
 
 def _parsed(metavar: str, parse: Callable[[str], Any]) -> Any:  # noqa: ANN401 - a field
@@ -114,10 +137,8 @@ class Options:
 def run(options: Options) -> None:
     """Measure or read, plan, print, save."""
     if options.schedule == "relay":
-        relaying.run(
-            options.target, options.devices, options.memory, options.accelerator,
-            partial(_link, options),
-        )  # fmt: skip
+        blocks = _block_profile(options)
+        print(explained(blocks, options.devices, options.memory))  # noqa: T201
         return
     _cluster(options, NOMINAL)  # refuse impossible numbers before anything is measured
     profile = _profile(options)
@@ -181,7 +202,7 @@ def table(outcomes: Mapping[str, Outcome], best: Plan | None, speed: float = 1.0
             str(plan.num_replicas),
             str(plan.pipeline.student.num_stages),
             str(plan.num_microbatches),
-            quantities.format_seconds(plan.step_seconds / speed),
+            format_seconds(plan.step_seconds / speed),
             f"{plan.samples_per_second * speed:.0f}",
             f"{plan.bubble_ratio:.0%}",
             f"{late} update{'s' * (late > 1)}" if late else "none",
@@ -290,3 +311,75 @@ def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options
         return best(profile)
     except PartitionError as error:
         return str(error)
+
+
+def _block_profile(options: Options) -> RelayProfile:
+    """Measure each block of a module that relays them.
+
+    Raises:
+        ConfigurationError: The module has no blocks.
+    """
+    module, data = modules.load(options.target)
+    if not isinstance(module, BlockwiseDistillation):
+        raise ConfigurationError(
+            f"--schedule relay needs a module of blocks: class {type(module).__name__}("
+            "BlockwiseDistillation, LightningModule)"
+        )
+    link = _link(options)
+
+    def measured(trainer: Trainer, batch: Tensor) -> RelayProfile:
+        device = module.block_input(batch).device
+        context = trainer.strategy.precision_plugin.forward_context
+        here = Rank(module, NETWORKS, Alone(), device, context=context)
+        callback, setup = BlockwiseRelay(profile_steps=_BLOCK_STEPS), SetupOptions(costs="measured")
+        optimizers = list(map(plain_optimizer, trainer.optimizers))
+        planner = BlockPlanner(here, callback, setup, batch, optimizers)
+        found = planner.profile(range(1, options.devices + 1))
+        return replace(found, latency=link.latency, bandwidth=link.bandwidth)
+
+    return modules.after_one_step(module, data, measured, accelerator=options.accelerator)
+
+
+def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> str:
+    """Compare all modes, and describe the distribution of the best mode that relays.
+
+    Raises:
+        PartitionError: The blocks fit in no mode.
+    """
+    rows = [("", "mode", "step", "samples/s", "devices of each stage")]
+    plans, failures = {}, {}
+    for mode in MODES:
+        try:
+            plans[mode] = plan_mode(mode, profile, num_devices, memory)
+        except PartitionError as error:
+            failures[mode] = str(error)
+    relayed: list[Mode] = [mode for mode in plans if mode in {"dpu", "ahd", "ir"}]
+    if not relayed:
+        raise PartitionError("; ".join(dict.fromkeys(failures.values())))
+    seconds = {mode: seconds_per_batch(mode, plan, profile) for mode, plan in plans.items()}
+    best: Mode = min((seconds[mode], mode) for mode in relayed)[1]
+    for mode, plan in plans.items():
+        each = " ".join(map(str, plan.widths))
+        rate = profile.batch_size / seconds[mode]
+        mark = "*" if mode == best else ""
+        rows.append((mark, mode, format_seconds(seconds[mode]), f"{rate:.1f}", each))
+    lines = [*aligned(rows), *(f"{mode}: {failure}" for mode, failure in failures.items())]
+    blocks: list[tuple[str, ...]] = [("block", "teacher", "student", "gradients")]
+    for block in profile.blocks:
+        both = (block.teacher, block.student)
+        times = (format_seconds(each[profile.batch_size]) for each in both)
+        blocks.append((block.name, *times, f"{block.gradient_bytes / 1e6:.2f} MB"))
+    return "\n".join(
+        [*lines, "", *aligned(blocks), "", str(plans[best]), _reason(best, plans[best], profile)]
+    )
+
+
+def _reason(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> str:
+    """The reason for the time of a step."""
+    longest = max(range(plan.num_stages), key=lambda stage: plan.stage_seconds[stage])
+    work = sum(block.seconds(profile.batch_size) + block.update for block in profile.blocks)
+    return (
+        f"mode={mode!r} is the fastest that relays. Its step takes as long as its slowest stage, "
+        f"{longest}; the work of all blocks on whole batches, divided evenly, would take "
+        f"{format_seconds(work / plan.num_devices)}."
+    )

@@ -48,7 +48,15 @@ class StudentFanout(nn.Module):
         super().__init__()
         if not isinstance(heads, Mapping):
             heads = {f"head{index}": head for index, head in enumerate(heads)}
-        _check(heads)
+        if not heads:
+            raise ConfigurationError("StudentFanout needs a head")
+        if len({id(head) for head in heads.values()}) < len(heads):
+            raise ConfigurationError("StudentFanout: one module is given as two heads; copy it")
+        for name in heads:
+            if not name.isidentifier():
+                raise ConfigurationError(
+                    f"StudentFanout: {name!r} can't name a head; names are like those of variables"
+                )
         if on_nan not in {"raise", "stop"}:
             raise ConfigurationError(f"on_nan={on_nan!r}: 'raise' or 'stop'")
         self.heads = nn.ModuleDict(dict(heads))
@@ -127,18 +135,6 @@ class StudentFanout(nn.Module):
         self.stop(name, reason)
         for parameter in self.heads[name].parameters():
             parameter.grad = None
-
-
-def _check(heads: Mapping[str, nn.Module]) -> None:
-    if not heads:
-        raise ConfigurationError("StudentFanout needs a head")
-    if len({id(head) for head in heads.values()}) < len(heads):
-        raise ConfigurationError("StudentFanout: one module is given as two heads; copy it")
-    for name in heads:
-        if not name.isidentifier():
-            raise ConfigurationError(
-                f"StudentFanout: {name!r} can't name a head; names are like those of variables"
-            )
 
 
 def _explain_shapes(name: str, head: nn.Module, given: Any, error: RuntimeError) -> None:

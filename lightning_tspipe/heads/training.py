@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -229,11 +230,8 @@ class _SharedTrunk:
         place, self._place = self._place, self._place + 1
         given = pytree.tree_leaves((args, kwargs))
         if place == len(self._calls):
-            self._is_running = True
-            try:
+            with swap.attributes_replaced([(self, "_is_running", True)]):
                 result = self._run(*args, **kwargs)
-            finally:
-                self._is_running = False
             self._calls.append((given, result, _versions(result)))
         else:
             self._compare(given, self._calls[place][0])
@@ -253,18 +251,11 @@ class _SharedTrunk:
 
     def _compare(self, given: Sequence[Any], known: Sequence[Any]) -> None:
         """Note whether a head's inputs are those of the first one."""
-        if len(given) != len(known):
+        pairs = [(a, b) for a, b in zip(given, known, strict=False) if a is not b]
+        if len(given) != len(known) or not all(starmap(_are_alike, pairs)):
             _refuse_input(self._reader)
-        for a, b in zip(given, known, strict=True):
-            if a is b:
-                continue
-            if not isinstance(a, Tensor) or not isinstance(b, Tensor):
-                if not bool(a == b):
-                    _refuse_input(self._reader)
-                continue
-            if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
-                _refuse_input(self._reader)
-            if self._compares and not a.is_meta:
+        for a, b in pairs:
+            if self._compares and isinstance(a, Tensor) and not a.is_meta:
                 with torch._C.DisableTorchFunction():  # noqa: SLF001 - a look is no use of it
                     self._verdicts.append((self._reader, Late((a != b).any())))
 
@@ -277,6 +268,13 @@ class _SharedTrunk:
         for reader, differs in self._verdicts:
             if differs.tolist():
                 _refuse_input(reader)
+
+
+def _are_alike(a: Any, b: Any) -> bool:
+    """Whether two inputs are tensors of one kind, or equal values of another."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a == b)
+    return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
 def _refuse_input(reader: str) -> None:

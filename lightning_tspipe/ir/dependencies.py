@@ -80,11 +80,8 @@ def _relayed(action: Action, pipeline: Pipeline) -> list[Action]:
     groups, stage, unit = pipeline.layout(action.op).groups, action.stage, action.unit
     assert unit is not None
     width, before = len(groups[stage]), len(groups[stage - 1])
-    return [
-        Action(action.op, stage - 1, other, action.batch)
-        for other in range(before)
-        if may_overlap(other, before, unit, width)
-    ]
+    others = [other for other in range(before) if may_overlap(other, before, unit, width)]
+    return [Action(action.op, stage - 1, other, action.batch) for other in others]
 
 
 def _reduced(action: Action, pipeline: Pipeline) -> list[Action]:
@@ -139,11 +136,8 @@ def _read_by_loss(loss: Action, pipeline: Pipeline) -> list[Action]:
 
 
 def _outputs(op: Op, layout: NetworkLayout, batch: int) -> list[Action]:
-    return [
-        Action(op, stage, unit, batch)
-        for unit in range(layout.num_units)
-        for stage in sorted(layout.output_stages)
-    ]
+    stages = sorted(layout.output_stages)
+    return [Action(op, stage, unit, batch) for unit in range(layout.num_units) for stage in stages]
 
 
 def _gradient_sources(action: Action, pipeline: Pipeline, split: frozenset[int]) -> list[Action]:

@@ -52,18 +52,19 @@ class Schedule:
     asynchronous: bool = False
 
     @cached_property
+    def actions(self) -> tuple[Action, ...]:
+        """All actions, rank by rank."""
+        return tuple(chain.from_iterable(self.ranks))
+
+    @cached_property
     def split(self) -> frozenset[int]:
         """Student stages whose backward runs as I and W."""
-        actions = chain.from_iterable(self.ranks)
-        return frozenset(action.stage for action in actions if action.op is Op.INPUT_BACKWARD)
+        return frozenset(a.stage for a in self.actions if a.op is Op.INPUT_BACKWARD)
 
     @cached_property
     def needs(self) -> dict[Action, tuple[Dependency, ...]]:
         """Dependencies of each action, on the same rank or on others."""
-        return {
-            action: depends_on(action, self.pipeline, self.split)
-            for action in chain.from_iterable(self.ranks)
-        }
+        return {action: depends_on(action, self.pipeline, self.split) for action in self.actions}
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
@@ -92,10 +93,8 @@ class Schedule:
     @cached_property
     def receives(self) -> dict[int, tuple[Message, ...]]:
         """Messages that each rank receives, in the order in which they must be posted."""
-        return {
-            rank: tuple(message for message in self.messages if message.target == rank)
-            for rank in range(self.pipeline.num_ranks)
-        }
+        ranks = range(self.pipeline.num_ranks)
+        return {rank: tuple(m for m in self.messages if m.target == rank) for rank in ranks}
 
     def __str__(self) -> str:
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
@@ -116,7 +115,7 @@ class Schedule:
 def _consumers(schedule: Schedule) -> dict[Action, list[Dependency]]:
     """Dependencies on each producer, including those of actions that a later step runs."""
     pipeline = schedule.pipeline
-    actions = set(chain.from_iterable(schedule.ranks))
+    actions = set(schedule.actions)
     found: dict[Action, list[Dependency]] = {}
     for action in sorted(actions | _later(pipeline, actions), key=_stable):
         for dependency in depends_on(action, pipeline, schedule.split):

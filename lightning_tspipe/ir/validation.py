@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator
-from itertools import chain, product
+from itertools import product
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
@@ -47,14 +47,10 @@ def draw(schedule: Schedule, marked: Collection[Action] = ()) -> str:
     lines = []
     for rank, actions in enumerate(schedule.ranks):
         head = f"rank {rank}: "
-        cells = [str(action) for action in actions]
-        lines.append(head + " ".join(cells))
-        carets = [
-            "^" * len(c) if a in marked else " " * len(c)
-            for a, c in zip(actions, cells, strict=True)
-        ]
-        if "^" in "".join(carets):
-            lines.append(" " * len(head) + " ".join(carets).rstrip())
+        lines.append(head + " ".join(map(str, actions)))
+        carets = " ".join(("^" if cell in marked else " ") * len(str(cell)) for cell in actions)
+        if "^" in carets:
+            lines.append(" " * len(head) + carets.rstrip())
     return "\n".join(lines)
 
 
@@ -80,15 +76,13 @@ def _exists(action: Action, pipeline: Pipeline) -> bool:
     if action.unit is None:
         return action.stage < pipeline.num_ranks
     layout = pipeline.teacher if action.op is Op.TEACHER else pipeline.student
-    return (
-        layout is not None
-        and action.stage < layout.num_stages
-        and action.unit in layout.units_of(action.stage)
-    )
+    if layout is None or action.stage >= layout.num_stages:
+        return False
+    return action.unit in layout.units_of(action.stage)
 
 
 def _check_complete(schedule: Schedule) -> None:
-    counts = Counter(chain.from_iterable(schedule.ranks))
+    counts = Counter(schedule.actions)
     expected = dict.fromkeys(_expected(schedule))
     for action in expected:
         if action not in counts:
@@ -129,7 +123,7 @@ def _expected(schedule: Schedule) -> Iterator[Action]:
 def _forwards(schedule: Schedule) -> set[tuple[Op, int, int]]:
     """The op, stage and batch of all forwards: a stage runs all units of a batch, or none."""
     pipeline = schedule.pipeline
-    present = {(a.op, a.stage, a.batch) for a in chain.from_iterable(schedule.ranks)}
+    present = {(a.op, a.stage, a.batch) for a in schedule.actions}
     if schedule.asynchronous:
         return {cell for cell in present if cell[0] in {Op.FORWARD, Op.TEACHER}}
     students = {(Op.FORWARD, stage, 0) for stage in range(pipeline.student.num_stages)}

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from lightning_tspipe.networks.swap import attributes_replaced
+
 _HEAVY = tuple(
     f"{name}Backward"
     for name in ("Addbmm", "Addmm", "Baddbmm", "Bmm", "Convolution", "Linear", "MkldnnLinear", "Mm")
@@ -70,13 +72,9 @@ class SplitBackward:
         if not inputs:
             torch.autograd.backward(roots, gradients)
             return tuple(None for _ in self._inputs)
-        before = [tensor.grad for tensor in inputs]
-        for tensor in inputs:
-            tensor.grad = None
-        self._run(roots, gradients, inputs)
-        found = tuple(tensor.grad if tensor.requires_grad else None for tensor in self._inputs)
-        for tensor, gradient in zip(inputs, before, strict=True):
-            tensor.grad = gradient
+        with attributes_replaced((tensor, "grad", None) for tensor in inputs):
+            self._run(roots, gradients, inputs)
+            found = tuple(tensor.grad if tensor.requires_grad else None for tensor in self._inputs)
         self._inputs = ()
         return found
 

@@ -79,13 +79,13 @@ def arbitrary_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
-    """While inside, objects have other attributes.
+    """While inside, objects have other attributes, or tensors other gradients or data.
 
     Args:
         replacements: (object, name, value); none twice.
     """
     replacements = list(replacements)
-    previous = [vars(owner).get(name, _MISSING) for owner, name, _ in replacements]
+    previous = [_own(owner, name) for owner, name, _ in replacements]
     for owner, name, value in replacements:
         setattr(owner, name, value)
     try:
@@ -96,6 +96,12 @@ def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterato
                 delattr(owner, name)
             else:
                 setattr(owner, name, original)
+
+
+def _own(owner: Any, name: str) -> Any:
+    """What an object has itself under a name; ``_MISSING`` where it has its class's."""
+    # ``vars`` of a tensor don't show its gradient or its data.
+    return getattr(owner, name) if isinstance(owner, Tensor) else vars(owner).get(name, _MISSING)
 
 
 def forwards_replaced(

@@ -53,36 +53,28 @@ def cycle_seconds(
             so that it fills no bubble.
     """
     num_units, ranks = pipeline.student.num_units, pipeline.student.ranks
+    teacher = [0.0] * pipeline.num_ranks
+    if teacher_first and pipeline.teacher is not None:
+        for rank, cost in zip(pipeline.teacher.ranks, costs.teacher, strict=True):
+            teacher[rank] += pipeline.teacher.num_units * cost.forward
     # From the last stage back: the round trip of a unit from each stage to the loss grows.
     round_trip = costs.loss
     found = []
     for stage in reversed(range(len(ranks))):
         cost, rank = costs.student[stage], ranks[stage]
-        halves = cost.input_backward + cost.weight_backward
-        whole = halves if stage in split else cost.backward
-        own = num_units * (cost.forward + whole) + costs.optimizer[rank] + costs.effects[rank]
-        if teacher_first:
-            own += _teacher_seconds(pipeline, costs)[rank]
+        halves = cost.input_backward, cost.weight_backward
+        backward = halves if stage in split else (cost.backward,)
+        own = num_units * (cost.forward + sum(backward))
+        own = own + costs.optimizer[rank] + costs.effects[rank] + teacher[rank]
         if costs.reduction:
-            last = cost.weight_backward if stage in split else cost.backward
-            own += _exposed_reduction(costs.reduction[rank], last)
+            own += _exposed_reduction(costs.reduction[rank], backward[-1])
         found.append(own + round_trip)
-        first = cost.input_backward if stage in split else cost.backward
-        round_trip += cost.forward + first
-        before = ranks[stage - 1]
-        if stage and before != rank:
-            latency, bandwidth = costs.link(before, rank)
+        round_trip += cost.forward + backward[0]
+        source = ranks[stage - 1]
+        if stage and source != rank:
+            latency, bandwidth = costs.link(source, rank)
             round_trip += 2 * (latency + costs.student[stage - 1].output_bytes / bandwidth)
     return tuple(reversed(found))
-
-
-def _teacher_seconds(pipeline: Pipeline, costs: CostTable) -> list[float]:
-    """Seconds of the teacher on each rank."""
-    teacher, seconds = pipeline.teacher, [0.0] * pipeline.num_ranks
-    if teacher is not None:
-        for rank, cost in zip(teacher.ranks, costs.teacher, strict=True):
-            seconds[rank] += teacher.num_units * cost.forward
-    return seconds
 
 
 def _exposed_reduction(reduction: float, backward: float) -> float:

@@ -139,8 +139,7 @@ class Cluster:
         per_node = self.num_devices // self.num_nodes
         between = self.inter_node_link or self.link
         slower = Link(
-            max(self.link.latency, between.latency),
-            min(self.link.bandwidth, between.bandwidth),
+            max(self.link.latency, between.latency), min(self.link.bandwidth, between.bandwidth)
         )
         copies = [range(rank, self.num_devices, num_ranks) for rank in range(num_ranks)]
         # A node may end within one replica and not within another: any of them counts.

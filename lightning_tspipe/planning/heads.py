@@ -22,7 +22,7 @@ from operator import attrgetter
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.cluster import Link
 from lightning_tspipe.planning.partition import Chain
-from lightning_tspipe.planning.placement import WHOLE, Pieces, default_ranks
+from lightning_tspipe.planning.placement import WHOLE, Cuts, Pieces, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile, seconds_at
 from lightning_tspipe.planning.table import aligned, megabytes
 
@@ -88,7 +88,7 @@ class Spread:
         num_bytes: Bytes that each rank holds.
     """
 
-    cuts: tuple[int, ...]
+    cuts: Cuts
     ranks: tuple[int, ...]
     head_ranks: tuple[int, ...]
     busy: tuple[float, ...]
@@ -103,11 +103,8 @@ class Spread:
         """Describe each rank, as a table."""
         rows = [("rank", "trunk", "heads", "ms per step", "memory")]
         for rank, (seconds, size) in enumerate(zip(self.busy, self.num_bytes, strict=True)):
-            atoms = [
-                f"atoms {start}-{stop - 1}"
-                for stage, (start, stop) in enumerate(pairwise(self.cuts))
-                if self.ranks[stage] == rank
-            ]
+            stages = zip(pairwise(self.cuts), self.ranks, strict=True)
+            atoms = [f"atoms {start}-{stop - 1}" for (start, stop), at in stages if at == rank]
             own = [h.name for h, where in zip(heads, self.head_ranks, strict=True) if where == rank]
             cells = (", ".join(atoms) or "-", ", ".join(own) or "-")
             rows.append((str(rank), *cells, f"{seconds * 1e3:.1f}", megabytes(size)))
@@ -131,7 +128,7 @@ class Task:
     heads: Sequence[HeadCost]
     num_ranks: int
     memory_limit: float = math.inf
-    cuts: tuple[int, ...] | None = None
+    cuts: Cuts | None = None
     beside: Sequence[float] = ()
 
     def best(self) -> Spread:
@@ -255,12 +252,9 @@ def seconds_in_pieces(
 ) -> tuple[float, ...]:
     """Seconds of each atom, for a whole batch."""
     size = math.ceil(batch_size / pieces.number)
-    return tuple(
-        pieces.number * seconds_at(atom.forward, size)
-        if place < pieces.num_atoms
-        else seconds_at(atom.forward, batch_size)
-        for place, atom in enumerate(profile.atoms)
-    )
+    first, others = profile.atoms[: pieces.num_atoms], profile.atoms[pieces.num_atoms :]
+    divided = (pieces.number * seconds_at(atom.forward, size) for atom in first)
+    return (*divided, *(seconds_at(atom.forward, batch_size) for atom in others))
 
 
 def _peak(way: Pieces, batch_size: int, bytes_between: list[int]) -> float:

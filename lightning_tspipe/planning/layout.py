@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
@@ -12,9 +12,9 @@ from operator import add, sub
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.bounds import cycle_seconds
 from lightning_tspipe.planning.cluster import FREE
-from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.planning.placement import Cuts, default_ranks
 from lightning_tspipe.planning.profile import NetworkProfile
-from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.planning.workload import KINDS, Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.simulation.cost import CostTable, StageCost
 
@@ -51,8 +51,8 @@ class MemoryUse:
                 yield part.name, amounts[rank]
 
 
-_Part = tuple[int, int, int]
-"""First atom, end and rank of a stage."""
+_Parts = tuple[tuple[int, int, int], ...]
+"""First atom, end and rank of each stage."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Layout:
     """
 
     workload: Workload
-    student_cuts: tuple[int, ...]
+    student_cuts: Cuts
     num_microbatches: int
     split: frozenset[int] = frozenset()
-    teacher_bounds: tuple[int, ...] = ()
+    teacher_bounds: Cuts = ()
 
     @property
     def num_stages(self) -> int:
@@ -83,13 +83,13 @@ class Layout:
         return len(self.student_cuts) - 1
 
     @cached_property
-    def student_parts(self) -> tuple[_Part, ...]:
+    def student_parts(self) -> _Parts:
         """First atom, end and rank of each student stage."""
         ranks = default_ranks(self.num_stages, self.workload.num_ranks)
         return _parts(self.student_cuts, ranks)
 
     @cached_property
-    def teacher_parts(self) -> tuple[_Part, ...]:
+    def teacher_parts(self) -> _Parts:
         """First atom, end and rank of each teacher stage."""
         teacher, num_ranks = self.workload.teacher, self.workload.num_ranks
         if teacher is None:
@@ -101,7 +101,7 @@ class Layout:
         return tuple(part for part in ends if part[0] < part[1])
 
     @property
-    def teacher_cuts(self) -> tuple[int, ...]:
+    def teacher_cuts(self) -> Cuts:
         """First atom of each teacher stage, and the number of atoms; () without a teacher."""
         parts = self.teacher_parts
         return (*(start for start, _, _ in parts), parts[-1][1]) if parts else ()
@@ -119,9 +119,7 @@ class Layout:
         last = workload.num_ranks - 1
         return Pipeline(workload.num_ranks, student, teacher, last, coupling=coupling)
 
-    def _network(
-        self, network: NetworkProfile, parts: tuple[_Part, ...], num_calls: int
-    ) -> NetworkLayout:
+    def _network(self, network: NetworkProfile, parts: _Parts, num_calls: int) -> NetworkLayout:
         outputs = {
             stage
             for stage, (start, stop, _) in enumerate(parts)
@@ -135,43 +133,18 @@ class Layout:
     @cached_property
     def costs(self) -> CostTable:
         """Costs for the simulator."""
-        workload, units = self.workload, self.workload.units(self.num_microbatches)
-        ranks = workload.ranks
+        workload, ranks = self.workload, self.workload.ranks
         own, other = workload.unit_samples(self.num_microbatches)
-
-        def seconds(kind: str, part: _Part) -> float:
-            start, stop, rank = part
-            work = (units[kind][stop] - units[kind][start]) / ranks.speeds[rank]
-            return work + workload.action_overhead
-
-        student = tuple(
-            StageCost(
-                forward=seconds("forward", part),
-                backward=seconds("backward", part),
-                input_backward=seconds("input_backward", part),
-                weight_backward=seconds("weight_backward", part),
-                output_bytes=_output_bytes(workload.student, part, own),
-                result_bytes=_result_bytes(workload.student, part, own),
-            )
-            for part in self.student_parts
-        )
-        passes_on = workload.frozen
-        teacher = tuple(
-            StageCost(
-                forward=seconds("teacher", part),
-                output_bytes=_output_bytes(workload.teacher, part, other, passes_on=passes_on),
-                result_bytes=0 if passes_on else _result_bytes(workload.teacher, part, other),
-            )
-            for part in self.teacher_parts
-            if workload.teacher is not None
-        )
+        kinds, forward = {kind: kind for kind in KINDS}, {"forward": "teacher"}
+        student = self._stage_costs(workload.student, self.student_parts, own, kinds)
+        teacher = self._stage_costs(workload.teacher, self.teacher_parts, other, forward)
         between = ranks.inter_node_link if ranks.nodes else FREE
         gradients = self._per_rank(workload.student.gradient_sums, self.student_parts)
         sums = [ranks.reduction_seconds(rank, size) for rank, size in enumerate(gradients)]
         followed = self._teacher_bytes if workload.paired else [0.0] * workload.num_ranks
         return CostTable(
-            student=student,
-            teacher=teacher,
+            student=tuple(student),
+            teacher=tuple(teacher),
             loss=0.0,
             optimizer=self._update_seconds(gradients),
             effects=self._update_seconds(followed),
@@ -183,6 +156,40 @@ class Layout:
             inter_node_bandwidth=between.bandwidth,
             reduction=tuple(sums) if ranks.num_replicas > 1 else (),
         )
+
+    def _stage_costs(
+        self,
+        network: NetworkProfile | None,
+        parts: _Parts,
+        samples: float,
+        kinds: Mapping[str, str],
+    ) -> Iterator[StageCost]:
+        """Costs of the stages of a network.
+
+        Args:
+            network: The network; None: it has no stages.
+            parts: Atoms and rank of each stage.
+            samples: Samples in a unit.
+            kinds: The kind of work, as in ``Workload.units``, of each field with seconds.
+        """
+        workload, units = self.workload, self.workload.units(self.num_microbatches)
+        is_prefix = workload.frozen and network is not workload.student
+        for start, stop, rank in parts:
+            assert network is not None
+            atoms, speed = network.atoms[start:stop], workload.ranks.speeds[rank]
+            last = atoms[-1].output_bytes_per_sample
+            # The last stage sends nothing to another one, but to the loss: all if taps are unknown.
+            is_end = stop == network.num_atoms and not is_prefix
+            results = sum(atom.result_bytes_per_sample for atom in atoms) or last * is_end
+            seconds = {
+                field: (units[kind][stop] - units[kind][start]) / speed + workload.action_overhead
+                for field, kind in kinds.items()
+            }
+            yield StageCost(
+                **seconds,
+                output_bytes=0 if is_end else round(last * samples),
+                result_bytes=0 if is_prefix else round(results * samples),
+            )
 
     def _update_seconds(self, num_bytes: Sequence[float]) -> tuple[float, ...]:
         """Seconds of each rank to update so many bytes."""
@@ -311,7 +318,7 @@ class Layout:
         over += map(sub, self.memory_bytes, limits)
         return sum(amount for amount in over if amount > 0)
 
-    def _per_rank(self, sums: Sequence[float], parts: tuple[_Part, ...]) -> list[float]:
+    def _per_rank(self, sums: Sequence[float], parts: _Parts) -> list[float]:
         """What the atoms of each rank have together, from running sums over a network's atoms."""
         amounts = [0.0] * self.workload.num_ranks
         for start, stop, rank in parts:
@@ -324,29 +331,12 @@ class Layout:
         return self._per_rank(self.workload.teacher_sums, self.teacher_parts)
 
 
-def _parts(cuts: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[_Part, ...]:
+def _parts(cuts: Cuts, ranks: tuple[int, ...]) -> _Parts:
     return tuple((*ends, rank) for ends, rank in zip(pairwise(cuts), ranks, strict=True))
 
 
 def _whole(amounts: Iterable[float]) -> tuple[int, ...]:
     return tuple(map(round, amounts))
-
-
-def _output_bytes(
-    network: NetworkProfile, part: _Part, samples: float, *, passes_on: bool = False
-) -> int:
-    """Bytes that a stage sends to the next one; the last stage only if it is a frozen prefix."""
-    if part[1] == network.num_atoms and not passes_on:
-        return 0
-    return round(network.atoms[part[1] - 1].output_bytes_per_sample * samples)
-
-
-def _result_bytes(network: NetworkProfile, part: _Part, samples: float) -> int:
-    """Bytes that a stage sends to the loss; the network's output if its taps are unknown."""
-    amount = sum(atom.result_bytes_per_sample for atom in network.atoms[part[0] : part[1]])
-    if not amount and part[1] == network.num_atoms:
-        amount = network.atoms[-1].output_bytes_per_sample
-    return round(amount * samples)
 
 
 def num_batches(rank: int, num_ranks: int) -> int:

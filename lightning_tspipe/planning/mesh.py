@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -101,11 +102,8 @@ class _Division:
         _check(workload)
         counts = workload.microbatch_counts()
         even = CutSpace(workload, workload.num_ranks, counts[0]).balanced()
-        choices = [
-            replace(even, num_microbatches=count, split=split)
-            for count in counts
-            for split in workload.splits(workload.num_ranks)
-        ]
+        ways = product(counts, workload.splits(workload.num_ranks))
+        choices = [replace(even, num_microbatches=count, split=split) for count, split in ways]
         return cls(workload, tuple(sorted(choices, key=attrgetter("bound"))[:_NUM_ESTIMATES]))
 
     @property
@@ -149,11 +147,9 @@ def _fastest(problem: Callable[[int], Workload], num_devices: int) -> Plan:
         )
     found = _best(times)
     best = f"{found.num_replicas} replicas x {found.pipeline.num_ranks} ranks"
-    slower = [
-        f"{one} about {_ms(times[one])}"
-        for one in sorted(times, key=times.__getitem__)
-        if one.workload.num_replicas != found.num_replicas
-    ]
+    order = sorted(times, key=times.__getitem__)
+    others = [one for one in order if one.workload.num_replicas != found.num_replicas]
+    slower = [f"{one} about {_ms(times[one])}" for one in others]
     slower += [f"{one} at least {_ms(one.bound)}" for one in waiting]
     text = ", faster than ".join(filter(None, [best, ", ".join(slower[:_MAX_NAMED])]))
     if failures:

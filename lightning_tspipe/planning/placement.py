@@ -6,6 +6,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Cuts = tuple[int, ...]
+"""First atom of each stage of a network, and the number of atoms; () without a network."""
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -64,9 +67,9 @@ class Placement:
     """
 
     num_ranks: int
-    student_cuts: tuple[int, ...]
+    student_cuts: Cuts
     student_ranks: tuple[int, ...]
-    teacher_cuts: tuple[int, ...] = ()
+    teacher_cuts: Cuts = ()
     teacher_ranks: tuple[int, ...] = ()
     num_microbatches: int = 1
     split: frozenset[int] = frozenset()
@@ -78,11 +81,7 @@ class Placement:
 
     @classmethod
     def of(
-        cls,
-        num_ranks: int,
-        student: tuple[int, ...],
-        teacher: tuple[int, ...] = (),
-        num_microbatches: int = 1,
+        cls, num_ranks: int, student: Cuts, teacher: Cuts = (), num_microbatches: int = 1
     ) -> Placement:
         """Stages on ranks as in :func:`default_ranks`; what is not called has no cuts.
 
@@ -97,7 +96,7 @@ class Placement:
         return cls(num_ranks, student, student_ranks, teacher, teacher_ranks, num_microbatches)
 
     @property
-    def cuts(self) -> dict[Literal["student", "teacher"], tuple[int, ...]]:
+    def cuts(self) -> dict[Literal["student", "teacher"], Cuts]:
         """The cuts of each network."""
         return {"student": self.student_cuts, "teacher": self.teacher_cuts}
 

@@ -20,7 +20,7 @@ from lightning_tspipe.ir.pipeline import NetworkLayout, Pipeline
 from lightning_tspipe.plain import Saved, from_plain, to_plain
 from lightning_tspipe.planning.bounds import busy_seconds
 from lightning_tspipe.planning.layout import Layout, MemoryUse
-from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.planning.placement import Cuts, Placement
 from lightning_tspipe.planning.relay import RelayPlan
 from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, build_step, steady_step
@@ -63,8 +63,8 @@ class Plan(Saved):
 
     schedule: str
     pipeline: Pipeline
-    student_cuts: tuple[int, ...]
-    teacher_cuts: tuple[int, ...]
+    student_cuts: Cuts
+    teacher_cuts: Cuts
     num_microbatches: int
     split: frozenset[int]
     costs: CostTable
@@ -184,7 +184,7 @@ class Plan(Saved):
         )
 
 
-def _held(layout: NetworkLayout | None, cuts: tuple[int, ...], rank: int) -> str:
+def _held(layout: NetworkLayout | None, cuts: Cuts, rank: int) -> str:
     """The stages of a rank and their atoms: ``0: atoms 0-11, 2: atoms 31-40``."""
     if layout is None:
         return "-"
@@ -240,10 +240,8 @@ class RunPlan:
 
     def to_entries(self) -> dict[str, str | None]:
         """Texts for a checkpoint, by key; the first one is what ``tspipe plan`` saves."""
-        return {
-            PLAN: None if self.plan is None else self.plan.to_json(),
-            PLACED: json.dumps(to_plain(replace(self, plan=None))),
-        }
+        plan = None if self.plan is None else self.plan.to_json()
+        return {PLAN: plan, PLACED: json.dumps(to_plain(replace(self, plan=None)))}
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> RunPlan | None:

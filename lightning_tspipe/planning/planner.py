@@ -148,11 +148,9 @@ class _Planner:
             found = self._refine_best(found)
         fastest = min(map(_seconds, found))
         finalists = sorted(found, key=lambda one: (max(one.seconds, fastest * TIE), one.simplicity))
-        exact = [
-            scored._replace(seconds=self._evaluator.exact(scored.layout))
-            for scored in finalists[: self._num_exact(finalists[0])]
-            if scored.seconds <= fastest * _NEAR
-        ]
+        tried = finalists[: self._num_exact(finalists[0])]
+        near = [one for one in tried if one.seconds <= fastest * _NEAR]
+        exact = [one._replace(seconds=self._evaluator.exact(one.layout)) for one in near]
         fastest = min(map(_seconds, exact))
         equal = [scored for scored in exact if scored.seconds <= fastest * TIE]
         best = min(equal, key=attrgetter("simplicity"))

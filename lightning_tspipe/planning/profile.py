@@ -67,12 +67,9 @@ class NetworkProfile:
 
     def holding(self, more_bytes: Sequence[int]) -> NetworkProfile:
         """The same network with additional bytes beside the parameters of each atom."""
-        return NetworkProfile(
-            tuple(
-                replace(atom, parameter_bytes=atom.parameter_bytes + more)
-                for atom, more in zip(self.atoms, more_bytes, strict=True)
-            )
-        )
+        pairs = zip(self.atoms, more_bytes, strict=True)
+        atoms = (replace(atom, parameter_bytes=atom.parameter_bytes + more) for atom, more in pairs)
+        return NetworkProfile(tuple(atoms))
 
     @cached_property
     def joined(self) -> frozenset[int]:

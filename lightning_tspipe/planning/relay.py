@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, starmap
+from operator import mul
 from typing import Literal
 
 from lightning_tspipe.errors import PartitionError
@@ -188,10 +189,7 @@ class RelayPlan:
             rows.append([str(stage), ", ".join(names), where, *measured, *held])
         text = "\n".join(aligned(rows))
         if self.stage_seconds:
-            busy = sum(
-                width * seconds
-                for width, seconds in zip(self.widths, self.stage_seconds, strict=True)
-            )
+            busy = sum(map(mul, self.widths, self.stage_seconds))
             used = busy / (self.num_devices * self.step_seconds)
             text += f"\n{1e3 * self.step_seconds:.2f} ms per step, devices busy {used:.0%}"
         return text
@@ -234,9 +232,7 @@ def distribute(
                 f"where {widest} devices share the batch, and each may hold {limit / 1e6:.1f} MB. "
                 f"{_REMEDY}"
             )
-    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...], tuple[int, ...]]] = {
-        (0, 0): (0.0, 0.0, (), ())
-    }
+    best: dict[tuple[int, int], _Option] = {(0, 0): (0.0, 0.0, (), ())}
     for blocks in range(1, num_blocks + 1):
         for devices in range(1, num_devices + 1):
             found = [
@@ -257,6 +253,10 @@ def distribute(
         )
     _, _, cuts, widths = best[num_blocks, num_devices]
     return profile.priced(RelayPlan((*cuts, num_blocks), widths))
+
+
+_Option = tuple[float, float, tuple[int, ...], tuple[int, ...]]
+"""Seconds of the slowest stage, those of all devices (to prefer less work), cuts and widths."""
 
 
 @dataclass(frozen=True)
@@ -345,10 +345,8 @@ def seconds_per_batch(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> flo
         return plan.step_seconds
     width = plan.num_devices
     share = largest_share(width, profile.batch_size)
+    teachers = accumulate(block.teacher[share] for block in profile.blocks)
     return sum(
-        sum(other.teacher[share] for other in profile.blocks[: index + 1])
-        + block.student[share]
-        + block.update
-        + profile.reduction_seconds(index, index + 1, width)
-        for index, block in enumerate(profile.blocks)
+        teacher + block.student[share] + block.update + profile.reduction_seconds(n, n + 1, width)
+        for n, (teacher, block) in enumerate(zip(teachers, profile.blocks, strict=True))
     )

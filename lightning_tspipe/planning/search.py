@@ -13,13 +13,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from operator import attrgetter
+from operator import attrgetter, sub
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.planning.folding import Folding
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import Chain
-from lightning_tspipe.planning.placement import default_ranks
+from lightning_tspipe.planning.placement import Cuts, default_ranks
 from lightning_tspipe.planning.table import megabytes
 from lightning_tspipe.planning.workload import Workload
 
@@ -60,7 +59,7 @@ class CutSpace:
     workload: Workload
     num_stages: int
     num_microbatches: int
-    start: tuple[int, ...] | None = None
+    start: Cuts | None = None
 
     def starts(self, hints: Sequence[Layout] = ()) -> list[Layout]:
         """Layouts that fit the memory, best bound first.
@@ -83,7 +82,7 @@ class CutSpace:
             return self._with_teacher(self.start)
         return min(self._climbed(), key=attrgetter("excess_and_bound"))
 
-    def _with_teacher(self, student: tuple[int, ...]) -> Layout:
+    def _with_teacher(self, student: Cuts) -> Layout:
         return with_teacher(Layout(self.workload, student, self.num_microbatches))
 
     def _candidates(self, hints: Sequence[Layout]) -> Iterator[Layout]:
@@ -115,17 +114,13 @@ class CutSpace:
         workload = self.workload
         if self.num_stages > workload.num_ranks or workload.independent_teacher is not None:
             return None
+        seconds, joined = atom_seconds(workload, self.num_microbatches), workload.joined
+        speeds = self._of_stages(workload.ranks.speeds)
+        chain = Chain(seconds, self.num_stages, speeds=speeds, fits=self._fits, joined=joined)
         try:
-            cuts = Chain(
-                atom_seconds(workload, self.num_microbatches),
-                self.num_stages,
-                speeds=self._of_stages(workload.ranks.speeds),
-                fits=self._fits,
-                joined=workload.joined,
-            ).cut()
+            return Layout(workload, chain.cut(), self.num_microbatches)
         except PartitionError:
             return None
-        return Layout(workload, cuts, self.num_microbatches)
 
     def _fits(self, start: int, stop: int, stage: int) -> bool:
         """Whether the rank of ``stage`` can hold these atoms, and no others."""
@@ -153,7 +148,7 @@ class CutSpace:
         starts = [self._with_teacher(cuts) for cuts in dict.fromkeys(self.even())]
         return starts if self.num_stages > _MAX_CLIMBED else list(map(_climb, starts))
 
-    def even(self) -> Iterator[tuple[int, ...]]:
+    def even(self) -> Iterator[Cuts]:
         """Cuts whose stages take equally long, and cuts that fill the memories equally."""
         workload = self.workload
         seconds = atom_seconds(workload, self.num_microbatches)
@@ -200,12 +195,9 @@ def with_teacher(layout: Layout) -> Layout:
     own = Layout(workload.alone, layout.student_cuts, layout.num_microbatches)
     sums = workload.units(layout.num_microbatches)["teacher"]
     num_units = workload.num_calls[1] * layout.num_microbatches
-    free = [
-        min(workload.state_limit - state, limit - memory)
-        for state, memory, limit in zip(
-            own.state_bytes, own.memory_bytes, workload.memory_limits, strict=True
-        )
-    ]
+    room = map(sub, workload.memory_limits, own.memory_bytes)
+    states = zip(own.state_bytes, room, strict=True)
+    free = [min(workload.state_limit - state, left) for state, left in states]
     try:
         bounds = Chain(
             [num_units * (b - a) for a, b in pairwise(sums)],
@@ -223,9 +215,7 @@ def with_teacher(layout: Layout) -> Layout:
     return replace(layout, teacher_bounds=bounds)
 
 
-def folded_cuts(
-    workload: Workload, num_microbatches: int, most_ranks: int
-) -> list[tuple[int, ...]]:
+def folded_cuts(workload: Workload, num_microbatches: int, most_ranks: int) -> list[Cuts]:
     """The most even cuts with two stages on some ranks, for each number of stages.
 
     Empty if they cannot be faster: if one stage per rank is about even, or if the teacher is cut
@@ -245,10 +235,9 @@ def folded_cuts(
     if max(busy) < _UNEVEN * sum(busy) / num_ranks:
         return []
     seconds, speeds = atom_seconds(workload, num_microbatches), workload.ranks.speeds[::-1]
-    found = (
-        Folding(seconds, speeds, num_stages, workload.joined).cut(max(busy) / _UNEVEN)
-        for num_stages in range(num_ranks + 1, 2 * num_ranks + 1)
-    )
+    numbers = range(num_ranks + 1, 2 * num_ranks + 1)
+    chains = (Chain(seconds, n, speeds=speeds, joined=workload.joined) for n in numbers)
+    found = (chain.fold(max(busy) / _UNEVEN) for chain in chains)
     return list(dict.fromkeys(cuts for cuts in found if cuts is not None))
 
 
@@ -258,11 +247,10 @@ def atom_seconds(workload: Workload, num_microbatches: int) -> list[float]:
     own, other = (calls * num_microbatches for calls in workload.num_calls)
     teacher = list(pairwise(units["teacher"])) if workload.paired else []
     teacher += [(0.0, 0.0)] * (workload.student.num_atoms - len(teacher))
+    forward, backward = pairwise(units["forward"]), pairwise(units["backward"])
     return [
         own * (f1 - f0 + b1 - b0) + other * (t1 - t0)
-        for (f0, f1), (b0, b1), (t0, t1) in zip(
-            pairwise(units["forward"]), pairwise(units["backward"]), teacher, strict=True
-        )
+        for (f0, f1), (b0, b1), (t0, t1) in zip(forward, backward, teacher, strict=True)
     ]
 
 
@@ -304,7 +292,7 @@ def does_not_fit(closest: Layout) -> PartitionError:
     )
 
 
-def _moved(cuts: tuple[int, ...], positions: Sequence[int], gap: int) -> Iterator[tuple[int, ...]]:
+def _moved(cuts: Cuts, positions: Sequence[int], gap: int) -> Iterator[Cuts]:
     """``cuts`` with an inner cut, or two that follow each other, moved by a few positions.
 
     Args:

@@ -25,9 +25,9 @@ class StepProfile(Step, Saved):
     @property
     def state_bytes(self) -> int:
         """Bytes of parameters of both networks, gradients and optimizer state, of one replica."""
-        networks = [self.student, *([self.teacher] if self.teacher is not None else [])]
-        held = sum(atom.parameter_bytes for network in networks for atom in network.atoms)
-        trained = sum(atom.trainable_bytes for atom in self.student.atoms)
+        networks = (self.student, self.teacher)
+        held = sum(each.parameter_sums[-1] for each in networks if each is not None)
+        trained = self.student.gradient_sums[-1]
         return held + int(trained * (1 + self.optimizer_bytes_per_parameter_byte))
 
     def recomputing(self, atoms: Collection[int]) -> StepProfile:

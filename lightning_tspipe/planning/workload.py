@@ -9,13 +9,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, combinations
+from itertools import accumulate, chain, combinations
 from typing import Literal
 
 from lightning_tspipe.errors import ConfigurationError, PartitionError
 from lightning_tspipe.planning.cluster import Cluster, Ranks
 from lightning_tspipe.planning.profile import NetworkProfile, Step
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
+
+KINDS = ("forward", "backward", "input_backward", "weight_backward")
+"""The student's work on a unit."""
 
 _LEAST_TRIED = 8
 """Numbers of micro-batches up to at least this one are tried; deep pipelines need more."""
@@ -128,7 +131,7 @@ class Workload(Step):
         sums = self._units.get(num_microbatches)
         if sums is None:
             own, other = self._unit_sizes(num_microbatches)
-            sums = {kind: _mean_sums(self.student, kind, own) for kind in _KINDS}
+            sums = {kind: _mean_sums(self.student, kind, own) for kind in KINDS}
             if not self.student.can_split:
                 half = tuple(amount / 2 for amount in sums["backward"])
                 sums |= {"input_backward": half, "weight_backward": half}
@@ -161,11 +164,10 @@ class Workload(Step):
         """
         rate = 1 + self.optimizer_bytes_per_parameter_byte
         copies = self.teacher_sums if self.paired and self.teacher_sums else (0,)
+        sums = zip(self.student.parameter_sums, self.student.gradient_sums, strict=True)
         return tuple(
             own + rate * trained + copies[min(atom, len(copies) - 1)]
-            for atom, (own, trained) in enumerate(
-                zip(self.student.parameter_sums, self.student.gradient_sums, strict=True)
-            )
+            for atom, (own, trained) in enumerate(sums)
         )
 
     @cached_property
@@ -251,11 +253,8 @@ class Workload(Step):
         if self.schedule != "tspipe" or not self.student.can_split:
             return (frozenset(),)
         if len(later) <= _MAX_SUBSETS:
-            return tuple(
-                frozenset(chosen)
-                for size in range(num_stages)
-                for chosen in combinations(sorted(later), size)
-            )
+            subsets = (combinations(sorted(later), size) for size in range(num_stages))
+            return tuple(map(frozenset, chain.from_iterable(subsets)))
         odd = frozenset(range(1, num_stages, 2))
         return frozenset(), frozenset({num_stages - 1}), odd, later
 
@@ -274,9 +273,6 @@ class Workload(Step):
         units = (max(sums["forward"][-1], teacher) + sums["backward"][-1]) / teacher
         needed = (self.num_ranks - 1) * math.ceil(min(units, _MAX_ACTIONS))
         return math.ceil(needed / self.num_calls[1])
-
-
-_KINDS = ("forward", "backward", "input_backward", "weight_backward")
 
 
 def _mean(values: Sequence[float]) -> float:

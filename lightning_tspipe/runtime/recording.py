@@ -22,7 +22,7 @@ class Recorder:
     def __init__(self) -> None:
         self.is_on = False
         # Texts and spans are made of them afterwards, when nobody waits.
-        self._ran: list[tuple[Action, int, float, float, int | None, int]] = []
+        self._ran: list[tuple[Action, int, float, float, tuple[int, ...]]] = []
         self._paused: list[tuple[str, float, float]] = []
 
     def start(self) -> None:
@@ -34,25 +34,18 @@ class Recorder:
         """End the window."""
         self.is_on = False
 
-    def ran(
-        self,
-        step: int,
-        action: Action,
-        started: float,
-        version: int | None = None,
-        predicted: int = 0,
-    ) -> None:
+    def ran(self, step: int, action: Action, started: float, *read: int) -> None:
         """An action of a step ran from ``started`` until now.
 
         Args:
             step: The step.
             action: The action.
             started: When it began.
-            version: Of the weights that it read, where there are several.
-            predicted: How many updates were predicted on top of it.
+            read: Where there are several versions of the weights, the one that it read, and how
+                many updates were predicted on top of it.
         """
         if self.is_on:
-            self._ran.append((action, step, started, _now(), version, predicted))
+            self._ran.append((action, step, started, _now(), read))
 
     def paused(self, reason: str, started: float) -> None:
         """From ``started`` until now, the rank did something between actions.
@@ -65,8 +58,8 @@ class Recorder:
     def spans(self, rank: int) -> tuple[Span, ...]:
         """The actions of the window."""
         return tuple(
-            Span(rank, str(action), action.op.value, step, started, ended, version, predicted)
-            for action, step, started, ended, version, predicted in self._ran
+            Span(rank, str(action), action.op.value, step, started, ended, *read)
+            for action, step, started, ended, read in self._ran
         )
 
     def pauses(self, rank: int) -> tuple[Pause, ...]:

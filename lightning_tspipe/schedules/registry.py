@@ -42,30 +42,23 @@ def lookahead(name: str, pipeline: Pipeline, depth: int = 1) -> tuple[int, ...]:
         pipeline: The pipeline.
         depth: For heads, how many batches their trunk runs ahead.
     """
-    if pipeline.coupling is Coupling.FANOUT:
-        depth = depth if runs_ahead(name) and pipeline.num_ranks > 1 else 0
-        return _reach(fanout(pipeline, before=depth, following=depth, depth=depth))
-    if name != ASYNCHRONOUS or pipeline.num_ranks == 1:
+    is_fanout = pipeline.coupling is Coupling.FANOUT
+    if not is_fanout and (name != ASYNCHRONOUS or pipeline.num_ranks == 1):
         ahead = runs_ahead(name) and pipeline.teacher is not None
         return (int(ahead),) * pipeline.num_ranks
-    return _reach(one_f_one_b(pipeline, fresh=False, ahead=pipeline.num_ranks))
-
-
-def _reach(schedule: Schedule) -> tuple[int, ...]:
-    """For each rank, the last batch that it works on or receives something of."""
-    return tuple(
-        max(
-            *(action.batch for action in actions),
-            *(message.producer.batch for message in schedule.receives[rank]),
-        )
-        for rank, actions in enumerate(schedule.ranks)
-    )
+    most = max(depth, pipeline.num_ranks)
+    schedule = build_step(name, pipeline, fresh=False, ahead=most, depth=depth)
+    furthest = []
+    for rank, actions in enumerate(schedule.ranks):
+        received = (message.producer for message in schedule.receives[rank])
+        furthest.append(max(action.batch for action in (*actions, *received)))
+    return tuple(furthest)
 
 
 def build_step(  # noqa: PLR0913 -- what one step is, in full
     name: str,
     pipeline: Pipeline,
-    costs: CostTable,
+    costs: CostTable | None = None,
     *,
     fresh: bool,
     ahead: int,
@@ -77,7 +70,7 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
     Args:
         name: ``"tspipe"`` (the best order that runs ahead), one of :data:`FIXED`, or ``"1f1b"``.
         pipeline: The pipeline.
-        costs: Costs by which ``"tspipe"`` chooses its order.
+        costs: Costs by which ``"tspipe"`` chooses its order; None: all stages cost the same.
         fresh: Whether nothing of this batch was done in a step before.
         ahead: Number of following batches that may be worked on.
         split: Student stages whose backward runs in two halves.
@@ -96,7 +89,7 @@ def build_step(  # noqa: PLR0913 -- what one step is, in full
         return split_backward(FIXED[name](pipeline), split)
     has_teacher = pipeline.teacher is not None
     return synthesize(
-        pipeline, costs,
+        pipeline, costs or CostTable.uniform(pipeline),
         teacher_now=has_teacher and fresh, teacher_next=has_teacher and ahead > 0, split=split,
     )  # fmt: skip
 

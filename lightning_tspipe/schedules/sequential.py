@@ -25,11 +25,8 @@ from lightning_tspipe.schedules.phases import assemble, losses
 def sequential(pipeline: Pipeline) -> Schedule:
     """Stage after stage: teacher and student forwards; the loss; backwards, stage after stage."""
     forwards = list(_forwards(pipeline))
-    backwards = [
-        Action(Op.BACKWARD, action.stage, action.unit)
-        for action in reversed(forwards)
-        if action.op is Op.FORWARD
-    ]
+    students = [action for action in forwards if action.op is Op.FORWARD]
+    backwards = [Action(Op.BACKWARD, action.stage, action.unit) for action in reversed(students)]
     return assemble(pipeline, [*forwards, *losses(pipeline), *backwards])
 
 

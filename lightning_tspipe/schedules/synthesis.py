@@ -41,9 +41,8 @@ def synthesize(
         split: Student stages whose backward runs in two halves.
     """
     costs.check(pipeline)
-    fixed = split_backward(
-        tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next), split
-    )
+    paper = tspipe(pipeline, teacher_now=teacher_now, teacher_next=teacher_next)
+    fixed = split_backward(paper, split)
     graph = StepGraph.of(fixed)
     # The first and the last step of an epoch don't repeat.
     repeats = pipeline.teacher is None or teacher_now != teacher_next
@@ -69,9 +68,8 @@ def estimate_step_time(graph: StepGraph, costs: CostTable, num_policies: int = 1
         num_policies: Number of policies to try; more are more accurate.
     """
     policies = _policies(graph.schedule.pipeline, graph.schedule.split, ahead=True)
-    return min(
-        list_step_time(graph, costs, policy) for policy in islice(policies, max(1, num_policies))
-    )
+    tried = islice(policies, max(1, num_policies))
+    return min(list_step_time(graph, costs, policy) for policy in tried)
 
 
 def _ahead_last(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:

@@ -170,11 +170,9 @@ def attribute(timeline: Timeline, pipeline: Pipeline | None = None) -> Attributi
         )
     num_steps = timeline.num_steady_steps
     walk = _Walk(timeline, pipeline)
-    return Attribution(
-        tuple(idle for rank in range(timeline.num_ranks) for idle in walk.idle(rank)),
-        num_steps,
-        tuple((end - start) / num_steps for start, end in timeline.windows),
-    )
+    idle = tuple(each for rank in range(timeline.num_ranks) for each in walk.idle(rank))
+    seconds = tuple((end - start) / num_steps for start, end in timeline.windows)
+    return Attribution(idle, num_steps, seconds)
 
 
 class _Walk:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import chain, pairwise
+from itertools import pairwise
 
 from lightning_tspipe.errors import ScheduleError
 from lightning_tspipe.ir.action import Action, Op
@@ -69,15 +69,12 @@ class StepGraph:
     @classmethod
     def of(cls, schedule: Schedule) -> StepGraph:
         """Number the actions and messages of ``schedule``."""
-        actions = tuple(chain.from_iterable(schedule.ranks))
+        actions = schedule.actions
         index = {action: slot for slot, action in enumerate(actions)}
-        arrivals = {
-            (message.producer, message.consumer): slot
-            for slot, message in enumerate(schedule.messages, start=len(actions))
-        }
+        arrivals: dict[tuple[Action, Action], int] = {}
         sends: list[list[tuple[int, int, int]]] = [[] for _ in actions]
         for place, message in enumerate(schedule.messages):
-            slot = len(actions) + place
+            slot = arrivals[message.producer, message.consumer] = len(actions) + place
             sends[index[message.producer]].append((slot, message.target, place))
         needs = [[need.producer for need in schedule.needs[action]] for action in actions]
         return cls(
@@ -103,10 +100,8 @@ class StepGraph:
         Actions that the step before didn't run count as done: a timeline may start in the steady
         state.
         """
-        return tuple(
-            tuple(slot for pair in pairs if (slot := before.slot_of(*pair)) is not None)
-            for pairs in self.carried
-        )
+        found = ([before.slot_of(*pair) for pair in pairs] for pairs in self.carried)
+        return tuple(tuple(slot for slot in slots if slot is not None) for slots in found)
 
     def slot_of(self, producer: Action, consumer: Action) -> int | None:
         """The slot that ``consumer`` waits for; None if this step doesn't run ``producer``."""
@@ -172,10 +167,8 @@ class _Prices:
         links = [costs.link(message.source, message.target) for message in messages]
         self.actions = [costs.seconds(action) for action in graph.actions]
         self.latencies = [latency for latency, _ in links]
-        self.occupancy = [
-            costs.message_bytes(message) / bandwidth
-            for message, (_, bandwidth) in zip(messages, links, strict=True)
-        ]
+        sizes = zip(map(costs.message_bytes, messages), links, strict=True)
+        self.occupancy = [size / bandwidth for size, (_, bandwidth) in sizes]
 
 
 class Walk:

@@ -22,14 +22,6 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.plain import Saved
 
-_KINDS = {
-    Op.FORWARD: "forward",
-    Op.TEACHER: "teacher",
-    Op.BACKWARD: "backward",
-    Op.INPUT_BACKWARD: "backward",
-    Op.WEIGHT_BACKWARD: "backward",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -142,10 +134,8 @@ class Timeline(Saved):
         if len(self.steps) < 3:
             return ((self.start, self.end),) * self.num_ranks
         first, last = self.steps[0], self.steps[-2]
-        return tuple(
-            (self._step_end(rank, first), self._step_end(rank, last))
-            for rank in range(self.num_ranks)
-        )
+        ranks = range(self.num_ranks)
+        return tuple((self._step_end(rank, first), self._step_end(rank, last)) for rank in ranks)
 
     @property
     def step_time(self) -> float:
@@ -155,9 +145,8 @@ class Timeline(Saved):
     def busy(self, rank: int) -> float:
         """Seconds that ``rank`` works within its steady window."""
         start, end = self.windows[rank]
-        return sum(
-            max(0.0, min(span.end, end) - max(span.start, start)) for span in self.of_rank(rank)
-        )
+        within = (min(span.end, end) - max(span.start, start) for span in self.of_rank(rank))
+        return sum(max(0.0, seconds) for seconds in within)
 
     @property
     def bubble_ratio(self) -> float:
@@ -182,11 +171,12 @@ class Timeline(Saved):
         steady = self.steps[1:-1] or self.steps
         durations: dict[tuple[int, str], list[float]] = {}
         for span in self.spans:
-            if Op(span.op) in _KINDS and span.step in steady:
+            if not Op(span.op).is_rank_wide and span.step in steady:
                 key = (Action.parse(span.action).stage, span.op)
                 durations.setdefault(key, []).append(span.end - span.start)
         for (stage, op), seconds in sorted(durations.items()):
-            name = f"stage{stage}_{_KINDS[Op(op)]}_ms"
+            kind = Op(op).name.lower().rpartition("_")[2]  # of both halves, "backward"
+            name = f"stage{stage}_{kind}_ms"
             found[name] = found.get(name, 0.0) + fmean(seconds) * 1e3
         return found
 
@@ -208,14 +198,15 @@ class Timeline(Saved):
         """
         first, last = part or (self.start, self.end)
         scale = width / (last - first) if last > first else 0.0
+
+        def column(time: float) -> int:
+            return min(max(round((time - first) * scale), 0), width)
+
         lines = []
         for rank in range(self.num_ranks):
             cells = [" "] * width
             for span in self.of_rank(rank):
-                left, right = (
-                    min(max(round((time - first) * scale), 0), width)
-                    for time in (span.start, span.end)
-                )
+                left, right = column(span.start), column(span.end)
                 cells[left:right] = _cell(span, right - left)
             lines.append(f"rank {rank} |{''.join(cells)}|")
         return "\n".join(lines)

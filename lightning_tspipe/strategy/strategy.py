@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.runtime.batches.host_memory import keep_freed_memory
 from lightning_tspipe.runtime.faults.phases import HERE
+from lightning_tspipe.runtime.transport.replicas import shared_scaler
 from lightning_tspipe.runtime.weights.materializing import is_on_meta
 from lightning_tspipe.runtime.weights.policies import POLICIES
-from lightning_tspipe.runtime.weights.scaling import shared_scaler
 from lightning_tspipe.schedules.registry import SCHEDULES
 from lightning_tspipe.strategy.checkpoints.files import WholeFiles
 from lightning_tspipe.strategy.checkpoints.loading import CheckpointReader
@@ -167,14 +168,11 @@ class TSPipeStrategy(Run):
     def setup(self, trainer: Any) -> None:
         """Set up a run: refuse what a pipeline can't follow, and insert callbacks."""
         module, parts = self.module, self._parts
-        assert self.accelerator is not None
         parts.weights.forget_other_modules()
         self.accelerator.setup(trainer)
         if self.root_device.type == "cpu":
             keep_freed_memory()
         self.model = parts.weights.convert(module)
-        if self.num_ranks == 1:
-            parts.weights.fill_whole()
         if self.num_replicas == 1:
             # One rank logs for all: there is nothing to reduce.
             warnings.filterwarnings("ignore", message=".*sync_dist=True.*", category=UserWarning)
@@ -232,7 +230,6 @@ class TSPipeStrategy(Run):
         """Tear down a run, however it ended."""
         parts, module = self._parts, self.lightning_module
         assert self.cluster_environment is not None
-        assert self.accelerator is not None
         if module is not None:
             vars(module).pop("_on_before_batch_transfer", None)
         self.shutdown.end_of_run()
@@ -313,11 +310,8 @@ class TSPipeStrategy(Run):
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """While inside, gradients are only added up: there are more batches before the update."""
-        self.reduces = False
-        try:
+        with attributes_replaced([(self, "reduces", False)]):
             yield
-        finally:
-            self.reduces = True
 
     @override
     def optimizer_step(

@@ -16,8 +16,8 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Pieces, Placement, default_ranks
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.frozen import Fanout
 from lightning_tspipe.runtime.stages.heads import Heads
 from lightning_tspipe.runtime.transport.channels import Channel

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everywhere
 
 from lightning_tspipe.planning.relay import Mode, RelayPlan, passes
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import (
     NETWORKS,

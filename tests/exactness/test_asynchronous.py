@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.layout import num_copies
 from lightning_tspipe.planning.placement import Placement
+from lightning_tspipe.runtime.execution.engine import Rank as RankOf
+from lightning_tspipe.runtime.execution.engine import Stopped
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank as RankOf
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.weights.policies import policy_of
 from lightning_tspipe.runtime.weights.versions import Read
@@ -232,7 +233,7 @@ def on_others(
     new_optimizer.load_state_dict(state)
     new.weights.optimizers, new.weights.trace = [new_optimizer], trace
     new.weights.batches_per_update = case.accumulate
-    new.resume(position, None, all_flights)
+    new.resume(Stopped(position, None, all_flights))
     new.shards.put_gradients(gradients, new.rank)
     return made, new, new_optimizer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import resource
@@ -21,6 +22,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_tspipe.errors import CheckpointError
+from lightning_tspipe.strategy.checkpoints import files
 from lightning_tspipe.strategy.checkpoints.files import explain_damage, write_whole
 from lightning_tspipe.strategy.checkpoints.folders import META_FILE, FolderSource
 from tests.faults.breaking import (
@@ -200,6 +202,29 @@ def test_a_file_that_does_not_fit_leaves_the_one_before(tmp_path: Path) -> None:
 def test_what_cannot_be_pickled_says_so(tmp_path: Path) -> None:
     with pytest.raises(AttributeError, match="lambda"):
         write_whole({"x": lambda: None}, tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_while_a_file_is_written_is_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's writer then misses some bytes, and raises an exception of its own."""
+
+    class Interrupted(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if len(data) > 100_000:
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    @contextmanager
+    def interrupted(path: Path) -> Iterator[io.BytesIO]:
+        path.touch()
+        yield Interrupted()
+
+    monkeypatch.setattr(files, "written_through", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        write_whole({"x": torch.ones(100_000)}, tmp_path / "a.ckpt")
+    assert caught.value.__suppress_context__
     assert not list(tmp_path.iterdir())
 
 

@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_tspipe import DelayedTeacherUpdate, TSPipeStrategy
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.schedules.registry import SCHEDULES
 from lightning_tspipe.strategy.setup.refusals import refuse_fused
 from tests.integration.by_hand import ByHand, body_and_tail
 from tests.integration.jobs import Job, run_job
@@ -377,7 +378,10 @@ def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "gpip"}, "schedule='gpip': choose 'tspipe', 'gpipe', 'sequential' or '1f1b'"),
+        (
+            {"schedule": "gpip"},
+            f"schedule='gpip': choose {', '.join(map(repr, SCHEDULES))} or '1f1b'",
+        ),
         ({"num_microbatches": 0}, "num_microbatches=0: 'auto' or a number from 1 on"),
         ({"num_microbatches": "two"}, "num_microbatches='two': 'auto' or a number from 1 on"),
         ({"partition": "even"}, "partition='even': 'auto', or the number of atoms of each stage"),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.action import Action
-from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.transport.replicas import (
     REST,
     GradientReduction,
@@ -59,7 +58,7 @@ def backward(
                 loss.backward()
             sent.append(made._num_sent)
 
-    made.run(list(losses), execute, Recorder())
+    made.run(list(losses), execute)
     return sent
 
 
@@ -107,9 +106,7 @@ def in_the_middle() -> Any:
     left: list[int] = []
     layers[1].register_full_backward_hook(lambda *_: left.append(made._num_sent))
     loss = layers(torch.ones(2, 8, requires_grad=True)).sum()
-    made.run(
-        [Action.parse("0B0")], lambda actions: loss.backward() if actions else None, Recorder()
-    )
+    made.run([Action.parse("0B0")], lambda actions: loss.backward() if actions else None)
     return left, len(made._buckets)
 
 
@@ -144,16 +141,14 @@ def with_sparse_gradients() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     made = GradientReduction({0: list(embedding.parameters())}, dist.group.WORLD)
     loss = embedding(torch.tensor([1])).sum()
-    made.run(
-        [Action.parse("0B0")], lambda actions: loss.backward() if actions else None, Recorder()
-    )
+    made.run([Action.parse("0B0")], lambda actions: loss.backward() if actions else None)
 
 
 def with_a_lost_peer() -> None:
     if connect(seconds=5) == 1:
         return
     made = GradientReduction({0: parameters(3)}, dist.group.WORLD)
-    made.run([], lambda _: None, Recorder())
+    made.run([], lambda _: None)
 
 
 def test_what_can_go_wrong(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_strategies_by_name(lightning: str) -> None:
 def test_arguments_of_the_strategy() -> None:
     parameters = inspect.signature(TSPipeStrategy.__init__).parameters
     assert [name for name in parameters if name not in {"self", "kwargs"}] == ARGUMENTS.split()
-    assert {*SCHEDULES, ASYNCHRONOUS} == {"tspipe", "gpipe", "sequential", "1f1b"}
+    assert {*SCHEDULES, ASYNCHRONOUS} == {options["schedule"] for options in STRATEGIES.values()}
 
 
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:

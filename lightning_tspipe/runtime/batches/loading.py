@@ -87,11 +87,6 @@ def isolated(loader: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _is_within(progress: dict[str, Any]) -> bool:
-    """Whether an epoch goes on in the middle, so that no hook of its beginning runs."""
-    return bool(progress["held"] and progress["num_batches"])
-
-
 @dataclass(eq=False)
 class LookaheadLoader:
     """The data rank's loader: it holds the next batches while the current one is trained.
@@ -338,8 +333,9 @@ class LookaheadLoader:
         """
         if self._resume is not None:
             self._restore(self._resume)
-        elif self._resumed is not None and not _is_within(self._resumed):
-            RandomStates(self._resumed["now"]).restore()
+        elif (resumed := self._resumed) and not (resumed["held"] and resumed["num_batches"]):
+            # Not in the middle of an epoch, where no hook of its beginning runs.
+            RandomStates(resumed["now"]).restore()
         else:
             return
         self._is_restored = (self._resume or self._resumed) is not None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.capture.plan import StepPlan, TensorSpec
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
@@ -82,15 +82,11 @@ class StepHeader:
         return max(spec.shape[0] for spec in self.inputs)
 
     def exchange_fields(
-        self,
-        fields: Sequence[int],
-        batch: Any,
-        transport: Transport,
-        channel: Channel,
-        pipeline: Pipeline,
+        self, plan: StepPlan, batch: Any, transport: Transport, channel: Channel, pipeline: Pipeline
     ) -> Receipt | None:
         """Send the fields that the step reads (data rank), or ask for them (loss ranks)."""
-        rank, data_rank, loss_ranks = transport.rank, pipeline.data_rank, pipeline.loss_ranks
+        fields, rank = plan.batch_fields, transport.rank
+        data_rank, loss_ranks = pipeline.data_rank, pipeline.loss_ranks
         if fields and rank == data_rank:
             leaves = pytree.tree_leaves(batch)
             sent = [leaves[i] for i in fields]

@@ -1,4 +1,7 @@
-"""One rank's part in training: what every engine holds, and may be asked between two steps.
+"""One rank: its way of training, what it has before stages are placed, and the engine it becomes.
+
+A training mode is chosen once, where an engine is made: a chain's is here, and others are in
+``modes``. Whoever has one asks it, and not which one it is.
 
 The engine knows nothing of Lightning: ``strategy`` calls it from Lightning's hooks, tests call it
 from threads. It is complete when it is made; by then the step is captured and its stages have been
@@ -8,29 +11,191 @@ given to the ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor, nn
+
+from lightning_tspipe.capture.plan import NetworkName, StepPlan
 from lightning_tspipe.capture.replay import StepRunner
-from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.capture.trace import Networks, Step, Tracer
+from lightning_tspipe.heads.student import StudentFanout
 from lightning_tspipe.ir.action import Op
-from lightning_tspipe.ir.pipeline import LOSS_RANK, Pipeline
+from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics
+from lightning_tspipe.networks.compiling import Compiler
 from lightning_tspipe.planning.placement import WHOLE, Placement
-from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution.executor import Losses, RankStages
-from lightning_tspipe.runtime.execution.rank import Rank, TrainingMode
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
+from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, RankStages
 from lightning_tspipe.runtime.faults.failures import waiting
+from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import Run
-from lightning_tspipe.runtime.stages.stage import Execution, Stage, StageStatistics
+from lightning_tspipe.runtime.stages.heads import Heads
+from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
+from lightning_tspipe.runtime.stages.stage import Execution, Stage
+from lightning_tspipe.runtime.transport.base import Transport
+from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.materializing import Materializer
-from lightning_tspipe.runtime.weights.ownership import Shards
+from lightning_tspipe.runtime.weights.ownership import Shards, followed_tensors, forget_graphs
 from lightning_tspipe.runtime.weights.prediction import TeacherPrediction
 from lightning_tspipe.runtime.weights.versions import StageWeights
+
+
+class TrainingMode:
+    """A way of training: networks, placement, handlers, losses, and what happens between steps.
+
+    This one is a chain: a student, and perhaps a teacher beside it, whose outputs one loss on one
+    rank reads. Others say what differs from it.
+
+    Attributes:
+        saves_lookahead: Whether checkpoints hold what has run ahead; otherwise it runs again.
+        beside: What is divided among the ranks, and does not go through the pipeline.
+        rehearsing: Around the trace of a step.
+        prologue: Around the part of a step that makes what the networks get.
+        apart: What ranks train apart, each in steps of its own, behind a teacher that never
+            changes; None: all steps are the loss rank's.
+        see: On the data rank: what is known of a batch whose networks' inputs were made.
+        known: The same of the batches that were told of, by their numbers.
+    """
+
+    saves_lookahead: ClassVar[bool] = True
+    _coupling: ClassVar[Coupling] = Coupling.CHAIN
+
+    def __init__(self) -> None:
+        self.beside: Mapping[NetworkName, Heads] = {}
+        self.apart: StudentFanout | None = None
+        self.rehearsing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.prologue: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.see: Callable[[Any, Sequence[Tensor]], Known] = lambda *_: NOTHING_KNOWN
+        self.known: dict[int, Known] = {}
+
+    # What there is, and where it lies
+
+    def layout(self, captured: Captured, placement: Placement) -> Pipeline:
+        """The pipeline of a captured step."""
+        layouts, num_units = captured.layouts(placement), placement.num_microbatches
+        # An evaluation may call the teacher only.
+        nothing = NetworkLayout(placement.student_ranks, 0, num_units, frozenset())
+        student, teacher = layouts.get("student", nothing), layouts.get("teacher")
+        data_rank, coupling = placement.data_rank, self._coupling
+        return Pipeline(placement.num_ranks, student, teacher, data_rank, LOSS_RANK, coupling)
+
+    def whole(self, placement: Placement) -> Placement:
+        """The same for the networks as the module has them."""
+        return placement
+
+    @property
+    def in_evaluation(self) -> TrainingMode:
+        """The mode of forward-only steps on the same stages."""
+        return TrainingMode()
+
+    def handlers(self, losses: Losses) -> dict[Op, Handler]:
+        """What runs the actions that are not those of stages."""
+        return {Op.LOSS: losses.run}
+
+    def reuses_inputs(self, plan: StepPlan) -> bool:  # noqa: ARG002
+        """Whether what networks get of a batch is made once, although its step comes later."""
+        return False
+
+    # What happens between steps
+
+    def begin(self, rank: int, pipeline: Pipeline) -> None:
+        """A rank has its stages."""
+
+    def begin_epoch(self, transport: Transport, pipeline: Pipeline) -> None:
+        """All ranks have their stages, or begin an epoch; every rank calls it."""
+
+    def end(self) -> None:
+        """The training is over; whoever asks now means the whole module."""
+
+    def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:  # noqa: ARG002
+        """What bounds how far ranks run ahead of each other, if their steps don't."""
+        return None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank has, whatever lies on it.
+
+    Attributes:
+        module: The module that has the networks.
+        networks: Their names.
+        transport: How to reach the other ranks.
+        device: Where this rank computes.
+        mode: The way of training.
+        seed: Seed of the steps' random streams, the same on all ranks.
+        context: The precision plugin's forward context.
+        replicas: The other pipelines that train the same networks on other batches.
+        compiler: Compiles what stages run.
+        stop: Whether the ranks were asked to stop.
+        recorder: Notes what this rank does when.
+    """
+
+    module: nn.Module
+    networks: Networks
+    transport: Transport
+    device: torch.device
+    mode: TrainingMode = field(default_factory=TrainingMode)
+    seed: int = 0
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+    replicas: Replicas = field(default_factory=Replicas)
+    compiler: Compiler | None = None
+    stop: Stop = field(default_factory=Stop)
+    recorder: Recorder = field(default_factory=Recorder)
+
+    def capture(self, step: Step, batch: Any, *, training: bool = True) -> Captured:
+        """Trace a step on its first batch; all ranks do it, with the same batch.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch.
+            training: Whether it takes part in a backward; without one, it may call parts of the
+                networks too.
+
+        Raises:
+            CaptureError: The step can't be captured.
+        """
+        module, names = self.module, self.networks
+        forget_graphs(module)  # before copies of attributes hold on to them
+        tracer = Tracer(module, names, self.device, parts=not training)
+        is_loss_rank = self.transport.rank == LOSS_RANK
+        with self.mode.rehearsing(), nullcontext() if training else torch.no_grad():
+            plan = tracer.trace(step, batch, self.seed)
+            runner = StepRunner(module, names, plan, is_loss_rank=is_loss_rank)
+            runner.late_effects(step, batch, self.seed, rehearsal=True)
+        networks = {
+            name: ChainNetwork.of(name, module, plan, self.device, self.context)
+            for name in plan.chains
+        }
+        followed: dict[str, str] = {}
+        if "teacher" not in networks:
+            needs_all = plan.has_ema and self.transport.num_ranks > 1
+            followed = followed_tensors(module, names, needs_all=needs_all)
+        return Captured(plan, networks, self.mode.beside, followed)
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """Where another engine stopped, and what it had in flight.
+
+    Attributes:
+        position: Its :attr:`Engine.position`.
+        ahead: What :meth:`Engine.ahead` gave, with the statistics of all its ranks.
+        in_flight: What :meth:`Engine.flights` gave on each of its ranks. With other stages or
+            another policy, the forwards are done again.
+        teacher_before: What its :class:`TeacherPrediction` knew, of all ranks.
+    """
+
+    position: tuple[int, int]
+    ahead: dict[str, Any] | None = None
+    in_flight: Sequence[dict[str, Any]] | None = None
+    teacher_before: dict[str, Any] | None = None
 
 
 class Engine(ABC):
@@ -122,7 +287,7 @@ class Engine(ABC):
                 pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
                 run = Execution(chain, network.blocks, statistics, again, pieces).run
             stages += [
-                Stage(op, index, network, StageStatistics(statistics, index), run)
+                Stage(op, index, network, statistics, run)
                 for index, owner in enumerate(pipeline.layout(op).ranks)
                 if owner == self.rank
             ]
@@ -205,27 +370,13 @@ class Engine(ABC):
                 that is about to be filled.
         """
 
-    def resume(
-        self,
-        position: tuple[int, int],
-        ahead: dict[str, Any] | None,
-        in_flight: Sequence[dict[str, Any]] | None = None,
-        teacher_before: dict[str, Any] | None = None,
-    ) -> None:
+    def resume(self, stopped: Stopped) -> None:
         """Go on where another engine stopped; all ranks call it before their first step.
-
-        Args:
-            position: Its :attr:`position`.
-            ahead: What :meth:`ahead` gave, with the statistics of all its ranks.
-            in_flight: What :meth:`flights` gave on each of its ranks. With other stages or another
-                policy, the forwards are done again.
-            teacher_before: What its :class:`TeacherPrediction` knew, of all ranks.
 
         Raises:
             CaptureError: The step uses other values of the teacher than that engine's.
         """
-        del ahead, in_flight, teacher_before
-        self._seed, self._index = position
+        self._seed, self._index = stopped.position
 
     @abstractmethod
     def drain(self) -> None:

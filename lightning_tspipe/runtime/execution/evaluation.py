@@ -24,7 +24,6 @@ from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.stages.captured import StepUnits
 from lightning_tspipe.runtime.transport.channels import Channel, Lane, edges_from, program_edges
 from lightning_tspipe.schedules.registry import build_step
-from lightning_tspipe.simulation.cost import CostTable
 
 _FORWARD_OPS = frozenset({Op.DATA, Op.FORWARD, Op.TEACHER, Op.LOSS})
 
@@ -70,8 +69,7 @@ class Evaluation:
         )  # fmt: skip
         mode = engine.mode.in_evaluation
         self._pipeline = mode.layout(captured, self._placement)
-        costs = CostTable.uniform(self._pipeline)
-        whole = build_step("gpipe", self._pipeline, costs, fresh=True, ahead=0).ranks
+        whole = build_step("gpipe", self._pipeline, fresh=True, ahead=0).ranks
         forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
         self._program = Schedule(self._pipeline, forwards)
         edges = program_edges(self._program)
@@ -112,13 +110,13 @@ class Evaluation:
         actions = self._program.ranks[engine.rank]
         self._stages.run(context, (a for a in actions if a.op is Op.DATA))
         fields = header.exchange_fields(
-            plan.batch_fields, batch, engine.transport, Channel.FIELDS, self._pipeline
+            plan, batch, engine.transport, Channel.FIELDS, self._pipeline
         )
 
         def whole() -> Any:
             return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
 
-        self._losses.prepare(step, whole, seed)
+        context.replay = step, whole, seed
         self._stages.run(context, (a for a in actions if a.op is not Op.DATA))
         self._losses.done()
         self._stages.finish(self._index, in_training=False)

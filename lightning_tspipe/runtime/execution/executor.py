@@ -50,6 +50,8 @@ class StepContext:
         program: What all ranks do.
         units: Units of the batches worked on, by offset (0: this batch, 1: the next, ...).
         inputs: On the data rank, the call inputs of the same batches.
+        replay: On such a rank, the step that its loss runs once more, what gives its batch when the
+            outputs are here, and the seed of its random stream.
         result: What the step returns, on a rank that computes a loss.
     """
 
@@ -57,6 +59,7 @@ class StepContext:
     program: Schedule
     units: dict[int, StepUnits]
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    replay: tuple[Step, Callable[[], Any], int] | None = None
     result: Any = None
 
     def runs(self, action: Action) -> bool:
@@ -336,20 +339,9 @@ class Losses:
     handlers: dict[Op, Handler] = field(default_factory=dict)
     leaves: dict[Value, Tensor] = field(default_factory=dict)
     given: Mapping[Value, Tensor] = field(default_factory=dict)
-    _prepared: tuple[Step, Callable[[], Any], int] | None = None
     _context: StepContext | None = None
     _started: tuple[Action, float] | None = None
     _run_backward: Callable[[], None] | None = None
-
-    def prepare(self, step: Step, batch: Callable[[], Any], seed: int) -> None:
-        """A step begins.
-
-        Args:
-            step: What will run.
-            batch: Gives its batch, when the outputs are here.
-            seed: Seed of its random stream.
-        """
-        self._prepared = step, batch, seed
 
     def prepare_backward(self, run_backward: Callable[[], None]) -> None:
         """The caller is about to have the backward run, in the middle of the replay at times."""
@@ -369,8 +361,8 @@ class Losses:
         return True
 
     def _replay(self, context: StepContext, action: Action) -> None:
-        assert self._prepared is not None
-        step, batch_of, seed = self._prepared
+        assert context.replay is not None
+        step, batch_of, seed = context.replay
         self.leaves, self._context = {}, context
         batch = batch_of()
         self._started = action, time.perf_counter()
@@ -385,7 +377,7 @@ class Losses:
 
     def done(self) -> None:
         """The step is over: a replay that goes on can't call networks any more."""
-        self._context = self._prepared = None
+        self._context = None
         self.given = {}
 
     def _output(self, call: int, ref: ValueRef) -> Tensor:

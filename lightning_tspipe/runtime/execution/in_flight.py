@@ -131,13 +131,13 @@ class InFlight:
         teacher = next((stage for stage in self._stages if stage.op is Op.TEACHER), None)
         if teacher is not None:
             for call, found in ahead["statistics"].items():
-                teacher.statistics.put_ahead((-1, 0, call), self._by_layer(found))
+                teacher.put_ahead((-1, 0, call), self._by_layer(found))
 
     def _statistics(self) -> Iterable[tuple[str, tuple[int, int, int], dict[str, list[Part]]]]:
         """What ran ahead: the network, the batch, stage and call, and what its layers collected."""
         names = {layer: name for name, layer in self._engine.module.named_modules()}
         for stage in self._stages:
-            for key, layers in stage.statistics.ahead():
+            for key, layers in stage.statistics_ahead():
                 yield stage.network.name, key, {names[x]: parts for x, parts in layers.items()}
 
     def _by_layer(self, found: Mapping[str, Any]) -> dict[nn.Module, list[Part]]:
@@ -207,7 +207,7 @@ class InFlight:
         ops = {"student": Op.FORWARD, "teacher": Op.TEACHER}
         for network, batch, stage, call, found in written["statistics"]:
             owner = self._stages.of(Action(ops[network], stage, 0))
-            owner.statistics.put_ahead((batch, stage, call), self._by_layer(found))
+            owner.put_ahead((batch, stage, call), self._by_layer(found))
         buffers = [(b, b.clone()) for b in self._engine.module.buffers() if not b.is_meta]
         batches = written["weights"]["flights"]
         calls = dict.fromkeys(batches, 0)

@@ -56,7 +56,7 @@ class Programs:
     def __init__(
         self, pipeline: Pipeline, schedule: str, costs: CostTable | None, placement: Placement
     ) -> None:
-        costs, depth = costs or CostTable.uniform(pipeline), placement.depth
+        depth = placement.depth
         build = partial(build_step, schedule, pipeline, costs, split=placement.split, depth=depth)
 
         @cache
@@ -105,9 +105,7 @@ class Intake:
         self._end = -1
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         """On the data rank: what the networks get of the batches that were told of."""
-        self._now: tuple[Tensor, ...] = ()
-        """The same of the current batch, whose prologue ran once more, with its effects."""
-        self._units: dict[tuple[tuple[TensorSpec, ...], int], StepUnits] = {}
+        self._units = cache(partial(StepUnits, engine.captured, engine.placement))
 
     def open(self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]) -> dict[int, StepHeader]:
         """Tell of the batches, or hear of them.
@@ -123,7 +121,7 @@ class Intake:
         engine, lookahead = self._engine, self._programs.lookahead
         _, number = engine.position
         if engine.is_data_rank:
-            self._now = self._announce(step, batch, ahead)
+            self._announce(step, batch, ahead)
         started = time.perf_counter()
         last = self._await(number, number + lookahead[engine.rank])
         if not engine.is_data_rank:
@@ -138,7 +136,6 @@ class Intake:
         _, number = self._engine.position
         if self._engine.is_data_rank:
             self._tell(number, self._describe(number, step, batch))
-            self._now = self._inputs[number]
         self._await(number, number)
         return self._headers[number]
 
@@ -146,15 +143,13 @@ class Intake:
         self, headers: Mapping[int, StepHeader], number: int
     ) -> dict[int, tuple[Tensor, ...]]:
         """On the data rank: what the networks get, by the offset from a batch; empty elsewhere."""
-        if not self._engine.is_data_rank:
-            return {}
-        return {n - number: self._inputs[n] for n in headers} | {min(headers) - number: self._now}
+        return {n - number: self._inputs[n] for n in headers if n in self._inputs}
 
     def forget(self, number: int) -> None:
         """The step of a batch is over."""
         self._headers.pop(number, None)
+        self._engine.mode.known.pop(number, None)
         self._inputs.pop(number, None)
-        self._now = ()
 
     def drop(self) -> None:
         """None of the batches that were told of will come; every rank calls it."""
@@ -163,6 +158,7 @@ class Intake:
             receipt.wait()
         self._companions.clear()
         self._headers.clear()
+        self._engine.mode.known.clear()
         self._words.clear()
         self._inputs.clear()
         self._end = -1
@@ -216,17 +212,13 @@ class Intake:
             self._end = number
         else:
             self._headers[number] = header
+            self._engine.mode.known[number] = header.known
             self._end = -1
         if word:
             self._words[number] = word
 
-    def _announce(
-        self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]
-    ) -> tuple[Tensor, ...]:
+    def _announce(self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]) -> None:
         """On the data rank: find the call inputs, and tell of the batches that are new.
-
-        Returns:
-            The call inputs of this batch.
 
         Raises:
             CaptureError: Its calls have other shapes than when they ran ahead.
@@ -249,7 +241,6 @@ class Intake:
             if n in self._inputs:
                 continue
             if n == number:
-                self._inputs[n] = own
                 header = StepHeader.of(batch, own, known=known)
             else:
                 header = self._describe(n, its_step, following)
@@ -257,8 +248,9 @@ class Intake:
             self._exchange_early(header, following)
         if len(ahead) < most:
             self._tell(number + len(ahead) + 1, None, word)
+        # Of a batch that was told of before, the prologue ran once more, with its effects.
+        self._inputs[number] = own
         engine.recorder.ran(number, Action(Op.DATA, engine.rank), started)
-        return own
 
     def _describe(self, number: int, step: Step, batch: Any) -> StepHeader:
         """On the data rank: make what networks get of a batch to come."""
@@ -303,14 +295,9 @@ class Intake:
         return self._exchange_fields(header, batch) if self._programs.steps_early else None
 
     def _exchange_fields(self, header: StepHeader, batch: Any) -> Receipt | None:
-        fields, engine = self._plan.batch_fields, self._engine
-        return header.exchange_fields(
-            fields, batch, engine.transport, Channel.EARLY_FIELDS, engine.pipeline
-        )
+        plan, engine, channel = self._plan, self._engine, Channel.EARLY_FIELDS
+        return header.exchange_fields(plan, batch, engine.transport, channel, engine.pipeline)
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        engine, key = self._engine, (header.inputs, header.known.num_atoms)
-        if key not in self._units:
-            self._units[key] = StepUnits(engine.captured, engine.placement, *key)
-        return self._units[key]
+        return self._units(header.inputs, header.known.num_atoms)

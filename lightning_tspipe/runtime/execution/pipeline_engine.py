@@ -12,7 +12,6 @@ an action of a validated schedule, which the executor runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,11 +22,10 @@ from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.engine import Engine, Rank, Stopped
 from lightning_tspipe.runtime.execution.executor import StepContext
 from lightning_tspipe.runtime.execution.in_flight import InFlight
 from lightning_tspipe.runtime.execution.intake import BatchAndStep, Intake, Programs
-from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.transport.channels import Lane, edges_from, program_edges
 from lightning_tspipe.runtime.transport.replicas import REST, GradientReduction
@@ -79,7 +77,7 @@ class PipelineEngine(Engine):
         self._reduction: GradientReduction | None = None
         own = self.shards.by_stage(self.rank)
         if here.replicas.number > 1:
-            self._reduction = GradientReduction(own, here.replicas.peers)
+            self._reduction = GradientReduction(own, here.replicas.peers, self.recorder)
         self.losses = self.prepare(captured, pipeline, self.mode, trains=True)
         self.stages, self._runner = self.losses.stages, self.losses.runner
         self.stages.handlers[Op.EFFECTS] = self._effects
@@ -114,10 +112,6 @@ class PipelineEngine(Engine):
         """On the loss rank: what the step's calls gave so far, where gradients are wanted."""
         return list(self.losses.leaves.values())
 
-    def suspended(self) -> AbstractContextManager[None]:
-        """While inside, a replay that is running pauses: the networks are at hand."""
-        return self._runner.suspended()
-
     # A step
 
     def forward(
@@ -137,7 +131,7 @@ class PipelineEngine(Engine):
                 on now, and up to :attr:`lookahead` of them. They are the batches of the next calls,
                 unless :meth:`drain` is called on all ranks.
             replay: What runs on the loss rank in place of ``step``, with the real outputs; it may
-                call :meth:`backward` itself, within :meth:`suspended`.
+                call :meth:`backward` itself, while the replay is suspended.
 
         Returns:
             On a rank with a loss what the step returns, elsewhere None.
@@ -154,7 +148,7 @@ class PipelineEngine(Engine):
         self.stages.post_receives(context)
         run(action for action in scheduled if action.op is Op.EFFECTS)
         for stage in self.stages:  # what ran ahead for this batch counts now
-            stage.statistics.commit_ahead(self._index)
+            stage.commit_ahead(self._index)
         actions = [action for action in scheduled if action.op not in {Op.DATA, Op.EFFECTS}]
         stop = next(i for i, action in enumerate(actions) if action.op in self._ends)
         # The first that reads the teacher as this step leaves it behind.
@@ -164,7 +158,7 @@ class PipelineEngine(Engine):
         through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
         self._rest = actions[through:]
         seed = self._seed + self._index
-        self.losses.prepare(replay or step, self.intake.fields(header, batch), seed)
+        context.replay = replay or step, self.intake.fields(header, batch), seed
         run(actions[:late])
         if self.captured.plan.has_late_effects:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions
@@ -189,7 +183,6 @@ class PipelineEngine(Engine):
         number, intake = self._index, self.intake
         headers = intake.open(step, batch, ahead)
         units = {n - number: intake.units(header) for n, header in headers.items()}
-        self.mode.expect(headers)
         self.teacher_ran_ahead = has_begun = self._in_flight.begin(number, units[0])
         program = self._programs.of(fresh=not has_begun, ahead=len(headers) - 1)
         context = StepContext(number, program, units, intake.inputs(headers, number))
@@ -206,7 +199,7 @@ class PipelineEngine(Engine):
             self.losses.prepare_backward(run_backward)
             run((Action(Op.LOSS, self.rank),))
         if reduce and self._reduction is not None:
-            self._reduction.run(self._rest, run, self.recorder)
+            self._reduction.run(self._rest, run)
         else:
             run(self._rest)
         self._finish(context)
@@ -229,7 +222,6 @@ class PipelineEngine(Engine):
         number = self._index
         header = self.intake.open_one(step, batch)
         program, headers = teacher_only(self.pipeline), {number: header}
-        self.mode.expect(headers)
         inputs = self.intake.inputs(headers, number - 1)
         context = StepContext(number - 1, program, {1: self.intake.units(header)}, inputs)
         self.stages.post_receives(context)
@@ -265,16 +257,10 @@ class PipelineEngine(Engine):
         return self._in_flight.teacher_ahead(self._index) if self.mode.saves_lookahead else None
 
     @override
-    def resume(
-        self,
-        position: tuple[int, int],
-        ahead: dict[str, Any] | None,
-        in_flight: Sequence[dict[str, Any]] | None = None,
-        teacher_before: dict[str, Any] | None = None,
-    ) -> None:
-        super().resume(position, ahead, in_flight, teacher_before)
-        self._in_flight.resume(ahead, in_flight)
-        self._teacher_before = teacher_before
+    def resume(self, stopped: Stopped) -> None:
+        super().resume(stopped)
+        self._in_flight.resume(stopped.ahead, stopped.in_flight)
+        self._teacher_before = stopped.teacher_before
 
     @override
     def drain(self) -> None:

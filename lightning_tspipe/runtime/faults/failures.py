@@ -290,9 +290,8 @@ class Failures:
         dying = [each for each in self.job.neighbours().values() if each.is_ending]
         until(lambda: all(each.has_ended for each in dying), _A_MOMENT)
         what = f"{self.job.this} was ended by {signal.Signals(signum).name} in {HERE.text}"
-        is_first = self._find_cause() is None and not self.job.launcher_knows_more
-        if is_first and self._claim(what, self.job.rank):
-            say(_told(what))
+        if self._find_cause() is None and not self.job.launcher_knows_more:
+            self._tell(Found(what, "", self.job.rank))
 
     # The cause
 
@@ -389,7 +388,10 @@ class Failures:
         members = [member for member in map(job.find, range(job.num_ranks)) if member is not None]
         if all(map(job.is_near, members)):
             return None
-        self._beat()
+        if self.clock() >= self._next_beat:
+            self._next_beat = self.clock() + _BEAT_EVERY
+            self._num_beats += 1
+            job.notes.leave(f"beat/{job.rank}", f"{self._num_beats} {HERE.text}")
         watched = next_of_another_machine(members, job.this)
         if watched is None:
             return None
@@ -402,12 +404,6 @@ class Failures:
         where = heard.partition(" ")[2] or "the start-up"
         what = f"{watched} gives no sign of life for {limit:.0f} s, since {where}"
         return Found(what, "Is that machine up, and the network?", watched.rank)
-
-    def _beat(self) -> None:
-        if self.clock() >= self._next_beat:
-            self._next_beat = self.clock() + _BEAT_EVERY
-            self._num_beats += 1
-            self.job.notes.leave(f"beat/{self.job.rank}", f"{self._num_beats} {HERE.text}")
 
     # The end of this rank
 

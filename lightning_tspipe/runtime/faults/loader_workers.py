@@ -49,10 +49,8 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
             f"{address}, and none longer than {_LONGEST_ADDRESS} characters can be opened. Set "
             "TMPDIR to a shorter folder, or num_workers=0"
         )
-    if not _CAN_WAIT:
-        return iter(loader)
     context = loader.multiprocessing_context or multiprocessing
-    if context.get_start_method() == "forkserver":
+    if not _CAN_WAIT or context.get_start_method() == "forkserver":
         return iter(loader)
     if context.get_start_method() == "spawn":
         resource_tracker.ensure_running()  # its start lets the signal through

@@ -232,7 +232,10 @@ def _remove_leftovers(base: Path) -> None:
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether a rank of a job lives, which has lost its rank 0 and tells the others why it ends."""
+    """Whether somebody lives who has lost the job's rank 0.
+
+    A rank, which tells the others why it ends, or whoever launched them, who reads that in the end.
+    """
     for note in folder.glob("member-*"):
         with suppress(OSError, ValueError, KeyError):
             member = json.loads(note.read_text())

@@ -30,14 +30,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
+from lightning_tspipe.runtime.faults import local_processes
 from lightning_tspipe.runtime.faults.loader_workers import let_children_end
-from lightning_tspipe.runtime.faults.local_processes import (
-    Neighbour,
-    parent_of,
-    start_of,
-    this_machine,
-    until,
-)
+from lightning_tspipe.runtime.faults.local_processes import Neighbour
 from lightning_tspipe.runtime.faults.notes import FolderNotes, Notes, StoreNotes
 from lightning_tspipe.runtime.faults.phases import HERE, phase_of
 from lightning_tspipe.runtime.faults.private_folder import (
@@ -116,7 +111,13 @@ class Job:
 
     def __post_init__(self) -> None:
         pid = os.getpid()
-        self.this = Member(self.rank, os.uname().nodename, this_machine(), pid, start_of(pid))
+        self.this = Member(
+            self.rank,
+            os.uname().nodename,
+            local_processes.this_machine(),
+            pid,
+            local_processes.start_of(pid),
+        )
         self._known = {self.rank: self.this}
         self._neighbours: dict[int, Neighbour] = {}
 
@@ -128,6 +129,9 @@ class Job:
         Raises:
             ConfigurationError: Another process is this rank.
         """
+        if HEIR in os.environ:  # who reads what the ranks have told when all of them have ended
+            pid, started = map(int, os.environ[HEIR].split())
+            self.notes.leave("member/heir", json.dumps({"pid": pid, "started": started or None}))
         if not self.notes.claim(f"member/{self.rank}", json.dumps(asdict(self.this))):
             other = self._read(self.rank)
             raise ConfigurationError(
@@ -184,7 +188,7 @@ class Job:
         Raises:
             TransportError: One has not, after so many seconds or since the job has failed.
         """
-        in_time = until(lambda: not self.missing() or has_failed(), seconds)
+        in_time = local_processes.until(lambda: not self.missing() or has_failed(), seconds)
         if missing := ", ".join(map(str, self.missing())):
             if in_time:
                 raise TransportError(f"rank {missing} has not come")
@@ -225,7 +229,7 @@ class Job:
     @property
     def has_heir(self) -> bool:
         """Whether the process that has launched the ranks will look for what they have left."""
-        return HEIR in os.environ and not parent_of(os.environ[HEIR]).is_ending
+        return HEIR in os.environ and not local_processes.parent_of(os.environ[HEIR]).is_ending
 
     @property
     def launcher_knows_more(self) -> bool:
@@ -403,7 +407,7 @@ def _name(port: int, token: str = "") -> str:
 
 def _wait_for_rank_0(port: int, patience: timedelta) -> Path:
     name, seconds = _name(port), patience.total_seconds()
-    found = until(lambda: find_job_folder(name), seconds)
+    found = local_processes.until(lambda: find_job_folder(name), seconds)
     if found is None:
         raise TransportError(
             f"rank 0 did not come within {seconds:.0f} s. The ranks of one machine meet in "

@@ -8,23 +8,21 @@ first one has waited for. So the first head's forward and backward run those of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, final
+from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_tspipe.capture.plan import StepPlan
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import LOSS_RANK, Coupling, NetworkLayout, Pipeline
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
+from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN
+from lightning_tspipe.runtime.execution.engine import TrainingMode
 from lightning_tspipe.runtime.execution.executor import Handler, Losses, Pace, StepContext
-from lightning_tspipe.runtime.execution.rank import TrainingMode
 from lightning_tspipe.runtime.stages.captured import Captured, values_of_teacher
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
 from lightning_tspipe.runtime.stages.heads import Heads
@@ -45,7 +43,9 @@ class Prefix(TrainingMode):
 
     def __init__(self, part: FrozenPart) -> None:
         super().__init__()
-        self._part = part
+        if part.front is not None:
+            self.see = part.front.see
+        part.known = self.known
 
     @override
     def whole(self, placement: Placement) -> Placement:
@@ -56,16 +56,6 @@ class Prefix(TrainingMode):
             teacher_cuts=(),
             teacher_ranks=(),
         )
-
-    @override
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
-        front = self._part.front
-        return NOTHING_KNOWN if front is None else front.see(batch, inputs)
-
-    @override
-    def expect(self, headers: Mapping[int, StepHeader]) -> None:
-        if self._part.front is not None:
-            self._part.front.expect({n: header.known for n, header in headers.items()})
 
 
 @final
@@ -89,7 +79,8 @@ class Fanout(TrainingMode):
         self._heads = heads
         self._trains = trains
         self._cache = heads.cache if trains else None
-        self._known: dict[int, Known] = {}
+        if self._cache is not None:
+            self.see = self._cache.see
 
     @override
     def layout(self, captured: Captured, placement: Placement) -> Pipeline:
@@ -127,7 +118,7 @@ class Fanout(TrainingMode):
 
     def _give_features(self, losses: Losses, context: StepContext) -> None:
         """The features of a batch of which some were known."""
-        known = self._known.get(context.index, NOTHING_KNOWN)
+        known = self.known.get(context.index, NOTHING_KNOWN)
         if known.rows is not None:
             assert self._cache is not None
             values = values_of_teacher(losses.plan)
@@ -141,14 +132,6 @@ class Fanout(TrainingMode):
         # What a step does on this rank is what its replay does: one that trains no head has nothing
         # to do in it.
         return not plan.has_effects
-
-    @override
-    def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
-        return NOTHING_KNOWN if self._cache is None else self._cache.see(batch, inputs)
-
-    @override
-    def expect(self, headers: Mapping[int, StepHeader]) -> None:
-        self._known = {number: header.known for number, header in headers.items()}
 
     @override
     def pace(self, transport: Transport, pipeline: Pipeline, placement: Placement) -> Pace | None:

@@ -222,8 +222,7 @@ class StepUnits:
         return {ref: shapes.outputs[ref] for ref in refs if ref in shapes.outputs}
 
     def _producers(self, call: int, ref: ValueRef) -> tuple[Action, ...]:
-        found = self._forwards_of(call)
-        return tuple(action for action in found if ref in self.outputs(action))
+        return tuple(action for action in self._forwards_of(call) if ref in self.outputs(action))
 
     def _forwards_of(self, call: int) -> Iterator[Action]:
         called = self._plan.calls[call].network

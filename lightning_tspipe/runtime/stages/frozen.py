@@ -10,34 +10,19 @@ out. There is no staleness in that: frozen weights don't change::
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_tspipe.capture.plan import NetworkName, TensorSpec, ValueRef
+from lightning_tspipe.capture.plan import CallPlan, NetworkName, ValueRef
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.prefix import num_frozen
 from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call of the student, as far as its frozen part has to do with it.
-
-    Attributes:
-        taken: What its first atom gets for a batch.
-        passed: What its last one passes on.
-        seconds: Measures or looks up how long it runs.
-    """
-
-    taken: TensorSpec
-    passed: tuple[TensorSpec, ...]
-    seconds: Callable[[], float]
 
 
 class Front(Protocol):
@@ -47,12 +32,15 @@ class Front(Protocol):
     def num_known(self) -> int:
         """Behind so many atoms something may be known."""
 
-    def placed(self, part: FrozenPart, calls: Sequence[Call]) -> bool:
+    def placed(
+        self, part: FrozenPart, calls: Sequence[CallPlan], seconds: Callable[[], float]
+    ) -> bool:
         """A part is about to be cut, and all its values are here; every rank calls it.
 
         Args:
             part: The frozen part.
-            calls: Of the step.
+            calls: Of the student, in the step.
+            seconds: Measures or looks up how long the part runs in the first of them.
 
         Returns:
             Whether anything is going to be known of it.
@@ -61,17 +49,15 @@ class Front(Protocol):
     def see(self, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank, a batch whose frozen part will run, and its calls' inputs."""
 
-    def expect(self, batches: Mapping[int, Known]) -> None:
-        """The batches, by their numbers, that a step has to do with."""
-
     def run(
-        self, part: FrozenPart, place: tuple[int, slice], received: Tensors, atoms: tuple[int, int]
+        self, part: FrozenPart, known: Known, rows: slice, received: Tensors, atoms: tuple[int, int]
     ) -> Tensors:
         """What some atoms return for some samples of a batch.
 
         Args:
             part: The frozen part.
-            place: The batch, and the rows in it.
+            known: What :meth:`see` gave for the batch.
+            rows: The samples in it.
             received: What the first atom gets; nothing where it is known.
             atoms: The first one, and one after the last.
         """
@@ -83,6 +69,11 @@ class FrozenPart(ChainNetwork):
     Args:
         student: The whole chain.
         num_atoms: Its first atoms that are frozen.
+
+    Attributes:
+        num_frozen: The same.
+        front: Knows what the part returned for a sample before; None: nothing does.
+        known: What it knows of the batches that were told of, by their numbers.
     """
 
     def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
@@ -92,6 +83,7 @@ class FrozenPart(ChainNetwork):
         )  # fmt: skip
         self.num_frozen = num_atoms
         self.front: Front | None = None
+        self.known: Mapping[int, Known] = {}
 
     @override
     def run(
@@ -106,7 +98,8 @@ class FrozenPart(ChainNetwork):
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
         if self.front is None or place is None:  # or somebody asks for shapes
             return super().run(received, start, stop, grad=grad, run=run)
-        return self.front.run(self, place, received, (start, stop)), {}
+        number, rows = place
+        return self.front.run(self, self.known[number], rows, received, (start, stop)), {}
 
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
@@ -127,15 +120,12 @@ def refuse_teacher(captured: Captured) -> None:
         )
 
 
-def with_frozen(
-    captured: Captured, frozen: Collection[str], front: Front | None = None
-) -> tuple[Captured, FrozenPart | None]:
+def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, FrozenPart | None]:
     """Make the frozen beginning of the student a network of its own.
 
     Args:
         captured: A step with a student, and without a teacher.
         frozen: Names of the parameters that are frozen; they need no gradients.
-        front: Knows what the frozen part returned before.
 
     Returns:
         The captured step, and the frozen part; None if the first atom is trained.
@@ -145,8 +135,6 @@ def with_frozen(
     if student is None or number == 0:
         return captured, None
     part = FrozenPart(student, number)
-    is_tapped = bool(part.outputs_between(0, number))  # the step uses something in its middle
-    part.front = None if is_tapped else front
     networks: dict[NetworkName, ChainNetwork] = {"student": student, "teacher": part}
     return replace(captured, networks=networks), part
 

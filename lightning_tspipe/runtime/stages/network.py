@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +22,7 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
+from lightning_tspipe.capture.provenance import DrawCounter
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
@@ -238,6 +239,15 @@ class ChainNetwork:
         self._shapes[key] = UnitShapes(tuple(boundaries), outputs)
         return self._shapes[key]
 
+    def draws(self, plan: StepPlan) -> bool:
+        """Whether a step draws random numbers in it."""
+
+        def run(x: Tensor) -> None:
+            self.chain.run((x,), 0, len(self.atoms))
+
+        calls = plan.calls_of(self.called_as)
+        return any(draws(self.modules, run, plan.calls[index].input) for index in calls)
+
     def check_cuts(self, cuts: Sequence[int]) -> None:
         """Refuse cuts that separate the uses of one parameter.
 
@@ -256,6 +266,28 @@ class ChainNetwork:
                         f"{stage} of the {self.name}. Untie it, or choose a partition that keeps "
                         "its uses in one stage: TSPipeStrategy(partition=[...])"
                     )
+
+
+def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: TensorSpec) -> bool:
+    """Whether a forward draws random numbers, such as those of dropout; found on shapes.
+
+    Where it does, it matters which rank runs what.
+
+    Args:
+        modules: All that it runs, in the modes in which they will run.
+        run: The forward.
+        spec: Its input.
+
+    Returns:
+        Also True of a forward that can't be run without values.
+    """
+    found = DrawCounter()
+    try:
+        with swap.TensorSwap(list(modules), swap.meta_like)(), swap.random_stream(None), found:
+            run(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+    except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
+        return True
+    return found.count > 0
 
 
 def stretches(start: int, stop: int, is_so: Callable[[int], bool]) -> list[tuple[int, int, bool]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
 from itertools import count
 
 import torch
@@ -61,11 +62,16 @@ class Versions:
 class Stage:
     """One stage of a network: runs its forwards and backwards, and keeps the graphs in between.
 
+    The BatchNorm statistics of its calls count in the order in which the step makes the calls,
+    whatever the order in which a schedule runs their micro-batches. Those of a forward that runs
+    ahead do not count before the step of its batch has begun: between two steps the weights are
+    those of a run without a pipeline.
+
     Attributes:
         op: ``FORWARD`` for a stage that is trained, ``TEACHER`` for one that is forward-only.
         index: Its place in the network.
         network: The network; atoms of this stage hold real parameters.
-        statistics: When its BatchNorm statistics count.
+        statistics: The deferred BatchNorm statistics of the network.
         run: Runs atoms, if not the network's chain.
         saved: What forwards have kept.
         versions: Which version of the weights is read.
@@ -74,10 +80,14 @@ class Stage:
     op: Op
     index: int
     network: ChainNetwork
-    statistics: StageStatistics
+    statistics: DeferredStatistics
     run: Run | None = None
     saved: dict[Place, Saved] = field(default_factory=dict)
     versions: Versions = field(default_factory=Versions)
+    _left: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Of a batch, the calls in their order, and how many micro-batches are still to run."""
+    _ahead: list[tuple[int, int, int]] = field(default_factory=list)
+    """Batch, stage and call of statistics that do not count yet."""
 
     def _has_backward(self, action: Action, units: StepUnits) -> bool:
         return units.of(action).grad and self.op is Op.FORWARD
@@ -100,7 +110,7 @@ class Stage:
         # A student's forward that nobody trains reads what is there.
         versions = self.versions if grad or self.op is Op.TEACHER else Versions()
         reading = versions.forward(batch, action.batch)
-        with self.statistics.counting(batch, action, units), self.network.context(), reading:
+        with self._counting(batch, action, units), self.network.context(), reading:
             passed, outputs = self._run(batch, action, units, inputs)
         if grad:
             self._save(batch, action, inputs, passed + outputs)
@@ -110,7 +120,7 @@ class Stage:
         """Run a forward for its backward alone: others have what it gives."""
         inputs = self._detached(action, units, inputs)
         # They have been counted before.
-        with self.network.context(), self.statistics.deferred.ignored():
+        with self.network.context(), self.statistics.ignored():
             passed, outputs = self._run(batch, action, units, inputs)
         self._save(batch, action, inputs, passed + outputs)
 
@@ -152,12 +162,15 @@ class Stage:
     def forget(self, batch: int) -> None:
         """Keep nothing of a batch that is over, nor of those before it."""
         self.saved = {place: saved for place, saved in self.saved.items() if place[0] > batch}
-        self.statistics.finish(batch)
+        self._left = {number: left for number, left in self._left.items() if number > batch}
 
     def clear(self) -> None:
-        """Forget all batches."""
+        """Forget all batches: those that ran ahead will not be trained."""
         self.saved.clear()
-        self.statistics.drop_ahead()
+        self._left.clear()
+        for key in self._ahead:
+            self.statistics.discard(key)
+        self._ahead.clear()
 
     def _detached(self, action: Action, units: StepUnits, received: Tensors) -> Tensors:
         """What a forward gets, as the beginning of a graph."""
@@ -183,37 +196,10 @@ class Stage:
         ends = [result for result in results if result.requires_grad]
         self.saved[batch, action.unit or 0] = Saved(inputs, ends)
 
-
-def _passed_back(inputs: Tensors, gradients: Gradients) -> list[Tensor]:
-    return [
-        torch.zeros_like(tensor) if gradient is None else gradient
-        for tensor, gradient in zip(inputs, gradients, strict=True)
-        if tensor.requires_grad
-    ]
-
-
-@dataclass(eq=False)
-class StageStatistics:
-    """The BatchNorm statistics of a stage's calls: committed in the right order, not too early.
-
-    They count in the order in which the step makes its calls, whatever the order in which a
-    schedule runs their micro-batches. Those of a forward that runs ahead do not count before the
-    step of its batch has begun: between two steps the weights are those of a run without a
-    pipeline.
-
-    Attributes:
-        deferred: The statistics of the stage's network.
-        stage: The stage.
-    """
-
-    deferred: DeferredStatistics
-    stage: int
-    _left: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Of a batch, the calls in their order, and how many micro-batches are still to run."""
-    _ahead: list[tuple[int, int, int]] = field(default_factory=list)
+    # BatchNorm statistics
 
     @contextmanager
-    def counting(self, batch: int, action: Action, units: StepUnits) -> Iterator[None]:
+    def _counting(self, batch: int, action: Action, units: StepUnits) -> Iterator[None]:
         """Around a forward: its layers collect, where they can't simply update.
 
         Afterwards the calls that are complete now are committed, and all before them.
@@ -228,46 +214,44 @@ class StageStatistics:
             self._left[batch] = units.microbatches_at(action)
         left = self._left[batch]
         updates = unit.is_only and next(iter(left)) == unit.call and not action.batch
-        key = (batch, self.stage, unit.call)
-        with nullcontext() if updates else self.deferred.accumulate(key):
+        key = (batch, self.index, unit.call)
+        with nullcontext() if updates else self.statistics.accumulate(key):
             yield
         left[unit.call] -= 1
         while left and not left[call := next(iter(left))]:
             del left[call]
-            key = (batch, self.stage, call)
+            key = (batch, self.index, call)
             if action.batch:
                 self._ahead.append(key)
             else:
-                self.deferred.commit(key)
-
-    def finish(self, batch: int) -> None:
-        """The step of a batch is over."""
-        self._left = {number: left for number, left in self._left.items() if number > batch}
+                self.statistics.commit(key)
 
     def commit_ahead(self, batch: int) -> None:
-        """The step of a batch has begun, which may have run ahead."""
+        """The step of a batch has begun, which may have run ahead: its statistics count now."""
         for key in self._ahead:
             if key[0] <= batch:
-                self.deferred.commit(key)
+                self.statistics.commit(key)
         self._ahead = [key for key in self._ahead if key[0] > batch]
 
-    def drop_ahead(self) -> None:
-        """The batches that ran ahead will not be trained."""
-        self._left.clear()
-        for key in self._ahead:
-            self.deferred.discard(key)
-        self._ahead.clear()
-
-    def ahead(self) -> list[tuple[tuple[int, int, int], dict[nn.Module, list[Part]]]]:
+    def statistics_ahead(self) -> list[tuple[tuple[int, int, int], dict[nn.Module, list[Part]]]]:
         """Batch, stage and call of what ran ahead, and what its layers have collected."""
-        return [(key, self.deferred.collected(key)) for key in self._ahead]
+        return [(key, self.statistics.collected(key)) for key in self._ahead]
 
     def put_ahead(self, key: tuple[int, int, int], parts: Mapping[nn.Module, list[Part]]) -> None:
-        """As if this had been collected here, for a batch, a stage and a call."""
-        self.deferred.put(key, parts)
+        """As if these statistics had been collected here, for a batch, a stage and a call."""
+        self.statistics.put(key, parts)
         self._ahead.append(key)
 
 
+def _passed_back(inputs: Tensors, gradients: Gradients) -> list[Tensor]:
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for tensor, gradient in zip(inputs, gradients, strict=True)
+        if tensor.requires_grad
+    ]
+
+
+@dataclass(eq=False)
 class Execution:
     """How a rank runs atoms of one network: as they are, compiled, in pieces, or once more.
 
@@ -278,7 +262,7 @@ class Execution:
                          └─ again ─┘
         backward   x ──► a0 ──► a1, then their backward
 
-    Args:
+    Attributes:
         chain: Its atoms.
         blocks: Its modules by name.
         statistics: Its deferred BatchNorm statistics.
@@ -287,56 +271,49 @@ class Execution:
             them tensors have a row per sample, and before it nothing is emitted.
     """
 
-    def __init__(
-        self,
-        chain: AtomChain,
-        blocks: dict[str, nn.Module],
-        statistics: DeferredStatistics,
-        again: Collection[int] = (),
-        pieces: Pieces = WHOLE,
-    ) -> None:
-        self._pieces = pieces
-        self._chain = chain
-        self._statistics = statistics
-        self._again = frozenset(again)
+    chain: AtomChain
+    blocks: Mapping[str, nn.Module]
+    statistics: DeferredStatistics
+    again: Collection[int] = ()
+    pieces: Pieces = WHOLE
+
+    def __post_init__(self) -> None:
+        self._stretches = cache(partial(stretches, is_so=self.again.__contains__))
         self._stateful = {
             f"{name}.{path}".rstrip("."): child
-            for name, block in blocks.items()
+            for name, block in self.blocks.items()
             for path, child in block.named_modules()
             if child._buffers and not isinstance(child, _BatchNorm)  # noqa: SLF001
         }
-        self._ranges: dict[tuple[int, int], list[tuple[int, int, bool]]] = {}
 
     def run(self, received: Tensors, start: int, stop: int) -> Ran:
         """Run the atoms from ``start`` up to, not including, ``stop``; as ``AtomChain.run``."""
-        last = self._pieces.num_atoms
+        last = self.pieces.num_atoms
         if start > 0 or not 0 < last <= stop:  # not all of those: in an evaluation
             return self._run(received, start, stop)
-        parts = zip(*(tensor.chunk(self._pieces.number) for tensor in received), strict=True)
+        parts = zip(*(tensor.chunk(self.pieces.number) for tensor in received), strict=True)
         done = [self._run(part, start, last)[0] for part in parts]
         values = tuple(torch.cat(column) for column in zip(*done, strict=True))
         return self._run(values, last, stop) if last < stop else (values, {})
 
     def _run(self, received: Tensors, start: int, stop: int) -> Ran:
-        if not self._again or not torch.is_grad_enabled():
-            return self._chain.run(received, start, stop)
-        if (start, stop) not in self._ranges:
-            self._ranges[start, stop] = stretches(start, stop, self._again.__contains__)
+        if not self.again or not torch.is_grad_enabled():
+            return self.chain.run(received, start, stop)
         values = received
         outputs: dict[OutputRef, Tensor] = {}
-        for first, last, again in self._ranges[start, stop]:
-            run = self._run_again if again else self._chain.run
+        for first, last, again in self._stretches(start, stop):
+            run = self._run_again if again else self.chain.run
             values, new = run(values, first, last)
             outputs |= new
         return values, outputs
 
     def _run_again(self, received: Tensors, first: int, last: int) -> Ran:
         def run(*tensors: Tensor) -> Ran:
-            return self._chain.run(tensors, first, last)
+            return self.chain.run(tensors, first, last)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             # Around the forward, and around its repetition, which must not count twice.
-            return nullcontext(), self._statistics.ignored()
+            return nullcontext(), self.statistics.ignored()
 
         before = self._versions()
         result: Ran = checkpoint(run, *received, use_reentrant=False, context_fn=contexts)

@@ -8,15 +8,13 @@ way across the end of a step must not travel on them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from enum import IntEnum, unique
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from lightning_tspipe.ir.schedule import Message, Schedule
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
 
 
 @unique

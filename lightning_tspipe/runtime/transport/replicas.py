@@ -28,7 +28,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GroupMember, ReduceOp
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.action import Action, Op
@@ -190,6 +191,20 @@ class _Gather(torch.autograd.Function):
         return gradient[ctx.group.rank()], None
 
 
+def shared_scaler(scaler: torch.amp.GradScaler, device: torch.device) -> torch.amp.GradScaler:
+    """A scaler of 16-bit precision that skips a step if any rank of the job found an overflow.
+
+    Args:
+        scaler: How one rank would scale.
+        device: Where this rank computes.
+    """
+    if isinstance(scaler, ShardedGradScaler) or not scaler.is_enabled():
+        return scaler
+    shared = ShardedGradScaler(device.type, process_group=dist.group.WORLD)
+    shared.load_state_dict(scaler.state_dict())
+    return shared
+
+
 class _Bucket:
     """Parameters whose gradients travel together.
 
@@ -226,11 +241,13 @@ class GradientReduction:
         stages: The parameters of each of this rank's stages, in the order of the forward; under
             ``REST`` those of no stage.
         peers: The group of peers.
+        recorder: Notes the wait at the end.
         bucket_bytes: A bucket is sent when it holds so much.
     """
 
     stages: Mapping[int, Sequence[nn.Parameter]]
     peers: Any
+    recorder: Recorder = field(default_factory=Recorder)
     bucket_bytes: int = _BUCKET_BYTES
 
     def __post_init__(self) -> None:
@@ -254,18 +271,12 @@ class GradientReduction:
         ]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
 
-    def run(
-        self,
-        actions: Sequence[Action],
-        execute: Callable[[Sequence[Action]], None],
-        recorder: Recorder,
-    ) -> None:
+    def run(self, actions: Sequence[Action], execute: Callable[[Sequence[Action]], None]) -> None:
         """Run a backward; afterwards every gradient is the mean over the replicas.
 
         Args:
             actions: What this rank does after the backward of the loss.
             execute: Runs some of the actions.
-            recorder: Notes the wait at the end.
 
         Raises:
             TransportError: Another replica ended, or said nothing for too long.
@@ -292,7 +303,7 @@ class GradientReduction:
             with _reaching_peers():
                 bucket.work.wait()
             self._hand_back(bucket)
-        recorder.paused("reduce", started)
+        self.recorder.paused("reduce", started)
 
     def _start(self) -> None:
         everything = (p for parameters in self._known.values() for p in parameters)

@@ -241,7 +241,7 @@ class SharedMemoryTransport(Transport):
         try:
             os.ftruncate(file, size)
             peer.buffers.append(mmap.mmap(file, size))
-            self._push(target, _Kind.NEW, Channel.CONTROL, [place, size], files=[file])
+            self._push(target, _Kind.NEW, Channel.CONTROL, [place, size], file)
         finally:
             os.close(file)
         return place
@@ -293,12 +293,7 @@ class SharedMemoryTransport(Transport):
     # Words
 
     def _push(
-        self,
-        target: int,
-        kind: _Kind,
-        channel: Channel,
-        places: Sequence[int],
-        files: Sequence[int] = (),
+        self, target: int, kind: _Kind, channel: Channel, places: Sequence[int], *files: int
     ) -> None:
         """Send one packet; while the way is full, read what others send."""
         peer = self._peers[target]
@@ -307,7 +302,7 @@ class SharedMemoryTransport(Transport):
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                socket.send_fds(peer.socket, [packet], list(files))
+                socket.send_fds(peer.socket, [packet], files)
                 break
             except BlockingIOError:
                 self._make_room(target, deadline)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import pickle
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -49,13 +49,14 @@ class Work(Protocol):
 
 
 class Wire(ABC):
-    """Carries tensors; by NCCL's rules, unless it is kinder.
+    """Carries tensors, by NCCL's rules.
 
     Tensors of one lane of an edge are received in the order in which they were sent, and only what
     was asked for in that order arrives.
     """
 
-    def open(self, edges: Sequence[Edge]) -> None:  # noqa: B027 - some connect all ranks anyway
+    @abstractmethod
+    def open(self, edges: Sequence[Edge]) -> None:
         """Connect edges, the same on all ranks and in this order; holds the host for its peers.
 
         A rank that an edge doesn't concern takes note of it, no more.
@@ -68,31 +69,35 @@ class Wire(ABC):
         It is contiguous, and of one of ``WIRE_TYPES``.
         """
 
-    def close(self) -> None:  # noqa: B027 - some leave that to the end of the process
+    @abstractmethod
+    def close(self) -> None:
         """Give all edges back; what is under way is lost."""
 
 
+Begin = Callable[[Tensor, int, int, Channel], Work]
+
+
 class WiredTransport(Transport):
-    """Tensors on a wire.
+    """Tensors on something that posts transfers.
 
     What was sent is kept until it has left: a dropped handle would lose the message, a changed
     tensor would spoil it.
 
     Args:
-        wire: Carries tensors.
+        begin: Begins to send a tensor, or to receive into it, see :meth:`Wire.begin`.
         rank: This rank's place in the pipeline.
         num_ranks: Ranks in the pipeline.
         device: Where received tensors should be.
-        through_host: Whether the wire carries tensors of the host only: those of a GPU pass
-            through pinned memory.
+        through_host: Whether only tensors of the host can be sent: those of a GPU pass through
+            pinned memory.
     """
 
     def __init__(
-        self, wire: Wire, rank: int, num_ranks: int, device: torch.device, *, through_host: bool
+        self, begin: Begin, rank: int, num_ranks: int, device: torch.device, *, through_host: bool
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self._wire = wire
+        self._begin = begin
         self._device = device
         self._through_host = through_host and device.type == "cuda"
         self._now: list[tuple[Work, Tensor]] = []
@@ -110,7 +115,7 @@ class WiredTransport(Transport):
             payload = _as_wired(self._departing(payload.contiguous()))
             if payload.numel():  # otherwise the receiver knows its shape
                 with self._reaching("send to", target):
-                    work = self._wire.begin(payload, self.rank, target, channel)
+                    work = self._begin(payload, self.rank, target, channel)
                 self._now.append((work, payload))
 
     def _departing(self, tensor: Tensor) -> Tensor:
@@ -130,7 +135,7 @@ class WiredTransport(Transport):
         ]
         with self._reaching("receive from", source):
             works = [
-                self._wire.begin(_as_wired(buffer), source, self.rank, channel)
+                self._begin(_as_wired(buffer), source, self.rank, channel)
                 for buffer in buffers
                 if buffer.numel()
             ]
@@ -175,19 +180,8 @@ class WiredTransport(Transport):
             raise failure(self.rank, verb, peer, first_line(error)) from error
 
 
-class _GlooWire(Wire):
-    """Connects all ranks of a group, and matches messages by tags."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @override
-    def begin(self, tensor: Tensor, source: int, target: int, channel: Channel) -> Work:
-        return _begun(tensor, source, target, self._group, channel)
-
-
 class GlooTransport(WiredTransport):
-    """Ranks are the processes of the default group.
+    """Ranks are the processes of the default group; messages are matched by tags.
 
     CPU tensors travel directly, CUDA tensors through pinned memory.
 
@@ -200,8 +194,8 @@ class GlooTransport(WiredTransport):
 
     def __init__(self, device: torch.device, timeout: timedelta) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        wire = _GlooWire(dist.new_group(list(range(num_ranks)), timeout=timeout, backend="gloo"))
-        super().__init__(wire, rank, num_ranks, device, through_host=True)
+        group = dist.new_group(list(range(num_ranks)), timeout=timeout, backend="gloo")
+        super().__init__(partial(_begin, group), rank, num_ranks, device, through_host=True)
 
     @override
     def send_object(self, value: Any, target: int, channel: Channel = Channel.CONTROL) -> None:
@@ -218,7 +212,7 @@ class GlooTransport(WiredTransport):
 
     def _receive_into(self, buffer: Tensor, source: int, channel: Channel) -> None:
         with self._reaching("receive from", source):
-            self._wire.begin(buffer, source, self.rank, channel).wait()
+            self._begin(buffer, source, self.rank, channel).wait()
 
 
 class OrderedTransport(WiredTransport):
@@ -234,8 +228,9 @@ class OrderedTransport(WiredTransport):
     """
 
     def __init__(self, beside: Transport, wire: Wire, device: torch.device) -> None:
-        super().__init__(wire, beside.rank, beside.num_ranks, device, through_host=False)
+        super().__init__(wire.begin, beside.rank, beside.num_ranks, device, through_host=False)
         self._beside = beside
+        self._wire = wire
         self._on_wire: set[Edge] = set()
         self._on_host: set[Edge] = set()
         self._ends: deque[torch.cuda.Event] = deque()
@@ -342,7 +337,7 @@ class NcclWire(Wire):
                 "when the stages were placed. Please report it, with the step and the strategy"
             )
         # In its group, the later of the two ranks is number 1.
-        return _begun(tensor, int(source > target), int(target > source), self._groups[edge])
+        return _begin(self._groups[edge], tensor, int(source > target), int(target > source))
 
     @override
     def close(self) -> None:
@@ -355,7 +350,7 @@ class NcclWire(Wire):
                 dist.destroy_process_group(group)
 
 
-def _begun(tensor: Tensor, source: int, target: int, group: Any, tag: int = 0) -> Work:
+def _begin(group: Any, tensor: Tensor, source: int, target: int, tag: int = 0) -> Work:
     """Begin the transfer between two places in a group, of which this rank has one."""
     if group.rank() == source:
         work = dist.isend(tensor, group=group, group_dst=target, tag=tag)

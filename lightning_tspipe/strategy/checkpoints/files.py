@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import getitem
@@ -64,36 +64,47 @@ def write_whole(checkpoint: Any, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + _PART)
-    with explain_unsaved(path):
-        try:
-            with written_through(part) as file:
-                torch.save(checkpoint, file)
-            part.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                part.unlink()
-            raise
+    with whole_or_removed(path, part.unlink):
+        with written_through(part) as file:
+            torch.save(checkpoint, file)
+        part.replace(path)
 
 
 @contextmanager
-def explain_unsaved(path: Path) -> Iterator[None]:
-    """Say of a failure of the system that it kept a checkpoint from being saved."""
+def whole_or_removed(path: Path, remove: Callable[[], object] | None) -> Iterator[None]:
+    """Remove what was begun of a checkpoint if it fails inside, and explain a full disk, say.
+
+    Args:
+        path: The place of the checkpoint.
+        remove: Removes what is written beside it; None: another rank does.
+
+    Raises:
+        OSError: The system kept it from being saved.
+        KeyboardInterrupt: Ctrl-C did.
+    """
     try:
         yield
     except BaseException as error:
-        reason = system_error(error)
+        if remove is not None:
+            with suppress(OSError):
+                remove()
+        reason = what_happened(error)
         if reason is None:
             raise
+        if isinstance(reason, KeyboardInterrupt):
+            raise reason from None
         text = f"{reason.strerror}, so the checkpoint was not saved; earlier ones are untouched"
         raise OSError(reason.errno, text, str(path)) from None
 
 
-def system_error(error: BaseException) -> OSError | None:
-    """The failure of the system behind an exception; torch hides it behind one of its own."""
+def what_happened(error: BaseException) -> OSError | KeyboardInterrupt | None:
+    """A failure of the system, or Ctrl-C; torch hides it behind an exception of its own."""
     found: BaseException | None = error
-    while found is not None and not (isinstance(found, OSError) and found.errno):
+    while found is not None:
+        if isinstance(found, KeyboardInterrupt) or (isinstance(found, OSError) and found.errno):
+            return found
         found = found.__cause__ or found.__context__
-    return found
+    return None
 
 
 @contextmanager

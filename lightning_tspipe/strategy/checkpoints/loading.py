@@ -16,20 +16,7 @@ import torch
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.weights.materializing import GRADIENTS, Source, is_on_meta
-from lightning_tspipe.strategy.checkpoints.files import (
-    FileSource,
-    explain_damage,
-    innermost,
-    is_archive,
-    is_usual,
-    verify_file,
-)
-from lightning_tspipe.strategy.checkpoints.folders import (
-    IS_SUMMED,
-    FolderSource,
-    is_sharded,
-    newest,
-)
+from lightning_tspipe.strategy.checkpoints import files, folders
 from lightning_tspipe.strategy.training.optimizers import plain_optimizer
 from lightning_tspipe.strategy.training.steps import Parts
 
@@ -61,11 +48,11 @@ class CheckpointReader:
         Raises:
             CheckpointError: It is damaged.
         """
-        with explain_damage(given):
+        with files.explain_damage(given):
             checkpoint: dict[str, Any] = self._load(Path(given), given, weights_only)
             # Of shards that were made one file, in which nothing that is empty is left.
             apart = checkpoint.pop(GRADIENTS, {})
-            checkpoint.pop(IS_SUMMED, None)
+            checkpoint.pop(folders.IS_SUMMED, None)
             for state in checkpoint.get("optimizer_states", ()):
                 state.setdefault("state", {})
             if self._run.trainer.state.fn == "fit":
@@ -86,26 +73,26 @@ class CheckpointReader:
     def _load(self, path: Path, given: Any, weights_only: bool | None) -> Any:
         run, weights = self._run, self._weights
         weights.forget_other_modules()
-        path = newest(path)
-        if is_sharded(path):
+        path = folders.newest(path)
+        if folders.is_sharded(path):
             return self._load_folder(path, weights_only)
         if self._verifies:
-            self._tell_unverified(path, has_checksums=verify_file(path))
+            self._tell_unverified(path, has_checksums=files.verify_file(path))
         weights.source = None
         is_read_in_parts = run.spread is not None or is_on_meta(run.module)
         io = run.checkpoint_io
-        if is_read_in_parts and is_usual(innermost(io)) and is_archive(path):
+        if is_read_in_parts and files.is_usual(files.innermost(io)) and files.is_archive(path):
             # Only what is looked at comes into memory.
             checkpoint = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True)
         else:
             torch.cuda.empty_cache()
             checkpoint = io.load_checkpoint(given, weights_only=weights_only)
         if is_read_in_parts:
-            weights.source = FileSource(checkpoint)
+            weights.source = files.FileSource(checkpoint)
         return checkpoint
 
     def _load_folder(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        source = FolderSource(path, verify=self._verifies, trusts=weights_only is False)
+        source = folders.FolderSource(path, verify=self._verifies, trusts=weights_only is False)
         checkpoint = source.rest()
         self._tell_unverified(path, has_checksums=source.has_checksums)
         checkpoint["state_dict"] = {}

@@ -235,17 +235,17 @@ class CheckpointWriter:
             self._parts.weights.restore_optimizers()
 
     def end_writing(self, *, waits: bool) -> None:
-        """Write no more shards; wait for those that are being written, unless ranks may be gone."""
+        """Wait for what is being written.
+
+        Args:
+            waits: Whether for shards too; not if other ranks may be gone.
+
+        Raises:
+            Exception: One was not written, and no rank has ended yet; later it is too late to say.
+        """
         writer, self._writer = self._writer, None
         if writer is not None and waits:
             writer.wait()
-
-    def finish_files(self) -> None:
-        """Wait for files that are still being written.
-
-        Raises:
-            Exception: One of them was not, and no rank has ended yet; later it is too late to say.
-        """
         try:
             self._run.checkpoint_io.teardown()
         except Exception as error:

@@ -14,9 +14,10 @@ import io
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,21 +143,13 @@ class ShardWriter:
             folders.take_place_of(part, path)
 
         def finish() -> None:
-            with files.explain_unsaved(path), self._removed_on_failure(part):
+            remove = partial(shutil.rmtree, part, ignore_errors=True) if self._is_first else None
+            with files.whole_or_removed(path, remove):
                 results = self._all_write(write)
                 if self._is_first:
                     complete(results)
 
         return finish
-
-    @contextmanager
-    def _removed_on_failure(self, part: Path) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._is_first:
-                shutil.rmtree(part, ignore_errors=True)
-            raise
 
     def _all_write(self, write: Callable[[], Any]) -> list[Any]:
         """What all ranks have written; the error of one of them is raised by each."""
@@ -165,13 +158,13 @@ class ShardWriter:
             result = write()
         except Exception as error:  # noqa: BLE001 - raised when all know of it
             own, result = error, None
-        # Of another rank's error that is not the system's, its text: it may not be pickled.
-        told = own and (files.system_error(own) or f"{type(own).__name__}: {own}")
+        # Of another rank's error that is its own, the text: it may not be pickled.
+        told = own and (files.what_happened(own) or f"{type(own).__name__}: {own}")
         outcomes = self._gather((result, told))
         if own is not None:
             raise own
         for rank, (_, failure) in enumerate(outcomes):
-            if isinstance(failure, OSError):
+            if isinstance(failure, BaseException):
                 raise failure
             if failure is not None:
                 raise TransportError(

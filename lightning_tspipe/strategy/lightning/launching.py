@@ -31,16 +31,9 @@ from torch.multiprocessing.spawn import (
 
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.networks.swap import attributes_replaced
+from lightning_tspipe.runtime.faults import local_processes
 from lightning_tspipe.runtime.faults.failures import print_at_the_end, say
-from lightning_tspipe.runtime.faults.local_processes import (
-    PARENT,
-    before_exec,
-    end_with_parent,
-    parent_of,
-    signed_by_this_process,
-    until,
-    watch_launcher,
-)
+from lightning_tspipe.runtime.faults.local_processes import PARENT
 from lightning_tspipe.runtime.faults.private_folder import shared_temporary_folder
 from lightning_tspipe.runtime.faults.rendezvous import HEIR, JOB_TOKEN, Launched, process_name
 from lightning_tspipe.strategy.lightning.namespaces import installed_namespaces
@@ -135,7 +128,7 @@ class InWorker:
     method: str
     states: Any = None
     temporary: str | None = field(default_factory=lambda: tempfile.tempdir)
-    parent: str = field(default_factory=signed_by_this_process)
+    parent: str = field(default_factory=local_processes.signed_by_this_process)
     token: str = field(default_factory=secrets.token_hex)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,10 +138,10 @@ class InWorker:
             BaseException: Whatever the function raises, when callbacks and ranks know of it.
             SystemExit: It failed because another one did, and has said so.
         """
-        end_with_parent(self.parent)
+        local_processes.end_with_parent(self.parent)
         os.environ[PARENT] = os.environ[HEIR] = self.parent
         os.environ[JOB_TOKEN] = self.token
-        watch_launcher()
+        local_processes.watch_launcher()
         tempfile.tempdir = self.temporary
         if self.states is not None:
             self.states.restore()
@@ -189,8 +182,8 @@ class _Scripts:
 
         def start(command: Sequence[str], env: dict[str, str], cwd: str | None) -> Any:
             return subprocess.Popen(  # noqa: S603 - what the user started
-                command, cwd=cwd, env={**env, PARENT: signed_by_this_process()},
-                preexec_fn=before_exec(),  # noqa: PLW1509 - one system call, and no lock is taken
+                command, cwd=cwd, env={**env, PARENT: local_processes.signed_by_this_process()},
+                preexec_fn=local_processes.before_exec(),  # noqa: PLW1509 - one system call, and no lock is taken
             )  # fmt: skip
 
         os.environ[JOB_TOKEN] = secrets.token_hex()
@@ -267,14 +260,16 @@ class _Workers:
         Those that have not after a while, or at a second Ctrl-C, are killed.
         """
         try:
-            until(lambda: not any(worker.is_alive() for worker in self.procs), _GRACE)
+            local_processes.until(
+                lambda: not any(worker.is_alive() for worker in self.procs), _GRACE
+            )
         finally:
             for worker in self.procs:
                 if worker.is_alive():
                     worker.kill()
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        if parent_of(os.environ[HEIR]).is_ending:
+        if local_processes.parent_of(os.environ[HEIR]).is_ending:
             raise SystemExit(1)  # there is nobody who would take them
         with attributes_replaced([(tempfile, "tempdir", self._folder)]):
             return super()._collect_rank_zero_results(trainer, results)  # type: ignore[misc]

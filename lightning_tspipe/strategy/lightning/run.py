@@ -15,8 +15,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.errors import ConfigurationError, TransportError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
-from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.faults.failures import Failures, first_line
 from lightning_tspipe.runtime.faults.local_processes import watch_instead, watch_launcher
 from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet

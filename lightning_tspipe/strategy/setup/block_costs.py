@@ -28,9 +28,9 @@ from lightning_tspipe.plain import from_plain, plain, to_plain
 from lightning_tspipe.planning.plan import RunPlan
 from lightning_tspipe.planning.relay import BlockProfile, RelayPlan, RelayProfile, plan_mode
 from lightning_tspipe.profiling import moments
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, infer_shapes
-from lightning_tspipe.runtime.stages.randomness import draws
+from lightning_tspipe.runtime.stages.network import draws
 from lightning_tspipe.strategy.setup.options import SetupOptions
 from lightning_tspipe.strategy.setup.resumption import Resumption
 

@@ -18,9 +18,9 @@ from lightning_tspipe.planning.plan import Plan
 from lightning_tspipe.planning.profile import NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.profiling import seconds_of_forward
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.frozen import Call, Front, FrozenPart
+from lightning_tspipe.runtime.stages.frozen import Front, FrozenPart
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -187,7 +187,7 @@ def _known(profile: StepProfile, freezing: Freezing) -> StepProfile:
 
 
 def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezing) -> None:
-    """Have the front say whether it is going to know anything; every rank calls it.
+    """Put the front before the part if it is going to know anything; every rank calls it.
 
     Args:
         part: The frozen part.
@@ -195,24 +195,19 @@ def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezi
         captured: The step; all values of its networks are here.
         freezing: What is known.
     """
-    if part.front is None:
+    front, number, profile = freezing.front, part.num_frozen, freezing.profile
+    if front is None or part.outputs_between(0, number):  # the step uses something in its middle
         return
-    number, profile = part.num_frozen, freezing.profile
+    calls = [captured.plan.calls[index] for index in captured.plan.calls_of("student")]
+    spec = calls[0].input
 
-    def call(index: int) -> Call:
-        found = captured.plan.calls[index]
-        spec, size = found.input, found.input.shape[0]
+    def seconds() -> float:
+        if profile is not None:
+            return profile.student.sums("forward", spec.shape[0])[number]
+        return seconds_of_forward(part, number, spec, here.device)
 
-        def seconds() -> float:
-            if profile is not None:
-                return profile.student.sums("forward", size)[number]
-            return seconds_of_forward(part, number, spec, here.device)
-
-        shapes = part.shapes(spec, found.num_links, grad=False)
-        return Call(spec, shapes.boundaries[number], seconds)
-
-    if not part.front.placed(part, [call(i) for i in captured.plan.calls_of("student")]):
-        part.front = None
+    if front.placed(part, calls, seconds):
+        part.front = front
 
 
 def place_frozen(

@@ -25,10 +25,8 @@ from lightning_tspipe.plain import plain
 from lightning_tspipe.planning.plan import RunPlan, Source
 from lightning_tspipe.runtime.batches.loading import LookaheadLoader
 from lightning_tspipe.runtime.batches.random_states import RandomStates
-from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS
 from lightning_tspipe.strategy.setup.freezing import Freezing
 from lightning_tspipe.strategy.setup.options import SetupOptions
@@ -271,7 +269,7 @@ def changes(
         and captured.plan.draws_samples,
         "dropout, or whatever else in the networks is random, draws from the generator of the rank "
         "that runs it": (stages or units or replicas)
-        and any(network_draws(network, captured.plan) for network in networks),
+        and any(network.draws(captured.plan) for network in networks),
     }
     return [text for text, is_so in told.items() if is_so]
 

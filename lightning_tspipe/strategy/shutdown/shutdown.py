@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.faults.failures import end_with_this_process
 from lightning_tspipe.runtime.faults.loader_workers import hear_of_children, let_children_end
 from lightning_tspipe.runtime.faults.phases import HERE, SAVING
@@ -37,7 +39,7 @@ class Shutdown:
     _evaluator: Evaluator
     _requeues: bool = False
     _hears_no_more: bool = False
-    _muted: list[Any] = field(default_factory=list)
+    _muted: ExitStack = field(default_factory=ExitStack)
 
     # The other ranks
 
@@ -101,16 +103,13 @@ class Shutdown:
     def await_ends(self) -> None:
         """Where all ranks end together, or one is alone: until each has written what it writes."""
         self._saving.end_writing(waits=True)
-        self._saving.finish_files()
         if self._run.failures is not None:
             self._run.failures.await_ends()
 
     def on_exception(self, exception: BaseException) -> None:
         """The run ends by an exception, of which callbacks know by now."""
         self.begin_end(exception)
-        for callback in self._muted:
-            callback.save_on_exception = True
-        self._muted = []
+        self._muted.close()
         if self._run.is_failing:
             self._run.has_met = False  # the next run needs a transport that is open
         if type(exception).__name__ == "SIGTERMException":
@@ -121,18 +120,16 @@ class Shutdown:
 
     def _mute(self, trainer: Any) -> None:
         """Keep checkpoint callbacks from saving, and from removing what they saved before."""
-        for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "save_on_exception", False):
-                callback.save_on_exception = False
-                self._muted.append(callback)
-        if self._muted:
+        saves = [c for c in trainer.checkpoint_callbacks if getattr(c, "save_on_exception", False)]
+        muted = attributes_replaced((callback, "save_on_exception", False) for callback in saves)
+        self._muted.enter_context(muted)
+        if saves:
             self._saving.tell_unsaved()
 
     def end_of_run(self) -> None:
         """The run is over, also by an exception: wait for files, then for ranks that are there."""
         run = self._run
         self._saving.end_writing(waits=not run.is_failing)
-        self._saving.finish_files()
         if run.lightning_module is not None:
             # A process that ends takes what it sent with it, unless it has arrived.
             run.barrier("teardown")

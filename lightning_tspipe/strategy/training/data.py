@@ -64,8 +64,6 @@ class Data:
         run = self._run
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
         length = self._agreed_length(dataloader) if run.is_data_rank else None
-        if run.num_ranks == 1:
-            return self._look_ahead(dataloader)
         length = run.transport.broadcast_object(length, run.data_rank)
         if not run.is_data_rank:
             return RemoteLoader(dataloader, length, partial(self._hear, number))

@@ -29,11 +29,10 @@ from lightning_tspipe.planning.heads import (
 from lightning_tspipe.planning.partition import Chain
 from lightning_tspipe.planning.placement import WHOLE, Pieces, Placement
 from lightning_tspipe.planning.plan import RunPlan
-from lightning_tspipe.profiling import moments, profile_forwards
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.profiling import UPDATE_SECONDS_PER_BYTE, moments, profile_forwards
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import FeatureCache, Heads
-from lightning_tspipe.runtime.stages.randomness import network_draws
 from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup.options import parse_bytes
 from lightning_tspipe.strategy.setup.resumption import decided_once, made_for
@@ -41,7 +40,6 @@ from lightning_tspipe.strategy.setup.resumption import decided_once, made_for
 log = logging.getLogger("lightning_tspipe")
 
 _NUM_TIMED = 3
-_UPDATE_SECONDS_PER_BYTE = 2.5e-10
 _PIECES = (1, 2, 4, 8)
 
 
@@ -149,7 +147,7 @@ class HeadPlanner:
         said, plan = self.run.options.queue_depth, self.captured.plan
         depth = num_stages if said == "auto" else said
         matters = depth and self.here.transport.num_ranks > 1 and self.trains
-        if not matters or not network_draws(self.captured.networks["teacher"], plan):
+        if not matters or not self.captured.networks["teacher"].draws(plan):
             return depth
         if said != "auto":
             raise ConfigurationError(
@@ -252,7 +250,7 @@ class HeadPlanner:
                     parameter.grad = None
                 size = sum(p.nbytes for p in head.parameters())
                 held = round(size * (2 + _moments(head, self.run.optimizers)))
-                costs.append(HeadCost(name, seconds + held * _UPDATE_SECONDS_PER_BYTE, held))
+                costs.append(HeadCost(name, seconds + held * UPDATE_SECONDS_PER_BYTE, held))
         return costs
 
     def _prologue_seconds(self) -> float:

@@ -118,16 +118,14 @@ class ManualOptimization:
         if mode == "live":
             self._begin()
         kept = [hyperparameters(optimizer) for optimizer in self.optimizers]
-        replacements = [
+        replacements: list[tuple[Any, str, Any]] = [
             (owner, name, self._passing(getattr(owner, name), instead, silent))
             for owner, name, instead, silent in self._asked()
         ]
-        with swap.attributes_replaced(replacements):
-            self._mode = mode
+        with swap.attributes_replaced([*replacements, (self, "_mode", mode)]):
             try:
                 return step(batch)
             finally:
-                self._mode = "outside"
                 if mode == "silent":
                     for optimizer, groups in zip(self.optimizers, kept, strict=True):
                         set_hyperparameters(optimizer, groups)
@@ -135,12 +133,9 @@ class ManualOptimization:
     @contextmanager
     def _outside(self) -> Iterator[None]:
         """Out of the user's step for a while, so that what is called is what was meant."""
-        mode, self._mode = self._mode, "outside"
-        try:
-            with self.engine.suspended(), default_group(self._world):
-                yield
-        finally:
-            self._mode = mode
+        outside = swap.attributes_replaced([(self, "_mode", "outside")])
+        with outside, self.engine.losses.runner.suspended(), default_group(self._world):
+            yield
 
     def _asked(self) -> Iterator[tuple[Any, str, _Method, _Method]]:
         """Whose methods a step may call, their names, and what each does if it is live or not."""
@@ -385,7 +380,7 @@ class ManualOptimization:
             num_backwards: How many backwards of the user added up.
         """
         with (
-            _gradients_kept(self._untouched(reached, toggled)),
+            swap.attributes_replaced((p, "grad", None) for p in self._untouched(reached, toggled)),
             torch.enable_grad(),
             self._run.precision_plugin.forward_context(),
         ):
@@ -452,15 +447,3 @@ def _check_closure(closure: Any = None, **_kwargs: Any) -> None:
         "Write its lines before the step: the loss, self.manual_backward(loss), then "
         "optimizer.step()": closure is not None
     })  # fmt: skip
-
-
-@contextmanager
-def _gradients_kept(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    kept = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient

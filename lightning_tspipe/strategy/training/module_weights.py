@@ -12,8 +12,7 @@ from torch import nn
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.pipeline import LOSS_RANK
 from lightning_tspipe.networks.construction import Construction
-from lightning_tspipe.runtime.execution.engine import Engine
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.weights.materializing import Materializer, Source, is_on_meta
 from lightning_tspipe.runtime.weights.ownership import named_tensors, put
 from lightning_tspipe.strategy.lightning.run import Run
@@ -73,15 +72,13 @@ class ModuleWeights:
         return running and self._run.trainer.state.status == "running"
 
     def convert(self, module: nn.Module) -> nn.Module:
-        """Give the module the precision of the Trainer."""
+        """Give the module the precision of the Trainer, and an only rank all values."""
         converting = self._construction.record() if is_on_meta(module) else contextlib.nullcontext()
         with converting:
-            return self._run.precision_plugin.convert_module(module)
-
-    def fill_whole(self) -> None:
-        """Give the only rank all values."""
-        if is_on_meta(self._run.module):
+            converted = self._run.precision_plugin.convert_module(module)
+        if self._run.num_ranks == 1 and is_on_meta(self._run.module):
             self._fill(lambda _: True).done()
+        return converted
 
     def _fill(self, keep: Callable[[str], bool]) -> Materializer:
         """Give values to what all ranks keep; what is returned has those of the rest."""

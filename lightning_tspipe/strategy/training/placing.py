@@ -19,8 +19,8 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan, RunPlan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.profiling import is_paired, profile_forwards, profile_step
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
@@ -70,7 +70,7 @@ def set_up(
         return PipelineEngine(here, captured, placement, "gpipe", None, materializer)
     if freezing.is_on:
         refuse_teacher(captured)
-    captured, part = with_frozen(captured, freezing.names, freezing.front)
+    captured, part = with_frozen(captured, freezing.names)
     if part is not None:
         ask_front(part, here, captured, freezing)
         here = replace(here, mode=Prefix(part))
@@ -221,7 +221,7 @@ class Decider:
             return self._by_hand(partition, captured, paired=paired)
         rate, counts = options.rate(device), options.microbatch_counts
         optimizers = list(map(plain_optimizer, self.run.optimizers))
-        profile = profile_step(captured, device, optimizers, counts, rate, only_counts=True)
+        profile = profile_step(captured, device, optimizers, counts, rate)
         names = [atom.name for atom in profile.student.atoms]
         profile = profile.recomputing(options.recomputed(names))
         constraints = options.constraints(device, self.here.transport)

@@ -32,6 +32,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.heads.training import STOPPED
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
@@ -45,7 +46,6 @@ log = logging.getLogger("lightning_tspipe")
 _STAGES = ("train", "validation", "test", "predict")
 _CONTAINERS = (list, dict, set, deque)
 _SHARED = (*_CONTAINERS, int, float, str, Tensor)
-_ASKS = ("distributed_available_fn", "process_group")
 Place = tuple[str, str]
 """Name of a module, name of an attribute."""
 Record = tuple[dict[str, float], int]
@@ -66,7 +66,6 @@ class StepResults:
         self._unsent: list[Record] = []
         self._num_steps = self._every = 0
         self._is_due = False
-        self._connector: Any = None  # of the Trainer to its loggers, where its logs are kept here
 
     def set_up(self, trainer: Any) -> None:
         """Before a run: look after the module, and have Lightning's callbacks call this."""
@@ -93,21 +92,17 @@ class StepResults:
         """The run is over: metrics ask whom they asked before, and logging is Lightning's again."""
         self._confined.close()
         self._every = 0
-        if self._connector is not None:
-            vars(self._connector).pop("log_metrics", None)
-            self._connector = None
 
     def _confine_metrics(self) -> None:
         """Keep metrics from asking all processes: only loss ranks have counted."""
         replicas = self._run.replicas
-        for metric in _metrics_of(self._modules_outside()).values():
-            # A group could not be copied along with its metric, once the run is over.
-            before = {name: getattr(metric, name) for name in _ASKS}
-            self._confined.callback(vars(metric).update, before)
-            if replicas.number == 1:
-                metric.distributed_available_fn = _not_available
-            elif metric.process_group is None:
-                metric.process_group = replicas.peers
+        metrics = list(_metrics_of(self._modules_outside()).values())
+        name, value = "distributed_available_fn", _not_available
+        if replicas.number > 1:
+            metrics = [metric for metric in metrics if metric.process_group is None]
+            name, value = "process_group", replicas.peers
+        # A group could not be copied along with its metric, once the run is over.
+        self._confined.enter_context(attributes_replaced((m, name, value) for m in metrics))
 
     def _modules_outside(self) -> dict[str, nn.Module]:
         """The parts of the module that are not pipelined, by their names."""
@@ -280,10 +275,10 @@ class StepResults:
     def _keep_logs(self) -> None:
         """What this rank logs is for rank 0's loggers, which get it when the ranks next meet."""
         trainer: Any = self._run.trainer
-        if self._run.is_loss_rank or self._connector is not None:
+        connector = trainer._logger_connector  # noqa: SLF001 - no public way
+        if self._run.is_loss_rank or "log_metrics" in vars(connector):
             return
-        self._connector = trainer._logger_connector  # noqa: SLF001 - no public way
-        original = self._connector.log_metrics
+        original = connector.log_metrics
 
         def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:
             if trainer.loggers and metrics:
@@ -292,7 +287,8 @@ class StepResults:
                 self._unsent.append((values, steps if step is None else step))
             original(metrics, step)
 
-        self._connector.log_metrics = log_metrics
+        replaced = attributes_replaced([(connector, "log_metrics", log_metrics)])
+        self._confined.enter_context(replaced)
 
     def exchange(self) -> None:
         """All ranks get to know metrics and stopped heads; rank 0 logs. Every rank calls it."""

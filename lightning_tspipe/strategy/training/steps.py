@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_tspipe.capture.trace import Step
+from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.profiling import is_paired
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
 from lightning_tspipe.runtime.batches.random_states import RandomStates
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.engine import Engine, Stopped
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.weights.policies import check_depth
 from lightning_tspipe.strategy.lightning.run import Run
@@ -147,18 +148,19 @@ class Training:
         runs_ahead = has_teacher and self._run.options.schedule == "tspipe"
         if progress is not None:
             is_there = progress.get("place") == [self._run.trainer.current_epoch, batch_idx]
-            engine.resume(
+            stopped = Stopped(
                 (progress["seed"], progress["step"]),
                 progress["teacher_ahead"] if runs_ahead else None,
                 progress.get("flights") if is_there else None,
                 progress.get("prediction"),
             )
+            engine.resume(stopped)
             engine.shards.put_gradients(progress["gradients"], engine.rank)
         declared = self._parts.data.declared_delay
         # The late teacher of a checkpoint that another strategy made within an epoch.
         weights = declared.take_restored() if declared is not None else {}
         if weights and runs_ahead and batch_idx > 0 and engine.ahead() is None:
-            with _late_teacher(self._run.module, weights):
+            with attributes_replaced(_late_teacher(self._run.module, weights)):
                 engine.run_ahead(step, batch)
 
     def _watch_teacher(self, engine: Engine) -> Callable[[], None] | None:
@@ -327,25 +329,19 @@ def leave_ended_epoch(loop: Any) -> None:
     loop._resuming_from_checkpoint = False  # noqa: SLF001
 
 
-@contextmanager
-def _late_teacher(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
-    """While inside, the tensors that this rank holds have other values.
+def _late_teacher(
+    module: nn.Module, weights: dict[str, Tensor]
+) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """The data that tensors of this rank have for a while.
 
     Args:
         module: The LightningModule.
         weights: Values by dotted name. Buffers of modules in train mode keep their own: their
             forwards update them.
     """
-    swapped = []
     for name, value in weights.items():
         path, _, key = name.rpartition(".")
         owner = module.get_submodule(path)
         tensor = getattr(owner, key)
         if not tensor.is_meta and not (key in owner._buffers and owner.training):  # noqa: SLF001
-            swapped.append((tensor, tensor.data))
-            tensor.data = value.to(tensor.device)
-    try:
-        yield
-    finally:
-        for tensor, data in swapped:
-            tensor.data = data
+            yield tensor, "data", value.to(tensor.device)

@@ -213,8 +213,8 @@ def _wrong_before_they_met(seen: Seen, output: str, rank: int) -> str:
     is_alone = draw.launcher in {"slurm", "torchrun"} or (draw.launcher == "popen" and rank == 0)
     if is_alone and not is_told and fault.kind in {"SIGKILL", "SIGTERM", "two jobs"}:
         return ""  # nobody else has met it: the launcher tells, or whoever ended the script
-    if draw.launcher == "slurm" and not is_told and fault.kind == "exception":
-        return ""  # the one traceback is its own, and srun tells which task has failed
+    if is_alone and draw.launcher != "torchrun" and not is_told and fault.kind == "exception":
+        return ""  # the one traceback is its own; srun tells which task it was, a shell has one
     if draw.launcher == "torchrun" and not is_told and fault.kind == "exception":
         # Torchrun ends the others a tenth of a second later: it tells whose traceback it is.
         told = _TORCHRUNS_CAUSE.findall(output)

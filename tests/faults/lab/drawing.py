@@ -11,6 +11,8 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lightning_tspipe.schedules.registry import FIXED
+
 SHARED = 4
 """Draws in a row with the same configuration."""
 NUM_EPOCHS, NUM_BATCHES = 3, 5
@@ -21,7 +23,7 @@ LAUNCHERS: tuple[Launcher, ...] = ("popen", "spawn", "fork", "forkserver", "torc
 HAVE_PARENT: tuple[Launcher, ...] = ("spawn", "fork", "forkserver", "torchrun")
 """Launchers whose first process is none of the ranks."""
 
-SYNCHRONOUS = ("tspipe", "tspipe_gpipe", "tspipe_sequential")
+SYNCHRONOUS = ("tspipe", *(f"tspipe_{name}" for name in FIXED))
 ASYNCHRONOUS = ("tspipe_pipeoptim", "tspipe_pipedream", "tspipe_2bw", "tspipe_spectrain")
 STRATEGIES = (*SYNCHRONOUS, *ASYNCHRONOUS)
 """Every name that the package registers."""
@@ -277,7 +279,7 @@ def _fault(r: random.Random, configuration: Configuration, launcher: Launcher) -
         step -= 1  # behind the last epoch nothing is written
     return Fault(
         kind, moment, place,
-        rank=rank if _reaches(configuration, place) else 0,
+        rank=rank if _reaches(configuration, place, rank) else 0,
         target=target,
         step=step,
         delay=r.uniform(0.0, 2.5),
@@ -291,10 +293,12 @@ def _has(configuration: Configuration, moment: str) -> bool:
     return configuration.repacks if moment == "repack" else True
 
 
-def _reaches(configuration: Configuration, place: str) -> bool:
-    """Whether all ranks come to a place; rank 0 does."""
-    if place == "in step":  # elsewhere the loss rank alone runs it
-        return configuration.mode in {"fanout", "relay"}
+def _reaches(configuration: Configuration, place: str, rank: int) -> bool:
+    """Whether a rank comes to a place; rank 0 does."""
+    if place == "in step":  # elsewhere the loss rank alone runs it; in a fan-out, ranks with heads
+        num_heads = configuration.variant.partition(" heads")[0]
+        has_heads = configuration.mode == "fanout" and rank < int(num_heads)
+        return has_heads or configuration.mode == "relay"
     return place not in {"sync", "rename"} or (place == "sync" and configuration.sharded)
 
 

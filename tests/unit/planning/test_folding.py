@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_tspipe.planning.folding import Folding
+from lightning_tspipe.planning.partition import Chain
 
 COSTS = st.lists(st.integers(0, 9).map(float), min_size=3, max_size=9)
 
@@ -31,7 +31,8 @@ def test_the_evenest_of_all_ways_to_fold(data: st.DataObject) -> None:
         for inner in combinations(places, count - 1)
     ]
     best = min((busiest(cuts, costs, speeds) for cuts in folded), default=float("inf"))
-    found = Folding(costs, speeds, most, joined).cut(1000.0)
+    chain = Chain(costs, most, speeds=speeds, joined=joined)
+    found = chain.fold(1000.0)
     if not folded:
         assert found is None
         return
@@ -39,4 +40,4 @@ def test_the_evenest_of_all_ways_to_fold(data: st.DataObject) -> None:
     # It stops where nothing much evener is possible.
     assert busiest(found, costs, speeds) <= max(best, 1.005 * sum(costs) / sum(speeds)) + 1e-9
     # Nothing that only reaches the limit is of use.
-    assert Folding(costs, speeds, most, joined).cut(best) is None
+    assert chain.fold(best) is None

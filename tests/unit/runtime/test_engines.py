@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from lightning_tspipe.capture.trace import Networks
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay import RelayPlan, passes
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.engine import Engine, Rank, TrainingMode
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
-from lightning_tspipe.runtime.execution.rank import Rank, TrainingMode
 from lightning_tspipe.runtime.modes.frozen import Fanout
 from lightning_tspipe.runtime.modes.relay.blocks import infer_shapes, pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import (

@@ -18,6 +18,7 @@ import pytest
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.runtime.faults.local_processes import start_of
+from lightning_tspipe.runtime.faults.notes import FolderNotes
 from lightning_tspipe.runtime.faults.private_folder import (
     _WORKER_SECONDS,
     entry_name,
@@ -28,6 +29,7 @@ from lightning_tspipe.runtime.faults.private_folder import (
     remove_too,
     shared_temporary_folder,
 )
+from lightning_tspipe.runtime.faults.rendezvous import HEIR, Job
 
 NAME = entry_name("node", "29500")
 _CONTEXT = multiprocessing.get_context("fork")  # to import it all again takes seconds
@@ -329,5 +331,26 @@ def test_a_job_that_has_lost_its_rank_0_keeps_it_to_its_end(temporary: Path) -> 
     assert folder.exists()
     member.kill()
     member.join()
+    remove_job_folder(make_job_folder(entry_name("node", "29503")))
+    assert not folder.exists()
+
+
+def test_what_ranks_have_told_is_kept_for_whoever_launched_them(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, end = start(temporary)
+    folder = received(end)
+    assert isinstance(folder, Path)
+    launcher = _CONTEXT.Process(target=time.sleep, args=(SECONDS,))
+    launcher.start()
+    monkeypatch.setenv(HEIR, f"{launcher.pid} {start_of(launcher.pid or 0)}")
+    Job(1, 2, FolderNotes(folder), folder).publish()
+    (folder / "member-1").unlink()  # it ends, too
+    process.kill()
+    process.join()
+    remove_job_folder(make_job_folder(entry_name("node", "29503")))
+    assert folder.exists()
+    launcher.kill()
+    launcher.join()
     remove_job_folder(make_job_folder(entry_name("node", "29503")))
     assert not folder.exists()

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import Tensor, nn
 
 from lightning_tspipe.capture.plan import TensorSpec
-from lightning_tspipe.runtime.stages.randomness import draws
+from lightning_tspipe.runtime.stages.network import draws
 
 
 class Function(nn.Module):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from lightning_tspipe.networks.swap import attributes_replaced
+
 
 class EarlyBackwards:
     """Runs backwards before their time.
@@ -42,15 +44,9 @@ class EarlyBackwards:
         """
         factor, gradients = self.factor(), []
         if loss.requires_grad:
-            before = [(p, p.grad) for p in self._parameters]
-            for parameter, _ in before:
-                parameter.grad = None
-            try:
+            with attributes_replaced((p, "grad", None) for p in self._parameters):
                 (loss * factor).backward()
-                gradients = [(p, p.grad) for p, _ in before if p.grad is not None]
-            finally:
-                for parameter, gradient in before:
-                    parameter.grad = gradient
+                gradients = [(p, p.grad) for p in self._parameters if p.grad is not None]
         stand_in = loss.detach().requires_grad_()
         self._aside.append((stand_in, factor, gradients))
         return stand_in

@@ -44,15 +44,13 @@ class _End:
 class Inbox(_End):
     """The receiving end."""
 
-    _asked: tuple[TensorSpec, Receipt] | None = field(default=None, init=False)
-    _filler: Receipt | None = field(default=None, init=False)
+    _asked: list[tuple[TensorSpec, Receipt]] = field(default_factory=list, init=False)
+    """What is under way; fillers, if something of another kind was asked for behind them."""
 
     def ask(self, spec: TensorSpec) -> None:
         """The next message is of this kind."""
-        if self._asked is not None and self._asked[0] != spec:
-            self._filler, self._asked = self._asked[1], None
-        if self._asked is None:
-            self._asked = spec, self.transport.receive([spec], self.peer, Channel.RELAY)
+        if not self._asked or self._asked[-1][0] != spec:
+            self._asked.append((spec, self.transport.receive([spec], self.peer, Channel.RELAY)))
 
     def take(self) -> Tensor:
         """What was asked for, as soon as it is here.
@@ -60,24 +58,17 @@ class Inbox(_End):
         Raises:
             TransportError: The sender ended or stalled.
         """
-        self._drop_filler()
-        assert self._asked is not None
-        (spec, receipt), self._asked = self._asked, None
+        spec, receipt = self._asked.pop()
+        self.settle()
         (tensor,) = receipt.wait()
         if self.early:
             self.ask(spec)
         return tensor
 
     def settle(self) -> None:
-        """There is no next message for now; the sender settles too."""
-        self._drop_filler()
-        if self._asked is not None:
-            self._filler, self._asked = self._asked[1], None
-            self._drop_filler()
-
-    def _drop_filler(self) -> None:
-        filler, self._filler = self._filler, None
-        if filler is not None:
+        """Nothing else was sent, for now: what is under way are fillers, which nobody reads."""
+        asked, self._asked = self._asked, []
+        for _, filler in asked:
             filler.wait()
 
 

@@ -39,9 +39,8 @@ from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.relay import Pass, Work
 from lightning_tspipe.runtime.batches.metadata import StepHeader
-from lightning_tspipe.runtime.execution.engine import Engine
+from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.executor import Executor, Pace
-from lightning_tspipe.runtime.execution.rank import Rank
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.modes.relay.batchnorm import shared_statistics
 from lightning_tspipe.runtime.modes.relay.blocks import BlockOutcome, BlockPair, BlockShapes
@@ -227,8 +226,7 @@ class RelayEngine(Engine):
         with waiting(f"the end of batch {self._index}"):
             self.transport.finish_step()
             if self.options.has_barrier:
-                self.transport.gather_object(None)
-                self.transport.broadcast_object(None, 0)
+                self.transport.gather_everywhere(None)
         self.recorder.paused("send", started)
         self._index += 1
         self._round_inputs, self.batch, self._header = [], None, None
@@ -303,17 +301,13 @@ class RelayedPass(Executor):
         self.num_readers = 1 if walk.is_relayed else len(walk.stages)
         # In passes of which a step has several, messages of one come between those of another.
         early = walk.is_relayed
-        moved = relayed(program)
-        self._inboxes = {
-            message: Inbox(self.transport, message.source, early=early)
-            for message in moved
-            if message.target == me
-        }
-        self._outboxes = {
-            message: Outbox(self.transport, message.target, early=early)
-            for message in moved
-            if message.source == me
-        }
+        self._inboxes: dict[Message, Inbox] = {}
+        self._outboxes: dict[Message, Outbox] = {}
+        for message in relayed(program):
+            if message.target == me:
+                self._inboxes[message] = Inbox(self.transport, message.source, early=early)
+            if message.source == me:
+                self._outboxes[message] = Outbox(self.transport, message.target, early=early)
         self.edges = edges_of(program, [work for work in walk.stages if self._fields_of(work)])
 
     def relay(self, x: Tensor | None, samples: int) -> dict[int, BlockOutcome]:

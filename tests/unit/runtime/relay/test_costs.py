@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from lightning_tspipe import BlockwiseRelay
 from lightning_tspipe.planning.relay import RelayProfile
-from lightning_tspipe.runtime.execution.rank import Rank
+from lightning_tspipe.runtime.execution.engine import Rank
 from lightning_tspipe.runtime.modes.relay.blocks import BlockPair, pair_blocks
 from lightning_tspipe.runtime.modes.relay.engine import NETWORKS
 from lightning_tspipe.runtime.transport.base import Alone
