@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import repeat
+from operator import is_
 from typing import Any
 from unittest import mock
 
@@ -21,6 +23,8 @@ _CONTAINERS = (tuple, list, dict, set, frozenset)
 # Of every module; calling one reads them, and torch writes some of them.
 _INTERNAL = frozenset({*vars(nn.Module()), "_compiled_call_impl"} - {"training"})
 _MISSING = object()
+_Read = tuple[dict[str, Any], str, Any, str]
+"""Where an attribute lies, its name there, the value that it had, its dotted path."""
 
 
 class Guards:
@@ -33,8 +37,13 @@ class Guards:
     def __init__(self, network: nn.Module) -> None:
         self._network = network
         self._paths: dict[nn.Module, str] = {}
-        self._read: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str]] = {}
+        self._read: dict[tuple[int, str], _Read] = {}
         self._hooks: list[dict[int, Any]] = []
+        # For a look without a line of Python for each: tables, names and values of what was read.
+        self._columns: tuple[Sequence[Any], ...] = ((), (), ())
+        self._copied: list[_Read] = []
+        self._parts: list[dict[str, Any]] = []
+        self._parts_before: list[dict[str, Any]] = []
 
     @contextmanager
     def watching(self, is_whole: Callable[[nn.Module], bool]) -> Iterator[None]:
@@ -52,10 +61,15 @@ class Guards:
                 stack.enter_context(mock.patch.object(kind, "__getattribute__", noting))
             yield
         for child in self._paths:
-            for name, part in child._modules.items():  # noqa: SLF001 - what it is made of
-                self._note(child._modules, child, name, part)  # noqa: SLF001
+            self._parts.append(child._modules)  # noqa: SLF001 - what it is made of
             self._hooks += [child._forward_hooks, child._forward_pre_hooks]  # noqa: SLF001
             self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
+        self._parts_before = [parts.copy() for parts in self._parts]
+        own, copied = list[_Read](), list[_Read]()
+        for read in self._read.values():
+            (own if read[0].get(read[1]) is read[2] else copied).append(read)
+        self._columns = tuple(zip(*(read[:3] for read in own), strict=True)) or self._columns
+        self._copied = copied
 
     def _look_into(
         self, module: nn.Module, path: str, is_whole: Callable[[nn.Module], bool]
@@ -84,10 +98,13 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether all is as it was."""
-        return not any(self._hooks) and all(
-            table.get(name, _MISSING) is value or _is_same(table.get(name, _MISSING), value)
-            for table, name, value, _ in self._read.values()
-        )
+        if any(self._hooks) or self._parts != self._parts_before:
+            return False
+        if not all(map(_holds, self._copied)):
+            return False
+        tables, names, values = self._columns
+        now = map(dict.get, tables, names, repeat(_MISSING))
+        return all(map(is_, now, values)) or all(map(_holds, self._read.values()))
 
     def broken(self) -> str:
         """What is not as it was; "" if all is."""
@@ -95,7 +112,18 @@ class Guards:
             now = table.get(name, _MISSING)
             if not _is_same(now, value):
                 return f"`{path}` was {value!r} and is {now!r} now"
+        for path, now, before in zip(
+            self._paths.values(), self._parts, self._parts_before, strict=True
+        ):
+            for name in now.keys() | before.keys():
+                if now.get(name) is not before.get(name):
+                    return f"`{f'{path}.{name}'.strip('.')}` is another module now"
         return "a hook was registered" if any(self._hooks) else ""
+
+
+def _holds(read: _Read) -> bool:
+    table, name, value, _ = read
+    return _is_same(table.get(name, _MISSING), value)
 
 
 def _is_same(now: Any, value: Any) -> bool:

@@ -258,7 +258,7 @@ class Variant:
         return atom, len(self._emitted[atom]) - 1
 
     def takes(self, start: int, received: Tensors) -> bool:
-        """Whether what an atom gets has the shapes that were recorded, whatever the batch."""
+        """Whether what an atom gets has the recorded shapes, whatever the batch, and types."""
         cut = self.cuts[start]
         if len(received) != len(cut.live):
             return False
@@ -273,7 +273,9 @@ class Variant:
                 return False
             batch = found
         return all(
-            len(value.size) == tensor.dim() and _sizes(value.size, batch) == tuple(tensor.shape)
+            value.dtype is tensor.dtype
+            and len(value.size) == tensor.dim()
+            and _sizes(value.size, batch) == tuple(tensor.shape)
             for value, tensor in zip(cut.live, received, strict=True)
         )
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import logging
 import re
 import sys
 import threading
@@ -59,6 +60,7 @@ _NEEDS_VALUES = (
     DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode,
 )  # fmt: skip
 _PATCHING = threading.Lock()
+_LOG_OF_FAKES = logging.getLogger(FakeTensorMode.__module__)
 _LruCache = type(functools.lru_cache(len))
 _SMALLEST = 2
 """Samples: sizes of 0 and 1 would be taken for fixed ones."""
@@ -320,8 +322,8 @@ def record(module: nn.Module, name: str, arguments: Arguments, device: torch.dev
     while True:
         recording = _Recording(module, name, arguments, device, frozenset(whole))
         try:
-            # Somebody else's fake tensors are none here.
-            with _disable_current_modes():
+            # Somebody else's fake tensors are none here; what fails is told below, not logged.
+            with _disable_current_modes(), attributes_replaced([(_LOG_OF_FAKES, "disabled", True)]):
                 return recording.run()
         except Exception as error:
             failed = recording.failed

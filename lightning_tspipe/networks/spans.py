@@ -23,7 +23,7 @@ from enum import IntEnum
 from lightning_tspipe.networks.tape import Call, Size, Tape, Value
 
 _MAX_LIVE = 4
-"""Tensors that a cut may pass on; with more, sending them costs more than a cut can gain."""
+"""What a cut may pass on, in units of its largest tensor: sending more costs more than it gains."""
 _MULTIPLE = re.compile(r"(?:(\d+)\*)?b")
 
 
@@ -61,11 +61,19 @@ class Cut:
 
     def num_bytes(self, batch: int) -> int:
         """What passes, for a number of samples."""
-        return sum(
+        return sum(self._bytes(batch))
+
+    def is_worth_it(self, batch: int) -> bool:
+        """Whether something passes, and not too much; masks and positions hardly count."""
+        each = self._bytes(batch)
+        return bool(each) and sum(each) <= _MAX_LIVE * max(each)
+
+    def _bytes(self, batch: int) -> list[int]:
+        return [
             math.prod(size(batch) if isinstance(size, Size) else size for size in value.size)
             * value.dtype.itemsize
             for value in self.live
-        )
+        ]
 
 
 class Spans:
@@ -221,7 +229,7 @@ class Spans:
             waiting = [v for v in leaves if self._is_passed(v, after) and v not in live]
             cut = Cut(after, (*live, *waiting))
             makes = any(value in cut.live for value in call.made) or after in self.places
-            fits = after not in inside and 1 <= len(cut.live) <= _MAX_LIVE
+            fits = after not in inside and cut.is_worth_it(self._tape.arguments.batch)
             if makes and fits and (after >= last_sized or cut.samples() is not None):
                 yield cut
 

@@ -409,7 +409,7 @@ def test_modes_with_different_atoms_are_refused() -> None:
     network = ModeDependent()
     chain = AtomChain(cut(network, torch.randn(3, 4)).atoms)
     network.eval()
-    with pytest.raises(PartitionError, match="train and eval"):
+    with pytest.raises(PartitionError, match="`training` was True and is False now"):
         run(chain, torch.randn(3, 4))
 
 
