@@ -224,13 +224,9 @@ def _gradients(outputs: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def _backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    pairs = [
-        (tensor, gradient)
-        for tensor, gradient in zip(tensors, gradients, strict=True)
-        if gradient is not None and tensor.requires_grad
-    ]
-    if pairs:
-        torch.autograd.backward(*zip(*pairs, strict=True))
+    pairs = zip(tensors, gradients, strict=True)
+    kept = [(t, gradient) for t, gradient in pairs if gradient is not None and t.requires_grad]
+    torch.autograd.backward([t for t, _ in kept], [gradient for _, gradient in kept])
 
 
 def size_of(part: nn.Module | Atom) -> int:

@@ -13,12 +13,16 @@ from torch import nn
 from benchmarks.networks.checking import Call, Entry
 
 _WORDS, _LENGTH = 64, 8
-_CORE = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-_TEXT = _CORE | {"vocab_size": _WORDS, "intermediate_size": 64, "max_position_embeddings": 64}
-_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_DECODER = _TEXT | _TOKENS | {"num_key_value_heads": 2}
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_PATCHES = _CORE | {"intermediate_size": 64, "image_size": 32, "patch_size": 8}
+_CORE: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+_TEXT: dict[str, Any] = _CORE | {
+    "vocab_size": _WORDS,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}
+_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DECODER: dict[str, Any] = _TEXT | _TOKENS | {"num_key_value_heads": 2}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_PATCHES: dict[str, Any] = _CORE | {"intermediate_size": 64, "image_size": 32, "patch_size": 8}
 
 _DECODERS: dict[str, dict[str, Any]] = {
     "Llama": {},

@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks.networks.checking import Call
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
 from lightning_tspipe.networks.atoms import Atomized, atomize
+from lightning_tspipe.networks.program import Program
 
 STEP_SECONDS = 0.02
 CHECKS = 8
@@ -50,11 +51,9 @@ def guard_overhead() -> dict[str, Any]:
     shares = {}
     for name in ("vit_l", "llama_32"):
         cut, (args, kwargs), _ = _cut(name)
-        arguments = Arguments.of(args, kwargs)
-        received = (arguments.pack(tensors_of(args, kwargs)),)
-        if len(arguments.tensors) > 1:
-            received = arguments.unpack(received[0])
+        received = tuple(tensors_of(args, kwargs))
         program = cut.atoms[-1].segments[0].program
+        assert isinstance(program, Program)
         times = []
         for _ in range(200):
             begin = time.perf_counter()

@@ -14,7 +14,7 @@ from benchmarks.networks.checking import Call, Entry
 
 _MODELS = torchvision.models
 _SIDE = 64
-_SIDES = {"inception_v3": 96, "maxvit_t": 224, "ssd300_vgg16": 300}
+_SIDES = {"inception_v3": 299, "maxvit_t": 224, "ssd300_vgg16": 300}
 """Of networks that take no images of 64."""
 
 
@@ -38,8 +38,7 @@ def _segmenter(name: str) -> nn.Module:
 
 
 def _backbone(name: str) -> nn.Module:
-    backbone: nn.Module = _segmenter(name).backbone
-    return backbone
+    return _segmenter(name).get_submodule("backbone")
 
 
 def torchvision_entries() -> dict[str, Entry]:

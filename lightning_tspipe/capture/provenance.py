@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.networks.recording import Operations
 
 # Looking at the type of a tensor does not read its values.
 _HARMLESS = frozenset(
@@ -146,26 +145,6 @@ class Value:
         return value, steps[::-1]
 
 
-class DrawCounter(TorchDispatchMode):
-    """Counts the operations that draw random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
-        return func(*args, **(kwargs or {}))
-
-
-def _is_off(func: Any, args: Any) -> bool:
-    """Whether it is an attention, which draws for its dropout only, without dropout."""
-    schema = func._schema.arguments  # noqa: SLF001 - there is no public way to the names
-    given = {argument.name: argument.default_value for argument in schema}
-    given |= {argument.name: value for argument, value in zip(schema, args, strict=False)}
-    return "dropout_p" in given and not given["dropout_p"]
-
-
 class ProvenanceMode(TorchFunctionMode):
     """Records the operations of a step on tracked tensors.
 
@@ -191,7 +170,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
         self.draws_samples = self.draws_on_device = False
-        self.draws = DrawCounter()
+        self.draws = Operations()
 
     @property
     def mixes(self) -> bool:
@@ -223,7 +202,7 @@ class ProvenanceMode(TorchFunctionMode):
         name = name_of(func)
         if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
-        num_draws = self.draws.count
+        num_draws = self.draws.num_draws
         result = func(*args, **kwargs)
         if name in _HARMLESS:
             return result
@@ -234,7 +213,7 @@ class ProvenanceMode(TorchFunctionMode):
             made = Value(tensors[0], None, parents, function, name, num_blocks=self.num_blocks)
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, args, result)
-        if self.draws.count > num_draws:
+        if self.draws.num_draws > num_draws:
             # A meta tensor would draw nothing, and all that is drawn later would differ.
             for parent in parents:
                 parent.read = True

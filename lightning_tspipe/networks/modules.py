@@ -13,11 +13,6 @@ _CONTAINERS = (list, dict, set)
 _IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
 
-def names_in(text: str) -> frozenset[str]:
-    """The words of a text."""
-    return frozenset(text.split())
-
-
 def title(module: nn.Module, name: str) -> str:
     """How messages call a network."""
     return f"{name} ({type(module).__name__})" if name else type(module).__name__
@@ -47,9 +42,9 @@ def blocks_of(module: nn.Module) -> list[nn.Module] | None:
     return None if blocks is None else list(blocks())
 
 
-def is_leaf(module: nn.Module, *, ignore_hooks: bool = False) -> bool:
+def is_leaf(module: nn.Module) -> bool:
     """Whether a module is called as a whole instead of being looked into."""
-    if not ignore_hooks and has_hooks(module):
+    if has_hooks(module):
         return True
     if type(module) is nn.Sequential or blocks_of(module) is not None:
         return False

@@ -361,7 +361,7 @@ class Variant:
         """Cuts of this variant, and those of another one that lie where they do.
 
         Parameters tell: on either side, both networks read the same ones. Of several such places,
-        the one behind the call that is most like the one behind which this one is cut.
+        the one that passes on as many tensors, behind the call that is most like the one here.
         """
         by_read: dict[frozenset[str], list[Cut]] = {}
         for cut, read in zip(other.cuts[1:-1], other.read_before[1:-1], strict=True):
@@ -370,12 +370,14 @@ class Variant:
         after = 0
         for cut, read in zip(self.cuts[1:-1], self.read_before[1:-1], strict=True):
             title = self.title_before(cut.after)
-            fit = [
-                each
-                for each in by_read.get(read, ())
-                if each.after > after and len(each.live) == len(cut.live)
-            ]
-            fit.sort(key=lambda e: (other.title_before(e.after) == title, e.after == cut.after))
+            fit = [each for each in by_read.get(read, ()) if each.after > after]
+            fit.sort(
+                key=lambda e: (
+                    len(e.live) == len(cut.live),
+                    other.title_before(e.after) == title,
+                    e.after == cut.after,
+                )
+            )
             if fit:
                 found.append((cut, fit[-1]))
                 after = fit[-1].after

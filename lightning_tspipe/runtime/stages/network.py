@@ -22,12 +22,12 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
-from lightning_tspipe.capture.provenance import DrawCounter
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize, concatenate
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom, function_atom
+from lightning_tspipe.networks.recording import Operations
 
 Ran = tuple[Tensors, dict[OutputRef, Tensor]]
 Run = Callable[[Tensors, int, int], Ran]
@@ -147,7 +147,11 @@ class ChainNetwork:
             that ``other`` does not, uses it in another order, or does not begin in the first stage.
         """
         mine, others = [str(link) for link in self.links], [str(link) for link in other.links]
-        if mine == others[: len(mine)]:
+        # In another mode, the same network may have other atoms.
+        pairs = zip(self.atoms, other.atoms, strict=False)
+        if mine == others[: len(mine)] and all(
+            one.parameter_names == two.parameter_names for one, two in pairs
+        ):
             return tuple(min(cut, len(self.atoms)) for cut in cuts)
         stage_of = {
             name: _stage_of(index, cuts)
@@ -281,13 +285,13 @@ def draws(modules: Iterable[nn.Module], run: Callable[[Tensor], object], spec: T
     Returns:
         Also True of a forward that can't be run without values.
     """
-    found = DrawCounter()
+    found = Operations()
     try:
         with swap.TensorSwap(list(modules), swap.meta_like)(), swap.random_stream(None), found:
             run(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
     except Exception:  # noqa: BLE001 - what a network does without values can't be foreseen
         return True
-    return found.count > 0
+    return found.num_draws > 0
 
 
 def stretches(start: int, stop: int, is_so: Callable[[int], bool]) -> list[tuple[int, int, bool]]:

@@ -71,6 +71,7 @@ def test_changes_are_seen(change: str) -> None:
     [
         (lambda net: setattr(net, "skips", True), "`skips` was False and is True now"),
         (lambda net: net.head.register_forward_hook(print), "a hook was registered"),
+        (lambda net: setattr(net, "head", nn.Identity()), "`head` is another module now"),
     ],
 )
 def test_what_cannot_be_served_by_the_same_cut_says_what_has_changed(
@@ -94,3 +95,45 @@ def test_a_change_back_is_found_and_not_recorded_again(monkeypatch: pytest.Monke
         (found,) = chain.run((x,), 0, len(chain.atoms))[0]
         assert torch.equal(found, hot) == (temperature == 2.0)
         assert torch.equal(found, net(x))
+
+
+class Choosing(nn.Module):
+    """What is read behind both layers decides what passes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.negates = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.first(x)
+        other = -one
+        return self.second(other if self.negates else one)
+
+
+def test_what_later_layers_read_decides_what_earlier_ones_pass_on() -> None:
+    net, x = Choosing(), torch.randn(3, 4)
+    chain = AtomChain(cut(net, x).atoms)
+    for negates in (False, True):
+        net.negates = negates
+        values: tuple[Tensor, ...] = (x,)
+        for atom in range(len(chain.atoms)):
+            values, _ = chain.run(values, atom, atom + 1)
+        assert torch.equal(values[0], net(x))
+
+
+def test_inputs_of_another_type_are_recorded_again() -> None:
+    class Casting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.float()).to(x.dtype)  # type: ignore[no-any-return]
+
+    net, x = Casting(), torch.randn(3, 4)
+    chain = AtomChain(cut(net, x).atoms)
+    for given in (x, x.double(), x):
+        (found,) = chain.run((given,), 0, len(chain.atoms))[0]
+        assert found.dtype == given.dtype
+        assert torch.equal(found, net(given))
