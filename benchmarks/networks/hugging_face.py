@@ -39,6 +39,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Mixtral": _EXPERTS,
     "Qwen3Moe": {
         "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "experts_implementation": "eager",  # the other one refuses float64
     },
     "GptOss": _EXPERTS | {"head_dim": 8},
     "DeepseekV3": {
