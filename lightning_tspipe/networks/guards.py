@@ -28,10 +28,11 @@ class Guards:
 
     Args:
         network: Whose forward it is.
+        entries: Modules whose hooks are the step's: it runs them around what they return.
     """
 
-    def __init__(self, network: nn.Module) -> None:
-        self._network = network
+    def __init__(self, network: nn.Module, entries: Collection[nn.Module]) -> None:
+        self._network, self._entries = network, entries
         self._paths: dict[nn.Module, str] = {}
         self._read: dict[tuple[int, str], tuple[dict[str, Any], str, Any, str]] = {}
         self._hooks: list[dict[int, Any]] = []
@@ -54,8 +55,9 @@ class Guards:
         for child in self._paths:
             for name, part in child._modules.items():  # noqa: SLF001 - what it is made of
                 self._note(child._modules, child, name, part)  # noqa: SLF001
-            self._hooks += [child._forward_hooks, child._forward_pre_hooks]  # noqa: SLF001
-            self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
+            if child not in self._entries:
+                self._hooks += [child._forward_hooks, child._forward_pre_hooks]  # noqa: SLF001
+                self._hooks += [child._backward_hooks, child._backward_pre_hooks]  # noqa: SLF001
 
     def _look_into(
         self, module: nn.Module, path: str, is_whole: Callable[[nn.Module], bool]
