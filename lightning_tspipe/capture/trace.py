@@ -50,17 +50,20 @@ class Networks:
         teacher: Those of the teacher.
         local: Those that run where the losses are, as the step calls them: heads.
         averages: Of the teacher's, the one of the student's that each is known to average.
+        is_found: Whether a step has told them, and not the user.
     """
 
     student: tuple[str, ...]
     teacher: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     averages: Mapping[str, str] = field(default_factory=dict)
+    is_found: bool = False
 
     @property
     def pairs(self) -> dict[str, str]:
         """What of the student each submodule of the teacher follows: in order, or as known."""
-        return {**dict(zip(self.teacher, self.student, strict=False)), **self.averages}
+        in_order = () if self.is_found else zip(self.teacher, self.student, strict=False)
+        return {**dict(in_order), **self.averages}
 
     def items(self) -> Iterator[tuple[NetworkName, str]]:
         """All (network, block name)."""
@@ -103,6 +106,10 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
+        return self._record.plan(*self.run(step, batch, seed))
+
+    def run(self, step: Step, batch: Any, seed: int) -> tuple[list[Value | None], list[Value]]:
+        """The same; what of the batch is tracked, and of the parameters."""
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
         self._record = StepRecord(tuple(self._blocks), is_automatic)
         mode = self._record.mode
@@ -133,7 +140,7 @@ class Tracer:
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
-        return self._record.plan(fields, parameters)
+        return fields, parameters
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
@@ -172,11 +179,6 @@ class Tracer:
         tensors = tensors_of(args, kwargs)
         if method != "forward" and not self._is_forward(tensors):
             return function(*args, **kwargs)
-        if not tensors:
-            raise CaptureError(
-                f"{name!r} is called without a tensor, at {current_line()}. Pipelined networks "
-                "take tensors, with the batch as their first dimension"
-            )
         entry = Entry(name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), ())
         call, entry = self._place(entry, tensors)
         return self._answer(call, entry, self._run_on_fakes(block, function, args, kwargs))
@@ -192,9 +194,14 @@ class Tracer:
 
     def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:
         """The call that an entry belongs to (a new one, or one that goes on), and its arguments."""
+        if not tensors:
+            raise CaptureError(
+                f"{entry.name!r} is called without a tensor, at {current_line()}. Pipelined "
+                "networks take tensors, with the batch as their first dimension"
+            )
         record, network = self._record, self._network_of[entry.name]
         values = [record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
-        before = [v for value in values for v in _outputs_in(value)]
+        before = [v for value in values for v in outputs_in(value)]
         if not before:
             record.calls.append(Call(network))
         index = before[0].source.call if before else len(record.calls) - 1
@@ -215,11 +222,11 @@ class Tracer:
         source = value.source
         if isinstance(source, BlockOutput):
             return ValueRef(source.position, source.slot)
-        before = _outputs_in(value)
+        before = outputs_in(value)
         if not before:
             self._check_input(entry.name, value.tensor, value.sources())
             return call.input(value.tensor)
-        if value.operation is None or not all(map(_outputs_in, value.parents)):
+        if value.operation is None or not all(map(outputs_in, value.parents)):
             self._refuse_glue(entry, before)
         values = tuple(self._expression(entry, call, parent) for parent in value.parents)
         return Glue(str(value.operation), value.operation, value.grad, values)
@@ -310,6 +317,6 @@ def _methods(module: nn.Module) -> list[str]:
     return sorted(name for name in found if not hasattr(nn.Module, name))
 
 
-def _outputs_in(value: Value) -> list[Value]:
+def outputs_in(value: Value) -> list[Value]:
     """What of the networks' outputs a value was computed from."""
     return [found for found in value.sources() if isinstance(found.source, BlockOutput)]

@@ -18,6 +18,16 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def outermost(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of some dotted names that lie in no other one, each once, in order.
+
+    >>> outermost(["a.b", "a", "c.d", "c.d"])
+    ('a', 'c.d')
+    """
+    found = dict.fromkeys(names)
+    return tuple(name for name in found if not any(name.startswith(f"{other}.") for other in found))
+
+
 def title(module: nn.Module, name: str) -> str:
     """How messages call a network."""
     return f"{name} ({type(module).__name__})" if name else type(module).__name__

@@ -18,8 +18,9 @@ from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.merging import merged
+from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom
-from lightning_tspipe.runtime.stages.routes import RouteChain, Run, outermost
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 
 
 @dataclass(eq=False)

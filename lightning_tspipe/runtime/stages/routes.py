@@ -16,6 +16,7 @@ from lightning_tspipe.capture.plan import Expression, Input, Route, TensorSpec, 
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.atoms import AtomChain, OutputRef, atomize
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.modules import outermost
 from lightning_tspipe.networks.program import Atom
 
 Ran = tuple[Tensors, dict[OutputRef, Tensor]]
@@ -65,16 +66,6 @@ class _RouteModule(_Holder):
         found = [results[ref.position][ref.slot] for ref in self.route.used]
         found = found or [leaf for leaf in results[-1] if isinstance(leaf, Tensor)]
         return found[0] if len(found) == 1 else tuple(found)
-
-
-def outermost(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of some dotted names that lie in no other one, each once, in order.
-
-    >>> outermost(["a.b", "a", "c.d", "c.d"])
-    ('a', 'c.d')
-    """
-    found = dict.fromkeys(names)
-    return tuple(name for name in found if not any(name.startswith(f"{other}.") for other in found))
 
 
 def _evaluated(
