@@ -138,8 +138,8 @@ class Finder(Tracer):
 
     def _moved(self, node: _Node) -> str:
         """What can't be pipelined of a call and of what it reads; "" if all can."""
-        before = [self._nodes[v.source.call] for value in node.values for v in outputs_in(value)]
-        before = [each for each in before if each.name not in self._beside or each.has_gradients]
+        made = (self._nodes[v.source.call] for value in node.values for v in outputs_in(value))
+        before = [each for each in made if each.name not in self._beside or each.has_gradients]
         trains = self._is_trained(node.name)
         early = [each for each in before if self._is_trained(each.name) != trains]
         if trains and early and not any(map(self._has_trained_double, early)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import isfunction
 from typing import Any, NoReturn
 
 import torch
@@ -35,9 +34,9 @@ from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.modules import methods_of
 
 Step = Callable[[Any], Any]
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
 
 
@@ -106,7 +105,8 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
-        return self._record.plan(*self.run(step, batch, seed))
+        fields, parameters = self.run(step, batch, seed)
+        return self._record.plan(fields, parameters)
 
     def run(self, step: Step, batch: Any, seed: int) -> tuple[list[Value | None], list[Value]]:
         """The same; what of the batch is tracked, and of the parameters."""
@@ -159,7 +159,7 @@ class Tracer:
                     seen.add(child)
                     full = f"{name}.{path}".rstrip(".")
                     self._network_of.setdefault(full, self._network_of[name])
-                    for method in ("forward", *_methods(child)):
+                    for method in ("forward", *methods_of(child)):
                         own = getattr(child, method)
                         yield child, method, partial(self._called, full, method, child, own)
 
@@ -307,14 +307,6 @@ class Tracer:
             for name, block in self._blocks.items()
             for path, parameter in block.named_parameters()
         ]
-
-
-def _methods(module: nn.Module) -> list[str]:
-    """What the user's classes of a module define beside ``forward``, and a step may call."""
-    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
-    own = (vars(kind) for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES)
-    found = {name for table in own for name, value in table.items() if isfunction(value)}
-    return sorted(name for name in found if not hasattr(nn.Module, name))
 
 
 def outputs_in(value: Value) -> list[Value]:

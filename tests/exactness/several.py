@@ -51,7 +51,7 @@ class Mutual(Classifying):
     """Two students that learn from each other, no teacher."""
 
     student_names = ("left", "right")
-    teacher_names = ()
+    teacher_names: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()

@@ -126,9 +126,9 @@ def _found(run: Run, step: Step, batch: Any, *, trains: bool) -> Networks | None
 
 def rows_of(engine: Engine) -> list[tuple[str, ...]]:
     """A table of what is pipelined and what is not: rows of words, of which the first is a head."""
-    rows = [("network", "kind", "called as", "parameters", "ranks")]
+    rows: list[tuple[str, ...]] = [("network", "kind", "called as", "parameters", "ranks")]
     captured, placement, module = engine.captured.whole, engine.whole, engine.module
-    known = []
+    known: list[str] = []
     for kind, name in engine.names.items():
         known += [path for path, _ in module.get_submodule(name).named_parameters(prefix=name)]
         routes = captured.plan.routes.get(kind, ())
