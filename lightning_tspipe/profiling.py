@@ -14,7 +14,7 @@ from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.network import ChainNetwork, is_paired
 from lightning_tspipe.runtime.stages.routes import RouteChain
 
 log = logging.getLogger("lightning_tspipe")
@@ -96,7 +96,8 @@ def profile_forwards(
             )
             for route, chain in enumerate(network.routes)
         ]  # fmt: skip
-        profiles[name] = found[0] if len(found) == 1 else _together(network, calls, found)
+        is_one = network.is_chain and len(found) == 1
+        profiles[name] = found[0] if is_one else _together(network, calls, found)
     return profiles
 
 
@@ -192,15 +193,6 @@ def flops_per_sample(captured: Captured) -> float:
         size = call.input.shape[0]
         total += sum(record.forward[size] + record.backward.get(size, 0.0) for record in records)
     return total / max(call.input.shape[0] for call in plan.calls)
-
-
-def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
-    """Whether the teacher is built like the beginning of the student, atom by atom."""
-    number = len(teacher.atoms)
-    return teacher.lies_with_student or (
-        number <= len(student.atoms)
-        and all(teacher.parameter_shapes(n) == student.parameter_shapes(n) for n in range(number))
-    )
 
 
 def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where

@@ -18,13 +18,14 @@ from lightning.pytorch import LightningModule
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
-SIDE, SMALL = 32, 16
+SIDE, SMALL = 64, 32
 """Pixels of large and of small views."""
 
 
 def small_vit(**arguments: object) -> VisionTransformer:
     """As ``vit_small_patch16_224``, with two layers for small images."""
     given: dict[str, Any] = {"pos_embed": "learn", **arguments, "img_size": SIDE, "patch_size": 8}
+    given.pop("pretrained", None)
     return VisionTransformer(embed_dim=384, depth=2, num_heads=6, **given)
 
 

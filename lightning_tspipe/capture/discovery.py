@@ -7,7 +7,7 @@ of their outputs or labels, returns no row per sample, or learns from detached f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_tspipe.capture.plan import Entry
 from lightning_tspipe.capture.provenance import Value
 from lightning_tspipe.capture.record import Call
 from lightning_tspipe.capture.trace import Networks, Step, Tracer, outputs_in
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.modules import outermost
 
 Signature = tuple[tuple[str, tuple[int, ...]], ...]
@@ -72,13 +73,19 @@ class Finder(Tracer):
     Args:
         module: The LightningModule.
         device: Where the batches are.
+        apart: Submodules that run as the step calls them.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        names = tuple(name for name, child in module.named_children() if [*child.parameters()])
+    def __init__(
+        self, module: nn.Module, device: torch.device, apart: Collection[str] = ()
+    ) -> None:
+        with_parameters = (n for n, child in module.named_children() if [*child.parameters()])
+        names = tuple(name for name in with_parameters if name not in apart)
         super().__init__(module, Networks(names), device)
+        self._apart = apart
         self._nodes: list[_Node] = []
         self._beside: set[str] = set()
+        self._failed = ""
 
     def find(self, step: Step, batch: Any, seed: int) -> Networks:
         """The networks that ``step(batch)`` calls, in the order in which the module has them.
@@ -91,7 +98,13 @@ class Finder(Tracer):
         Raises:
             CaptureError: The step fails.
         """
-        self.run(step, batch, seed)
+        try:
+            self.run(step, batch, seed)
+        except CaptureError:
+            if not self._failed:
+                raise
+            apart = {*self._apart, self._failed}  # it needs values
+            return Finder(self._module, self._device, apart).find(step, batch, seed)
         for value in self._record.outputs:
             self._nodes[value.source.call].outputs.append(value.tensor)
         order = {name: place for place, (name, _) in enumerate(self._module.named_modules())}
@@ -106,6 +119,18 @@ class Finder(Tracer):
         if not student:  # what is trained lies beside the loss
             return Networks(teacher)
         return self._paired(student, (*teacher, *self._uncalled(student)))
+
+    @override
+    def _called(
+        self, name: str, method: str, block: nn.Module, function: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        try:
+            return super()._called(name, method, block, function, *args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception:
+            self._failed = name.partition(".")[0]
+            raise
 
     @override
     def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:

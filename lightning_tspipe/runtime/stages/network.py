@@ -202,12 +202,14 @@ def networks_of(
         for name, ways in plan.routes.items()
     }
     longest = {name: max(own, key=lambda c: len(c.atoms)) for name, own in routes.items()}
+    together = _counterparts(module, routes, counterparts)
     if all(chain.begins(longest[name]) for name, own in routes.items() for chain in own):
-        return {
+        chains = {
             name: ChainNetwork(name, name, module, *_beginnings(own, longest[name]))
             for name, own in routes.items()
         }
-    together = _counterparts(module, routes, counterparts)
+        if not together or is_paired(chains["student"], chains["teacher"]):
+            return chains
     groups = [list(routes)] if together else [[name] for name in routes]
     return {
         name: network
@@ -291,6 +293,15 @@ def _cell(chains: Sequence[RouteChain], cell: int) -> Atom:
         (),
         tuple(dict.fromkeys(name for atom in atoms for name in atom.parameter_names)),
         tuple(dict.fromkeys(name for atom in atoms for name in atom.buffer_names)),
+    )
+
+
+def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
+    """Whether the teacher is built like the beginning of the student, atom by atom."""
+    number = len(teacher.atoms)
+    return teacher.lies_with_student or (
+        number <= len(student.atoms)
+        and all(teacher.parameter_shapes(n) == student.parameter_shapes(n) for n in range(number))
     )
 
 

@@ -25,12 +25,13 @@ from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.planning.plan import Plan, RunPlan
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.planning.table import aligned
-from lightning_tspipe.profiling import is_paired, profile_forwards, profile_step
+from lightning_tspipe.profiling import profile_forwards, profile_step
 from lightning_tspipe.runtime.execution.engine import Engine, Rank
 from lightning_tspipe.runtime.execution.pipeline_engine import PipelineEngine
 from lightning_tspipe.runtime.modes.frozen import Fanout, Prefix
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.frozen import parameter_names, refuse_teacher, with_frozen
+from lightning_tspipe.runtime.stages.network import is_paired
 from lightning_tspipe.runtime.transport.replicas import Replicas
 from lightning_tspipe.runtime.weights.ownership import forget_graphs
 from lightning_tspipe.strategy.lightning.run import Run
