@@ -28,8 +28,8 @@ class Counted(nn.Module):
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone, self.head, self.probe = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
-        self.late_backbone, self.late_head = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.backbone, self.head, self.probe = nn.Linear(3, 3), nn.Linear(3, 5), nn.Linear(3, 2)
+        self.late_backbone, self.late_head = nn.Linear(3, 3), nn.Linear(3, 5)
         self.frozen, self.other = nn.Linear(3, 4), nn.Linear(3, 1)
         self.counted = Counted()
         for name in ("late_backbone", "late_head", "frozen"):
@@ -57,20 +57,21 @@ def half(m: Module, x: Tensor) -> Any:
         (lambda m, x: m.head(m.backbone(x)) + m.late_head(m.late_backbone(x)),
          "backbone head", "late_backbone late_head"),
         (lambda m, x: m.head(m.backbone(x)), "backbone head", "late_backbone late_head"),
-        (lambda m, x: m.backbone(x).sum() + m.frozen(x).sum(),
-         "backbone", "frozen late_backbone late_head"),
-        (lambda m, x: m.probe(m.backbone(x).detach()), "backbone", "late_backbone late_head"),
-        (lambda m, x: m.head(m.backbone(x)) + m.other(m.backbone(x)),
+        (lambda m, x: m.backbone(x).sum() + m.frozen(x).sum(), "backbone", "frozen late_backbone"),
+        (lambda m, x: m.probe(m.backbone(x).detach()), "backbone", "late_backbone"),
+        (lambda m, x: m.head(m.backbone(x)).sum() + m.other(m.backbone(x)).sum(),
          "backbone head other", "late_backbone late_head"),
-        (lambda m, x: m.head(m.backbone(x) + m.backbone(-x)), "backbone", "late_backbone late_head"),
-        (lambda m, x: m.head(m.backbone(x) * m.scale), "backbone", "late_backbone late_head"),
-        (lambda m, x: m.head(m.frozen(x)[:, :3]), "head", "late_backbone late_head"),
-        (lambda m, x: m.counted(m.backbone(x)).sum(), "backbone", "late_backbone late_head"),
+        (lambda m, x: m.head(m.backbone(x) + m.backbone(-x)), "backbone", "late_backbone"),
+        (lambda m, x: m.head(m.backbone(x) * m.scale), "backbone", "late_backbone"),
+        (lambda m, x: m.head(m.frozen(x)[:, :3]), "head", "late_head"),
+        (lambda m, x: m.counted(m.backbone(x)).sum(), "backbone", "late_backbone"),
         (masked, "backbone", "late_backbone"),
         (half, "backbone", "late_backbone"),
     ],
-    ids=["averages", "an average that is not called", "frozen", "detached", "two heads", "two calls",
-         "a parameter", "before the calls", "values", "masked", "half a pair"],
+    ids=[
+        "averages", "an average that is not called", "frozen", "detached", "two heads", "two calls",
+        "a parameter", "before the calls", "values", "masked", "half a pair",
+    ],
 )  # fmt: skip
 def test_found(step: Step, student: str, teacher: str) -> None:
     module = Module()
