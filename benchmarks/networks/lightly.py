@@ -31,13 +31,14 @@ _TARGET = """
 import warnings
 from pathlib import Path
 from benchmarks.networks.modules import batch, built
+from torch.utils.data import DataLoader
 
 warnings.filterwarnings("ignore")
 
 
 def target():
     file = Path({file!r})
-    return built(file), [batch(file, seed) for seed in range({steps})]
+    return built(file), DataLoader([batch(file, n) for n in range({steps})], batch_size=None)
 """
 _ROOT = Path(__file__).resolve().parents[2]
 _WORDS = 300

@@ -163,7 +163,8 @@ class Finder(Tracer):
 
     def _moved(self, node: _Node) -> str:
         """What can't be pipelined of a call and of what it reads; "" if all can."""
-        made = (self._nodes[v.source.call] for value in node.values for v in outputs_in(value))
+        read = (v.source for value in node.values for v in outputs_in(value))
+        made: list[_Node] = [self._nodes[source.call] for source in read]
         before = [each for each in made if each.name not in self._beside or each.has_gradients]
         trains = self._is_trained(node.name)
         early = [each for each in before if self._is_trained(each.name) != trains]
