@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from lightning_tspipe.capture.plan import NetworkName, TensorSpec
+from lightning_tspipe.capture.plan import CallPlan, NetworkName, TensorSpec
 from lightning_tspipe.networks.profiler import profile_atoms
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.network import ChainNetwork, is_paired
+from lightning_tspipe.runtime.stages.routes import RouteChain
 
 log = logging.getLogger("lightning_tspipe")
 
@@ -85,23 +86,92 @@ def profile_forwards(
     plan = captured.plan
     profiles: dict[NetworkName, NetworkProfile] = {}
     for name, network in captured.networks.items():
-        calls = [plan.calls[index] for index in plan.calls_of(name)]
-        spec = max((call.input for call in calls), key=lambda spec: math.prod(spec.shape))
-        sizes = sorted({max(1, math.ceil(spec.shape[0] / count)) for count in microbatch_counts})
         if flops_per_second is None:
-            log.info("measuring the %s at %s samples", name, sizes)
-        trainable, number = any(call.grad for call in calls), len(network.atoms)
-        records = _costs(network, number, spec, sizes, device, flops_per_second, trainable)
-        profiles[name] = NetworkProfile(tuple(records))
+            log.info("measuring the %s", name)
+        calls = [plan.calls[index] for index in plan.calls_of(name)]
+        found = [
+            _profile_route(
+                chain, [c for c in calls if c.route == route], microbatch_counts, device,
+                flops_per_second,
+            )
+            for route, chain in enumerate(network.routes)
+        ]  # fmt: skip
+        is_one = network.is_chain and len(found) == 1
+        profiles[name] = found[0] if is_one else _together(network, calls, found)
     return profiles
 
 
+def _profile_route(
+    chain: RouteChain,
+    calls: Sequence[CallPlan],
+    microbatch_counts: Sequence[int],
+    device: torch.device,
+    rate: float | None,
+) -> NetworkProfile:
+    spec = max((call.input for call in calls), key=lambda spec: math.prod(spec.shape))
+    sizes = sorted({_share(spec, count) for count in microbatch_counts})
+    trainable, number = any(call.grad for call in calls), len(chain.atoms)
+    return NetworkProfile(tuple(_costs(chain, number, spec, sizes, device, rate, trainable)))
+
+
+def _share(spec: TensorSpec, count: int) -> int:
+    return max(1, math.ceil(spec.shape[0] / count))
+
+
+def _together(
+    network: ChainNetwork, calls: Sequence[CallPlan], found: Sequence[NetworkProfile]
+) -> NetworkProfile:
+    """What a network's atoms cost in a call, on average over calls that take different ways.
+
+    Sizes are those of the largest call; of the others, as many samples are meant as they have then.
+    """
+    whole = max(call.input.shape[0] for call in calls)
+    parts = [
+        (call.input.shape[0] / whole, found[call.route], network.routes[call.route].positions)
+        for call in calls
+    ]
+    sizes = {size for share, profile, _ in parts if share == 1 for size in profile.sizes}
+
+    def mean(kind: str, atom: int, size: int) -> float:
+        return math.fsum(
+            sums[begin[atom + 1]] - sums[begin[atom]]
+            for share, profile, begin in parts
+            if (sums := profile.sums(kind, max(1, round(size * share))))
+        ) / len(parts)
+
+    def record(atom: int) -> AtomProfile:
+        own = [p.atoms[begin[atom] : begin[atom + 1]] for _, p, begin in parts]
+        whole, last = (
+            [each for atoms in own for each in atoms],
+            [atoms[-1] for atoms in own if atoms],
+        )
+        times = {
+            kind: {size: mean(kind, atom, size) for size in sizes}
+            for kind in ("forward", "backward", "input_backward", "weight_backward")
+            if all(getattr(each, kind) for profile in found for each in profile.atoms)
+        }
+        sums = {
+            kind: sum(getattr(each, kind) for each in whole) // len(parts)
+            for kind in ("activation_bytes_per_sample", "result_bytes_per_sample")
+        }
+        values: dict[str, Any] = {**times, **sums}
+        return AtomProfile(
+            name=network.atoms[atom].name,
+            output_bytes_per_sample=max((a.output_bytes_per_sample for a in last), default=0),
+            parameter_bytes=sum(tensor.nbytes for tensor in network.tensors(atom)),
+            trainable_bytes=sum(t.nbytes for t in network.tensors(atom) if t.requires_grad),
+            **values,
+        )
+
+    return NetworkProfile(tuple(map(record, range(len(network.atoms)))))
+
+
 def seconds_of_forward(
-    network: ChainNetwork, num_atoms: int, spec: TensorSpec, device: torch.device
+    chain: RouteChain, num_atoms: int, spec: TensorSpec, device: torch.device
 ) -> float:
-    """Measure the forward of the first atoms of a network, for an input of the given spec."""
+    """Measure the forward of the first atoms of a route, for an input of the given spec."""
     size = spec.shape[0]
-    records = _costs(network, num_atoms, spec, [size], device, None, trainable=False)
+    records = _costs(chain, num_atoms, spec, [size], device, None, trainable=False)
     return sum(record.forward[size] for record in records)
 
 
@@ -117,24 +187,16 @@ def flops_per_sample(captured: Captured) -> float:
     plan = captured.plan
     total = 0.0
     for call in plan.calls:
-        network = captured.networks[call.network]
-        number, nowhere = network.end_of(call.num_links), torch.device("meta")
-        records = _costs(network, number, call.input, (), nowhere, 1.0, call.grad)
+        chain = captured.networks[call.network].routes[call.route]
+        number, nowhere = len(chain.atoms), torch.device("meta")
+        records = _costs(chain, number, call.input, (), nowhere, 1.0, call.grad)
         size = call.input.shape[0]
         total += sum(record.forward[size] + record.backward.get(size, 0.0) for record in records)
     return total / max(call.input.shape[0] for call in plan.calls)
 
 
-def is_paired(student: ChainNetwork, teacher: ChainNetwork) -> bool:
-    """Whether the teacher is built like the beginning of the student, atom by atom."""
-    number = len(teacher.atoms)
-    return number <= len(student.atoms) and all(
-        teacher.parameter_shapes(atom) == student.parameter_shapes(atom) for atom in range(number)
-    )
-
-
 def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
-    network: ChainNetwork,
+    chain: RouteChain,
     num_atoms: int,
     spec: TensorSpec,
     sizes: Sequence[int],
@@ -142,17 +204,17 @@ def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
     rate: float | None,
     trainable: bool,
 ) -> list[AtomProfile]:
-    """Costs of the first atoms of a network: measured on a device, or by operations per second."""
+    """Costs of the first atoms of a route: measured on a device, or by operations per second."""
     if rate is None:
         inputs = spec.random(torch.Generator().manual_seed(0), device)
     else:
         inputs = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
     return profile_atoms(
-        network.atoms[:num_atoms],
+        chain.atoms[:num_atoms],
         inputs,
         sizes,
         trainable=trainable,
-        wanted=network.wanted,
+        wanted=chain.chain.wanted,
         flops_per_second=rate,
         max_seconds=_PROFILE_SECONDS,
     )

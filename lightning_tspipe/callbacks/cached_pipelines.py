@@ -87,12 +87,12 @@ class CachedPrefix:
         if shared.cache is None or not self._can(calls):
             return False
         self._versions, self._tried = {}, set()
-        call = calls[0]
-        passed = part.shapes(call.input, call.num_links, grad=False).boundaries[part.num_frozen]
+        call, chain = calls[0], part.routes[calls[0].route]
+        passed = chain.shapes(call.input, grad=False).boundaries[part.num_frozen]
 
         def measured() -> Worth:
             made = tuple(
-                torch.zeros(spec.shape, dtype=spec.dtype, device=part.device) for spec in passed
+                torch.zeros(spec.shape, dtype=spec.dtype, device=chain.device) for spec in passed
             )
             return _worth(shared, made, call.input.shape[0], seconds())
 

@@ -11,7 +11,9 @@ DDP::
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,13 +25,16 @@ from typing_extensions import override
 from lightning_tspipe.callbacks import common
 from lightning_tspipe.callbacks.common import Names, Place, Restoring
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks.arguments import tensors_of
+from lightning_tspipe.networks.modules import methods_of
 
 
 class _LateWeights:
     """Earlier weights of some modules, which their forwards read while it is open.
 
-    The forwards of all submodules are hooked, since a step may call ``teacher.backbone`` and
-    ``teacher.head`` rather than ``teacher``; the outermost call swaps in the earlier weights.
+    The forwards of all submodules are hooked, and what else they do with tensors, since a step may
+    call ``teacher.backbone`` and ``teacher.encode`` rather than ``teacher``; the outermost call
+    swaps in the earlier weights.
 
     Args:
         modules: The modules by name.
@@ -63,14 +68,21 @@ class _LateWeights:
         self._entered: list[nn.Module] = []
         self.is_open = False
         self._handles: list[Any] = []
+        self._methods: list[tuple[nn.Module, str]] = []
         for part in {part for module in modules.values() for part in module.modules()}:
             self._handles.append(part.register_forward_pre_hook(self._enter))
             self._handles.append(part.register_forward_hook(self._leave, always_call=True))
+            for name in methods_of(part):
+                self._methods.append((part, name))
+                vars(part)[name] = partial(self._run, part, getattr(part, name))
 
     def remove(self) -> None:
         """Remove the hooks; the modules are as before."""
         for handle in self._handles:
             handle.remove()
+        for part, name in self._methods:
+            del vars(part)[name]
+        self._methods.clear()
         self.is_open = False
 
     @torch.no_grad()
@@ -91,6 +103,21 @@ class _LateWeights:
                 f"resume with the same modules"
             )
         self.earlier = {n: state[n].to(place.tensor.device) for n, place in self._places.items()}
+
+    def _run(
+        self, part: nn.Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run a method with the earlier weights, unless it is one that changes weights."""
+        tensors = tensors_of(args, kwargs)
+        if not tensors or any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            return function(*args, **kwargs)
+        output = None
+        self._enter(part, ())
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            self._leave(part, (), output)
+        return output
 
     def _enter(self, module: nn.Module, _args: object) -> None:
         if not self._entered and self.is_open and self.earlier is not None:

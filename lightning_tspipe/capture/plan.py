@@ -1,4 +1,4 @@
-"""What a traced step looks like: the calls, the chain of each network, what the loss needs."""
+"""What a traced step looks like: its calls, the ways that they take, what the loss needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.networks.arguments import ONE_TENSOR, Arguments
+from lightning_tspipe.networks.arguments import Arguments
 
 NetworkName = Literal["student", "teacher"]
 
@@ -76,49 +76,99 @@ class TensorSpec:
         return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """A declared submodule, called as a whole: one link of a network's chain.
+@dataclass(frozen=True, order=True, slots=True)
+class ValueRef:
+    """A tensor that an entry returned: leaf ``slot`` of what entry ``position`` of a route gave."""
 
-    Attributes:
-        name: Dotted name within the LightningModule.
-        grad: Whether gradients were enabled at the call.
-        arguments: How it is called.
-    """
-
-    name: str
-    grad: bool
-    arguments: Arguments = ONE_TENSOR
+    position: int
+    slot: int
 
     def __str__(self) -> str:
-        return self.name if self.arguments.is_plain else f"{self.name}{self.arguments}"
+        return f"%{self.position}.{self.slot}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that a call gets from the step: its ``place``-th."""
+
+    place: int
+
+    def __str__(self) -> str:
+        return f"x{self.place or ''}"
 
 
 @dataclass(frozen=True, slots=True)
 class Glue:
-    """What the step does between two blocks, such as ``.flatten(1)``.
+    """What the step does between two entries, such as ``.flatten(1)``.
 
     Attributes:
-        label: For messages and for comparing calls.
-        function: Takes the previous value, returns the next one.
+        label: What it does, with its constants; two that do the same have the same.
+        function: Takes the tensors, returns one.
+        grad: Whether gradients were enabled.
+        values: What it takes.
     """
 
     label: str
-    function: Callable[[Tensor], Tensor] = field(compare=False)
+    function: Callable[..., Tensor] = field(compare=False)
+    grad: bool
+    values: tuple[Expression, ...]
 
     def __str__(self) -> str:
-        return self.label
+        return f"{self.label}({', '.join(map(str, self.values))})"
 
 
-Link = Block | Glue
+Expression = ValueRef | Input | Glue
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class ValueRef:
-    """A tensor that a block returned: link ``position`` of a chain, leaf ``slot`` of its output."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A method of a submodule that the step calls.
 
-    position: int
-    slot: int
+    Attributes:
+        name: Dotted name of the submodule within the LightningModule.
+        method: Which method.
+        grad: Whether gradients were enabled at the call.
+        arguments: How it is called.
+        values: Where each tensor among the arguments comes from.
+    """
+
+    name: str
+    method: str
+    grad: bool
+    arguments: Arguments
+    values: tuple[Expression, ...]
+
+    @property
+    def title(self) -> str:
+        """Such as ``backbone`` or ``backbone.encode``."""
+        return self.name if self.method == "forward" else f"{self.name}.{self.method}"
+
+    def __str__(self) -> str:
+        grad = "" if self.grad else " without gradients"
+        return f"{self.title}{self.arguments} of {', '.join(map(str, self.values))}{grad}"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The entries that a call goes through, each of which but the first reads another's output.
+
+    ::
+
+        backbone(x0) ──► %0.0 ── flatten ──► head(..)        a call with two heads
+                          └───── flatten ──► other(..)
+
+    Attributes:
+        entries: In the order in which the step calls them.
+        arguments: The tensors that the call gets from the step.
+        used: The values that the step reads (beyond feeding the next entry).
+    """
+
+    entries: tuple[Entry, ...]
+    arguments: Arguments
+    used: tuple[ValueRef, ...] = ()
+
+    def __str__(self) -> str:
+        return ", then ".join(map(str, self.entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,35 +178,37 @@ class CallPlan:
     Attributes:
         network: Which network.
         input: Spec of the (whole-batch) input.
-        num_links: How far into the network's chain the call goes.
+        route: The way that it takes: a place in ``StepPlan.routes``.
         grad: Whether its output takes part in the backward.
     """
 
     network: NetworkName
     input: TensorSpec
-    num_links: int
+    route: int
     grad: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Interception:
-    """The k-th time that the step called a declared submodule.
+    """The k-th time that the step called an entry.
 
     Attributes:
-        block: Its name.
+        title: Of the entry.
         call: Index into ``StepPlan.calls``.
-        position: Link of the chain.
+        position: Place in the call's route.
         output: Pytree structure of what it returns.
         leaves: Specs of the tensors that it returned at the trace; other leaves as they are.
         arguments: How it is called.
+        places: For each tensor among the arguments: which one of the call's inputs; None: none.
     """
 
-    block: str
+    title: str
     call: int
     position: int
     output: pytree.TreeSpec
     leaves: tuple[Any, ...]
-    arguments: Arguments = ONE_TENSOR
+    arguments: Arguments
+    places: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -166,8 +218,7 @@ class StepPlan:
     Attributes:
         calls: In the order in which they start.
         interceptions: In the order in which the step makes them.
-        chains: Network to its links.
-        used: Network to the values that the step reads (beyond feeding the next block).
+        routes: Network to the ways that calls take through it.
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
         has_late_effects: Whether it does after its last call; then not before.
@@ -178,8 +229,7 @@ class StepPlan:
 
     calls: tuple[CallPlan, ...]
     interceptions: tuple[Interception, ...]
-    chains: dict[NetworkName, tuple[Link, ...]]
-    used: dict[NetworkName, tuple[ValueRef, ...]]
+    routes: dict[NetworkName, tuple[Route, ...]]
     batch_fields: tuple[int, ...]
     has_effects: bool
     has_late_effects: bool = False
@@ -190,6 +240,11 @@ class StepPlan:
     def has_ema(self) -> bool:
         """Whether the step changes pipelined parameters, early or late."""
         return self.has_effects or self.has_late_effects
+
+    def route(self, call: int) -> Route:
+        """The way that a call takes."""
+        plan = self.calls[call]
+        return self.routes[plan.network][plan.route]
 
     def calls_of(self, network: NetworkName) -> tuple[int, ...]:
         """Indices of the calls of one network, in order."""

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.recording import Operations
 
 # Looking at the type of a tensor does not read its values.
@@ -75,6 +77,30 @@ class BlockOutput:
     slot: int
 
 
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A function of torch with all its arguments but the tensors.
+
+    Attributes:
+        function: The function.
+        arguments: How it is called.
+        slot: Which leaf of what it returns is meant.
+    """
+
+    function: Callable[..., Any]
+    arguments: Arguments
+    slot: int = 0
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Do it with some tensors."""
+        args, kwargs = self.arguments.bind(tensors)
+        result: Tensor = pytree.tree_leaves(self.function(*args, **kwargs))[self.slot]
+        return result
+
+    def __str__(self) -> str:
+        return f"{name_of(self.function)}{self.arguments}[{self.slot}]"
+
+
 @dataclass(eq=False)
 class Value:
     """A tensor of the trace.
@@ -83,8 +109,9 @@ class Value:
         tensor: Kept alive, so that its id stays its own.
         source: What it is, if it was not computed.
         parents: What it was computed from.
-        function: If one tensor alone was the input: how to compute it again from that.
+        operation: If all tensors that went in are tracked: how to compute it again from them.
         label: Name of the operation.
+        grad: Whether gradients were enabled.
         read: Whether something else than a block or another operation read it.
         consumers: Values computed from it.
         feeds_block: Whether it was the input of a block.
@@ -95,8 +122,9 @@ class Value:
     tensor: Tensor
     source: Any = None  # a BatchLeaf, NetworkParameter or BlockOutput
     parents: tuple[Value, ...] = ()
-    function: Callable[[Tensor], Tensor] | None = None
+    operation: Operation | None = None
     label: str = ""
+    grad: bool = True
     read: bool = False
     consumers: list[Value] = field(default_factory=list)
     feeds_block: bool = False
@@ -132,17 +160,6 @@ class Value:
             new = [other for other in following(value) if other not in seen]
             seen.update(new)
             stack += new
-
-    def glue_from_source(self) -> tuple[Value, list[Value]] | None:
-        """The single source and the unary operations from it to here; None if there are several."""
-        steps: list[Value] = []
-        value = self
-        while value.source is None:
-            if value.function is None or len(value.parents) != 1:
-                return None
-            steps.append(value)
-            value = value.parents[0]
-        return value, steps[::-1]
 
 
 class ProvenanceMode(TorchFunctionMode):
@@ -207,10 +224,11 @@ class ProvenanceMode(TorchFunctionMode):
         if name in _HARMLESS:
             return result
         if parents:
-            function = None
-            if len(tensors) == 1 and isinstance(result, Tensor):
-                function = _rebind(func, args, kwargs)
-            made = Value(tensors[0], None, parents, function, name, num_blocks=self.num_blocks)
+            operation = None
+            if len(tensors) == len(parents):
+                operation = Operation(func, Arguments.of(args, kwargs))
+            made = Value(tensors[0], None, parents, operation, name, torch.is_grad_enabled())
+            made.num_blocks = self.num_blocks
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, args, result)
         if self.draws.num_draws > num_draws:
@@ -226,7 +244,11 @@ class ProvenanceMode(TorchFunctionMode):
         """Note what an operation returned; ``made`` is like each of these values."""
         writes = writes_in_place(made.label)
         to_parameter = writes and self._record_write(made.label, args)
-        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = [
+            (slot, leaf)
+            for slot, leaf in enumerate(pytree.tree_leaves(result))
+            if isinstance(leaf, Tensor)
+        ]
         for parent in () if outputs else made.parents:
             if to_parameter:
                 parent.feeds_block = True
@@ -234,9 +256,11 @@ class ProvenanceMode(TorchFunctionMode):
             parent.read = True
             if not writes:
                 self.reads.append((parent, self.num_blocks, current_line()))
-        for output in outputs:
+        for slot, output in outputs:
             # An EMA written into a parameter stays there: it is not a use of its result.
             value = replace(made, tensor=output, consumers=[], feeds_block=to_parameter)
+            if made.operation is not None:
+                value.operation = replace(made.operation, slot=slot)
             self._values[id(output)] = value
             for parent in made.parents:
                 parent.consumers.append(value)
@@ -251,20 +275,3 @@ class ProvenanceMode(TorchFunctionMode):
                 self.writes.append((value, self.num_blocks, line, name == _SETS_GRADIENT))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
-
-
-def _rebind(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[[Tensor], Tensor]:
-    """``func`` as a function of the one tensor among its arguments."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    index = next(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
-
-    def glue(value: Tensor) -> Tensor:
-        filled = [*leaves[:index], value, *leaves[index + 1 :]]
-        new_args, new_kwargs = pytree.tree_unflatten(filled, spec)
-        result: Tensor = func(*new_args, **new_kwargs)
-        return result
-
-    leaves[index] = None
-    return glue

@@ -9,24 +9,47 @@ from torch import Tensor
 
 from lightning_tspipe.capture.plan import (
     CallPlan,
+    Entry,
+    Input,
     Interception,
-    Link,
     NetworkName,
+    Route,
     StepPlan,
     TensorSpec,
     ValueRef,
 )
 from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, ProvenanceMode, Value
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.arguments import Arguments
 
 
 @dataclass
 class Call:
-    """A call of a network: its blocks, and what happens between them."""
+    """A call of a network: the entries that it goes through, and what the step gives it."""
 
     network: NetworkName
-    input: Tensor
-    links: list[Link] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+
+    def input(self, tensor: Tensor) -> Input:
+        """A tensor that the step gives it."""
+        found = (place for place, known in enumerate(self.inputs) if known is tensor)
+        place = next(found, len(self.inputs))
+        if place == len(self.inputs):
+            self.inputs.append(tensor)
+        return Input(place)
+
+    @property
+    def arguments(self) -> Arguments:
+        """The tensors that the step gives it."""
+        return Arguments.of(self.inputs, {})
+
+    @property
+    def key(self) -> object:
+        """What two calls have in common that take the same way."""
+        own = self.arguments
+        kinds = None if own.have_one_shape else own.tensors  # they are packed by their shapes
+        return self.network, "\n".join(map(str, self.entries)), kinds
 
 
 @dataclass
@@ -67,10 +90,17 @@ class StepRecord:
         self._check_reads(parameters)
         self._check_batch_writes([value for value in fields if value is not None])
         has_effects, has_late_effects = self._check_writes()
+        keys: dict[NetworkName, list[object]] = {call.network: [] for call in self.calls}
+        for call in self.calls:
+            if call.key not in keys[call.network]:
+                keys[call.network].append(call.key)
         calls = tuple(
-            CallPlan(c.network, TensorSpec.of(c.input), len(c.links), self._has_grad(i))
-            for i, c in enumerate(self.calls)
-        )
+            CallPlan(
+                call.network, TensorSpec.of(call.arguments.pack(call.inputs)),
+                keys[call.network].index(call.key), self._has_grad(index),
+            )
+            for index, call in enumerate(self.calls)
+        )  # fmt: skip
         if any(call.network == "teacher" and call.grad for call in calls):
             raise CaptureError(
                 "the teacher's output requires gradients. A teacher is forward-only: set "
@@ -80,8 +110,7 @@ class StepRecord:
         return StepPlan(
             calls=calls,
             interceptions=tuple(self.interceptions),
-            chains=self._chains(),
-            used=self._used(),
+            routes={name: tuple(map(self._route, own)) for name, own in keys.items()},
             batch_fields=tuple(
                 index
                 for index, value in enumerate(fields)
@@ -97,30 +126,16 @@ class StepRecord:
         outputs = (value for value in self.outputs if value.source.call == call)
         return any(value.tensor.requires_grad for value in outputs if value.is_used)
 
-    def _used(self) -> dict[NetworkName, tuple[ValueRef, ...]]:
-        used: dict[NetworkName, set[ValueRef]] = {call.network: set() for call in self.calls}
-        for value in self.outputs:
-            if value.is_used:
-                source = value.source
-                refs = used[self.calls[source.call].network]
-                refs.add(ValueRef(source.position, source.slot))
-        return {network: tuple(sorted(refs)) for network, refs in used.items()}
-
-    def _chains(self) -> dict[NetworkName, tuple[Link, ...]]:
-        chains: dict[NetworkName, tuple[Link, ...]] = {}
-        for call in self.calls:
-            links = tuple(call.links)
-            longest = chains.get(call.network, ())
-            longer, shorter = (links, longest) if len(links) > len(longest) else (longest, links)
-            if [str(link) for link in longer[: len(shorter)]] != [str(link) for link in shorter]:
-                raise CaptureError(
-                    f"two calls of the {call.network} go different ways: "
-                    f"{' -> '.join(map(str, shorter))} and {' -> '.join(map(str, longer))}. All "
-                    "calls of one network must start with the same blocks, called with the same "
-                    "constants"
-                )
-            chains[call.network] = longer
-        return chains
+    def _route(self, key: object) -> Route:
+        """The way of the calls with a key; the step may read other values of each."""
+        own = [index for index, call in enumerate(self.calls) if call.key == key]
+        first = self.calls[own[0]]
+        used = {
+            ValueRef(value.source.position, value.source.slot)
+            for value in self.outputs
+            if value.source.call in own and value.is_used
+        }
+        return Route(tuple(first.entries), first.arguments, tuple(sorted(used)))
 
     def _check_reads(self, parameters: list[Value]) -> None:
         for line in self.mode.gradient_reads:

@@ -62,10 +62,16 @@ class StepRunner:
         self._beginning = beginning
         names = [name for _, name in networks.items()]
         self._inside = [m for name in names for m in module.get_submodule(name).modules()]
-        # Of a network that is called in part, the parts are blocks, and it is not.
-        called = {interception.block for interception in plan.interceptions}
-        whole = {name for name in names if not any(c.startswith(f"{name}.") for c in called)}
-        self._blocks = {name: module.get_submodule(name) for name in whole | called}
+        called = {
+            (entry.name, entry.method, entry.title)
+            for routes in plan.routes.values()
+            for route in routes
+            for entry in route.entries
+        }
+        # A network of which parts are called may be entered, others may not.
+        parts = [name for name, *_ in called if name not in names]
+        whole = {name for name in names if not any(part.startswith(f"{name}.") for part in parts)}
+        self._entries = called | {(name, "forward", name) for name in whole}
         names += networks.local
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
@@ -94,7 +100,7 @@ class StepRunner:
             stack.enter_context(self._beginning())
             prologue = _Prologue(self._plan, real=True)
             self._run_prologue(prologue, step, batch, seed)
-        return tuple(prologue.inputs)
+        return prologue.inputs
 
     def effects(self, step: Step, batch: Any, seed: int) -> None:
         """The prologue on a batch of meta tensors, for what it does to this rank's parameters."""
@@ -190,8 +196,8 @@ class StepRunner:
     def _returned(
         self, outputs: Outputs, interception: Interception, _tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
-        """What a block really returned in a call."""
-        call, used = interception.call, self._plan.used[self._plan.calls[interception.call].network]
+        """What an entry really returned in a call."""
+        call, used = interception.call, self._plan.route(interception.call).used
 
         def output(slot: int, spec: TensorSpec) -> Tensor:
             ref = ValueRef(interception.position, slot)
@@ -229,8 +235,10 @@ class StepRunner:
         return MetaWins() if self._plan.mixes else nullcontext()
 
     def _stubs(self, answers: _Answers) -> AbstractContextManager[None]:
-        blocks = self._blocks.items()
-        return swap.forwards_replaced({block: partial(answers, name) for name, block in blocks})
+        return swap.attributes_replaced(
+            (self._module.get_submodule(name), method, partial(answers, title))
+            for name, method, title in self._entries
+        )
 
 
 class _Answers:
@@ -257,9 +265,9 @@ class _Answers:
                 f"the step calls {name!r} once more than when it was traced. {_REMEDY}"
             )
         interception = self._plan.interceptions[self._count]
-        if interception.block != name:
+        if interception.title != name:
             raise CaptureError(
-                f"the step calls {name!r} where it called {interception.block!r} when it was "
+                f"the step calls {name!r} where it called {interception.title!r} when it was "
                 f"traced. {_REMEDY}"
             )
         arguments = Arguments.of(args, kwargs)
@@ -292,15 +300,25 @@ class _Prologue:
         self._plan = plan
         self.real = real
         self._ends_early = ends_early
-        self.inputs: list[Tensor] = []
+        self._given: dict[int, dict[int, Tensor]] = {}
         self._sizes: dict[int, int] = {}
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What each call gets."""
+        return tuple(
+            self._plan.route(call).arguments.pack([given[k] for k in sorted(given)]).detach()
+            for call, given in sorted(self._given.items())
+        )
 
     def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
         traced = self._plan.calls[interception.call].input.shape[:1]
+        for place, tensor in zip(interception.places, tensors, strict=True):
+            if place is not None:
+                self._given.setdefault(interception.call, {})[place] = tensor
         if interception.position == 0:
-            self.inputs.append(interception.arguments.pack(tensors).detach())
             self._sizes[interception.call] = tensors[0].shape[0] if traced else 0
         if self._ends_early and interception is self._plan.interceptions[-1]:
             raise _PrologueDoneError

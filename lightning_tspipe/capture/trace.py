@@ -7,10 +7,10 @@ The step runs as it stands, with three replacements: the declared submodules ans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +19,22 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import (
-    Block,
+    Entry,
+    Expression,
     Glue,
+    Input,
     Interception,
     NetworkName,
     StepPlan,
     TensorSpec,
+    ValueRef,
 )
 from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, NetworkParameter, Value
 from lightning_tspipe.capture.record import Call, StepRecord
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
+from lightning_tspipe.networks.modules import methods_of
 
 Step = Callable[[Any], Any]
 _SILENCED = ("log", "log_dict", "print", "manual_backward", "toggle_optimizer")
@@ -45,17 +49,20 @@ class Networks:
         teacher: Those of the teacher.
         local: Those that run where the losses are, as the step calls them: heads.
         averages: Of the teacher's, the one of the student's that each is known to average.
+        is_found: Whether a step has told them, and not the user.
     """
 
     student: tuple[str, ...]
     teacher: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
     averages: Mapping[str, str] = field(default_factory=dict)
+    is_found: bool = False
 
     @property
     def pairs(self) -> dict[str, str]:
         """What of the student each submodule of the teacher follows: in order, or as known."""
-        return {**dict(zip(self.teacher, self.student, strict=False)), **self.averages}
+        in_order = () if self.is_found else zip(self.teacher, self.student, strict=False)
+        return {**dict(in_order), **self.averages}
 
     def items(self) -> Iterator[tuple[NetworkName, str]]:
         """All (network, block name)."""
@@ -70,16 +77,16 @@ class Tracer:
         module: The LightningModule (or any module).
         networks: Which submodules are pipelined.
         device: Where the batches are.
-        parts: Whether the step may also call parts of them, or hang forward hooks on parts: such a
-            network is entered, and its parts are called. A step with a backward may not.
+        hooks: Whether the step may hang forward hooks on parts of them: such a network is entered,
+            and its parts are called. A step with a backward may not.
     """
 
     def __init__(
-        self, module: nn.Module, networks: Networks, device: torch.device, *, parts: bool = False
+        self, module: nn.Module, networks: Networks, device: torch.device, *, hooks: bool = False
     ) -> None:
         self._module = module
         self._device = device
-        self._parts = parts
+        self._hooks = hooks
         self._network_of: dict[str, NetworkName] = {name: net for net, name in networks.items()}
         self._blocks = {name: module.get_submodule(name) for name in self._network_of}
         self._inside = [m for block in self._blocks.values() for m in block.modules()]
@@ -98,6 +105,11 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
+        fields, parameters = self.run(step, batch, seed)
+        return self._record.plan(fields, parameters)
+
+    def run(self, step: Step, batch: Any, seed: int) -> tuple[list[Value | None], list[Value]]:
+        """The same; what of the batch is tracked, and of the parameters."""
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
         self._record = StepRecord(tuple(self._blocks), is_automatic)
         mode = self._record.mode
@@ -114,7 +126,7 @@ class Tracer:
             swap.attributes_restored(self._rest, tensors=True),
             swap.attributes_restored(self._inside, tensors=False),
             swap.TensorSwap(self._inside, self._fake_like)(),
-            swap.forwards_replaced(self._stubs()),
+            swap.attributes_replaced(self._stubs()),
             swap.silenced(self._module, self._silence, _SILENCED),
             swap.random_stream(seed),
         ):
@@ -128,7 +140,7 @@ class Tracer:
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
-        return self._record.plan(fields, parameters)
+        return fields, parameters
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
@@ -138,97 +150,107 @@ class Tracer:
             fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
             return fake.requires_grad_(tensor.requires_grad)
 
-    def _stubs(self) -> dict[nn.Module, Callable[..., Any]]:
-        stubs: dict[nn.Module, Callable[..., Any]] = {}
-        for name, block in self._blocks.items():
+    def _stubs(self) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+        """For each method of networks and their parts, what stands for it."""
+        seen: set[nn.Module] = set()
+        for name, block in sorted(self._blocks.items(), key=lambda item: item[0].count(".")):
             for path, child in block.named_modules():
-                full = f"{name}.{path}" if path else name
-                if full in self._blocks or child not in stubs:
-                    if self._parts:
-                        self._network_of.setdefault(full, self._network_of[name])
-                    stubs[child] = partial(self._called, full, child, child.forward)
-        return stubs
+                if child not in seen:
+                    seen.add(child)
+                    full = f"{name}.{path}".rstrip(".")
+                    self._network_of.setdefault(full, self._network_of[name])
+                    for method in ("forward", *methods_of(child)):
+                        own = getattr(child, method)
+                        yield child, method, partial(self._called, full, method, child, own)
 
     def _called(
-        self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self,
+        name: str,
+        method: str,
+        block: nn.Module,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Stands for the forward of a block, or of a part of one."""
-        if self._running_block or self._is_entered(block):
-            return forward(*args, **kwargs)
-        if name not in self._network_of:
-            whole = next(each for each in self._blocks if name.startswith(f"{each}."))
-            raise CaptureError(
-                f"the step calls {name!r}, a part of the pipelined network {whole!r}, past its "
-                f"forward, at {current_line()}. Call self.{whole}(...) as a whole, or declare the "
-                f"parts in their order: TSPipeStrategy({self._network_of[whole]}=[{name!r}, ...])"
-            )
+        """Stands for a method of a network, or of a part of one."""
+        if self._running_block or (method == "forward" and self._is_entered(block)):
+            return function(*args, **kwargs)
         tensors = tensors_of(args, kwargs)
-        if not tensors:
-            raise CaptureError(
-                f"{name!r} is called without a tensor, at {current_line()}. Pipelined networks "
-                "take tensors, with the batch as their first dimension"
-            )
-        link = Block(name, torch.is_grad_enabled(), Arguments.of(args, kwargs))
-        call, position = self._place(link, tensors)
-        return self._answer(link, call, position, self._run_on_fakes(block, args, kwargs))
+        if method != "forward" and not self._is_forward(tensors):
+            return function(*args, **kwargs)
+        entry = Entry(name, method, torch.is_grad_enabled(), Arguments.of(args, kwargs), ())
+        call, entry = self._place(entry, tensors)
+        return self._answer(call, entry, self._run_on_fakes(block, function, args, kwargs))
+
+    def _is_forward(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether a method with these arguments computes something from the batch."""
+        found = map(self._record.mode.lookup, tensors)
+        return bool(tensors) and not any(value and value.is_parameter for value in found)
 
     def _is_entered(self, block: nn.Module) -> bool:
         inner = (module for module in block.modules() if module is not block)
-        return self._parts and any(m._forward_hooks.keys() - self._old_hooks for m in inner)  # noqa: SLF001
+        return self._hooks and any(m._forward_hooks.keys() - self._old_hooks for m in inner)  # noqa: SLF001
 
-    def _place(self, block: Block, tensors: list[Tensor]) -> tuple[int, int]:
-        """The call that this block belongs to (a new one, or one that goes on), and its place."""
-        name = block.name
-        network = self._network_of[name]
-        value = self._packed(block, tensors)
-        known = self._record.mode.lookup(value) or Value(value)
-        known.feeds_block = True
-        sources = known.sources()
-        previous = [v for v in sources if isinstance(v.source, BlockOutput)]
-        if not previous:
-            self._check_input(name, value, sources)
-            self._record.calls.append(Call(network, value, [block]))
-            return len(self._record.calls) - 1, 0
-        chain = known.glue_from_source()
-        index = previous[0].source.call
-        call = self._record.calls[index]
-        if chain is None or call.network != network:
+    def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:
+        """The call that an entry belongs to (a new one, or one that goes on), and its arguments."""
+        if not tensors:
             raise CaptureError(
-                f"the input of {name!r} is computed from the output of "
-                f"{self._describe(previous[0])}, at {current_line()}. Between two pipelined blocks "
-                "only operations on that one tensor are possible; put the computation into a "
-                "module of the network"
+                f"{entry.name!r} is called without a tensor, at {current_line()}. Pipelined "
+                "networks take tensors, with the batch as their first dimension"
             )
-        source, glue = chain
-        if source.source.position != len(call.links) - 1 or source.source.slot != 0:
-            raise CaptureError(
-                f"{name!r} branches off the middle of the network, at {current_line()}: "
-                f"{self._describe(source)} already feeds {call.links[-1]}. Make one module of the "
-                "branches, which returns a tuple"
-            )
-        call.links += [Glue(v.label, v.function) for v in glue if v.function is not None]
-        call.links.append(block)
-        return index, len(call.links) - 1
+        record, network = self._record, self._network_of[entry.name]
+        values = [record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
+        before = [v for value in values for v in outputs_in(value)]
+        if not before:
+            record.calls.append(Call(network))
+        index = before[0].source.call if before else len(record.calls) - 1
+        call = record.calls[index]
+        if call.network != network or any(v.source.call != index for v in before):
+            self._refuse_glue(entry, before)
+        made = []
+        for value in values:
+            value.feeds_block = True
+            made.append(self._expression(entry, call, value))
+        self._check_inputs(entry, call)
+        entry = replace(entry, values=tuple(made))
+        call.entries.append(entry)
+        return index, entry
 
-    def _packed(self, block: Block, tensors: list[Tensor]) -> Tensor:
-        """The one tensor that travels; its provenance is that of all of them."""
-        if len(tensors) == 1:
-            return tensors[0]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
+    def _expression(self, entry: Entry, call: Call, value: Value) -> Expression:
+        """Where an argument comes from: earlier entries of the call, or the step."""
+        source = value.source
+        if isinstance(source, BlockOutput):
+            return ValueRef(source.position, source.slot)
+        before = outputs_in(value)
+        if not before:
+            self._check_input(entry.name, value.tensor, value.sources())
+            return call.input(value.tensor)
+        if value.operation is None or not all(map(outputs_in, value.parents)):
+            self._refuse_glue(entry, before)
+        values = tuple(self._expression(entry, call, parent) for parent in value.parents)
+        return Glue(str(value.operation), value.operation, value.grad, values)
+
+    def _refuse_glue(self, entry: Entry, before: Sequence[Value]) -> NoReturn:
+        raise CaptureError(
+            f"the input of {entry.title!r} is computed from the output of "
+            f"{' and of '.join(dict.fromkeys(map(self._describe, before)))}, at {current_line()}. "
+            "Between two calls of pipelined networks only operations on outputs of one and the "
+            "same call are possible; put the computation into a module of the network"
+        )
+
+    def _check_inputs(self, entry: Entry, call: Call) -> None:
+        """Several tensors travel as one."""
+        shapes = [tuple(tensor.shape) for tensor in call.inputs]
+        is_batched = all(shape and shape[0] == shapes[0][0] for shape in shapes)
+        if len(shapes) > 1 and not is_batched:
             raise CaptureError(
-                f"{block.name!r} is called with tensors of shapes {shapes}, at {current_line()}: "
+                f"{entry.title!r} is called with tensors of shapes {shapes}, at {current_line()}: "
                 "the first dimension of each must be the batch. Make the others in the network"
             )
-        if any(tensor.requires_grad for tensor in tensors):
-            raise CaptureError(
-                f"{block.name!r} is called with several tensors, of which one requires gradients, "
-                f"at {current_line()}. Make what computes it a part of the network"
-            )
-        return block.arguments.pack(tensors)
 
     def _describe(self, value: Value) -> str:
-        return repr(str(self._record.calls[value.source.call].links[value.source.position]))
+        return repr(self._record.calls[value.source.call].entries[value.source.position].title)
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
         if value.requires_grad or any(v.is_parameter for v in sources):
@@ -238,7 +260,9 @@ class Tracer:
                 f"TSPipeStrategy({self._network_of[name]}=['...', {name!r}, ...])"
             )
 
-    def _run_on_fakes(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _run_on_fakes(
+        self, block: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         # The step's own hooks get the answer.
         hooks = block._forward_hooks  # noqa: SLF001
         new = {key: hooks.pop(key) for key in hooks.keys() - self._old_hooks}
@@ -247,17 +271,19 @@ class Tracer:
         try:
             with self._fake:
                 args, kwargs = pytree.tree_map_only(Tensor, self._fake_like, (args, kwargs))
-                return block(*args, **kwargs)
+                return function(*args, **kwargs)
         finally:
             hooks.update(new)
             self._running_block = False
             self._record.mode.is_paused = False
 
-    def _answer(self, block: Block, call: int, position: int, output: Any) -> Any:
+    def _answer(self, call: int, entry: Entry, output: Any) -> Any:
         fakes, structure = pytree.tree_flatten(output)
         specs = tuple(TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in fakes)
+        position = len(self._record.calls[call].entries) - 1
+        places = tuple(v.place if isinstance(v, Input) else None for v in entry.values)
         self._record.interceptions.append(
-            Interception(block.name, call, position, structure, specs, block.arguments)
+            Interception(entry.title, call, position, structure, specs, entry.arguments, places)
         )
         answers = []
         for slot, spec in enumerate(specs):
@@ -281,3 +307,8 @@ class Tracer:
             for name, block in self._blocks.items()
             for path, parameter in block.named_parameters()
         ]
+
+
+def outputs_in(value: Value) -> list[Value]:
+    """What of the networks' outputs a value was computed from."""
+    return [found for found in value.sources() if isinstance(found.source, BlockOutput)]

@@ -21,7 +21,7 @@ from lightning_tspipe.callbacks import DelayedTeacherUpdate
 from lightning_tspipe.cli.modules import QUIET, Batches, Data, load
 from lightning_tspipe.errors import ConfigurationError, TSPipeError
 from lightning_tspipe.schedules.registry import SCHEDULES, runs_ahead
-from lightning_tspipe.strategy.setup.declared import find_networks
+from lightning_tspipe.strategy.setup.declared import are_named, find_networks
 from lightning_tspipe.strategy.strategy import TSPipeStrategy
 
 _TOLERANCE = 1e-9
@@ -114,18 +114,23 @@ def run(options: Options) -> None:
         schedule=cast("Any", options.schedule),
         num_microbatches=options.microbatches,
     )
-    late = bool(find_networks(module, strategy.options).teacher) and runs_ahead(options.schedule)
-    expected = Record()
+    if are_named(module, strategy.options):
+        find_networks(module, strategy.options)  # or say at once that it has none
     is_first = int(os.environ.get("LOCAL_RANK", "0")) == 0
     if is_first:  # the other processes of the pipeline run this command too
-        _say(f"{options.steps} steps on one device, in float64 ...")
-        callbacks = [DelayedTeacherUpdate()] if late else []
+        _say(
+            f"{options.steps} steps over {options.devices} devices, in float64, schedule "
+            f"{options.schedule} ..."
+        )
+    actual = _train(module, batches, [], strategy=strategy, devices=options.devices)
+    teacher = (strategy.found or find_networks(module, strategy.options)).teacher
+    late = bool(teacher) and runs_ahead(options.schedule)
+    if is_first:
+        _say(f"{strategy.table}\nthe same on one device ...")
+        callbacks = [DelayedTeacherUpdate(teacher=teacher)] if late else []
         seed_everything(0, verbose=False)
         again, _ = load(options.target)  # not a copy: weight_norm cannot be copied
         expected = _train(again.double(), batches, callbacks, strategy="auto", devices=1)
-        _say(f"the same over {options.devices} devices, schedule {options.schedule} ...")
-    actual = _train(module, batches, [], strategy=strategy, devices=options.devices)
-    if is_first:
         _say(compare(expected, actual))
         if late and strategy.pipelined.teacher_ran_ahead is not None:  # the step calls it
             _say("(the teacher is one update late in both: DelayedTeacherUpdate on one device)")

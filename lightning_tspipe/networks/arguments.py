@@ -87,11 +87,6 @@ class Arguments:
         """Samples of the batch that was seen."""
         return self.tensors[0].batch
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is one tensor and nothing else."""
-        return self.structure == ONE_TENSOR.structure and len(self.tensors) == 1
-
     def bind(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """``(args, kwargs)`` with the given tensors."""
         values = iter(tensors)
@@ -116,7 +111,7 @@ class Arguments:
             is_float = tensor.is_floating_point()
             bits = tensor.contiguous().view(_WORDS[tensor.element_size()]) if is_float else tensor
             words.append(bits.to(torch.int64))
-        if self._have_one_shape:
+        if self.have_one_shape:
             return torch.stack(words, dim=1)
         return torch.cat([word.reshape(word.shape[0], -1) for word in words], dim=1)
 
@@ -125,7 +120,7 @@ class Arguments:
         kinds = self.tensors
         if len(kinds) == 1:
             return (packed,)
-        if self._have_one_shape:
+        if self.have_one_shape:
             parts: Sequence[Tensor] = packed.unbind(1)
         else:
             sizes = [torch.Size(kind.tail).numel() for kind in kinds]
@@ -149,19 +144,16 @@ class Arguments:
             return True
         if [kind.dtype for kind in self.tensors] != [kind.dtype for kind in other.tensors]:
             return False
-        if self._have_one_shape:
-            return other._have_one_shape
+        if self.have_one_shape:
+            return other.have_one_shape
         return self.tensors == other.tensors
 
     @property
-    def _have_one_shape(self) -> bool:
+    def have_one_shape(self) -> bool:
+        """Whether the tensors differ in their types at most."""
         return len({kind.tail for kind in self.tensors}) == 1
 
     def __str__(self) -> str:
         args, kwargs = pytree.tree_unflatten(self.leaves, self.structure)
         words = [*map(repr, args), *(f"{name}={value!r}" for name, value in kwargs.items())]
         return f"({', '.join(words)})"
-
-
-ONE_TENSOR = Arguments(pytree.tree_structure(((0,), {})), (TensorKind(torch.float32, ()),))
-"""How most networks are called; of which type and shape the tensor is does not matter."""

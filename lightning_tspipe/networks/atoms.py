@@ -6,7 +6,7 @@ An atom takes and passes on whatever is still needed, so that a cut breaks no sk
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,7 +51,11 @@ class Atomized:
 
 
 def atomize(
-    module: nn.Module, name: str, arguments: Arguments, device: torch.device | None = None
+    module: nn.Module,
+    name: str,
+    arguments: Arguments,
+    device: torch.device | None = None,
+    entries: Mapping[nn.Module, str] | None = None,
 ) -> Atomized:
     """Cut a network into the smallest parts that can be placed on a device.
 
@@ -63,52 +67,17 @@ def atomize(
         name: What messages call it.
         arguments: How it is called; with several tensors, the first atom gets them packed.
         device: Where it runs; None: on the CPU.
+        entries: What of it the step calls, and what messages call that; None: the network.
 
     Raises:
         PartitionError: ``forward`` cannot be recorded; the message says why, and what to do.
     """
-    program = Program(module, name, arguments, device or torch.device("cpu"))
-    outputs = tuple(OutputRef(*place) for place in program.first.outputs)
-    pieces = [("", Atomized(program.atoms, outputs, program.first.tape.structure))]
-    if len(arguments.tensors) > 1:
-        pieces.insert(0, ("", Atomized((unpacking_atom(arguments),), outputs=())))
-    atoms, ends, _ = concatenate(pieces)
-    return Atomized(atoms, ends[-1], program.first.tape.structure)
-
-
-def concatenate(
-    pieces: Sequence[tuple[str, Atomized]],
-) -> tuple[tuple[Atom, ...], list[tuple[OutputRef, ...]], tuple[int, ...]]:
-    """The chain of networks of which each takes what the one before returns.
-
-    Args:
-        pieces: The networks, each with a prefix for the names in it.
-
-    Returns:
-        The atoms, for each network where its outputs are, and one after the last atom of each.
-    """
-    atoms, where = join_atoms([_prefixed(a, key) for key, piece in pieces for a in piece.atoms])
-    places = iter(where)
-    outputs: list[tuple[OutputRef, ...]] = []
-    ends: list[int] = []
-    for _, piece in pieces:
-        own = [next(places) for _ in piece.atoms]
-        ends.append(own[-1].atom + 1)
-        outputs.append(
-            tuple(OutputRef(own[r.atom].atom, own[r.atom].slot + r.slot) for r in piece.outputs)
-        )
-    return atoms, outputs, tuple(ends)
-
-
-def _prefixed(atom: Atom, prefix: str) -> Atom:
-    if not prefix:
-        return atom
-    return replace(
-        atom,
-        name=f"{prefix}.{atom.name}",
-        parameter_names=tuple(f"{prefix}.{name}" for name in atom.parameter_names),
-        buffer_names=tuple(f"{prefix}.{name}" for name in atom.buffer_names),
-    )
+    program = Program(module, name, arguments, device or torch.device("cpu"), entries)
+    packed = (unpacking_atom(arguments),) if len(arguments.tensors) > 1 else ()
+    atoms, where = join_atoms([*packed, *program.atoms])
+    own = where[len(packed) :]
+    outputs = (OutputRef(own[a].atom, own[a].slot + slot) for a, slot in program.first.outputs)
+    return Atomized(atoms, tuple(outputs), program.first.tape.structure)
 
 
 def join_atoms(atoms: Sequence[Atom]) -> tuple[tuple[Atom, ...], tuple[OutputRef, ...]]:

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import isfunction
 from typing import Any
 
 from torch import nn
 
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 _CONTAINERS = (list, dict, set)
 # Who notes what modules return is no state of theirs.
 _IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
+
+
+def outermost(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of some dotted names that lie in no other one, each once, in order.
+
+    >>> outermost(["a.b", "a", "c.d", "c.d"])
+    ('a', 'c.d')
+    """
+    found = dict.fromkeys(names)
+    return tuple(name for name in found if not any(name.startswith(f"{other}.") for other in found))
+
+
+def methods_of(module: nn.Module) -> list[str]:
+    """What the user's classes of a module define beside ``forward``, and a step may call."""
+    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
+    own = (vars(kind) for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES)
+    found = {name for table in own for name, value in table.items() if isfunction(value)}
+    return sorted(name for name in found if not hasattr(nn.Module, name))
 
 
 def title(module: nn.Module, name: str) -> str:

@@ -6,7 +6,7 @@ Nothing is copied out of the network: whoever swaps a parameter, a buffer or a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +71,11 @@ class Atom:
         """How many tensors of a network's return value it emits."""
         return sum(segment.num_outputs for segment in self.segments)
 
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """The parameters and buffers that it reads."""
+        return (*self.parameter_names, *self.buffer_names)
+
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that it reads, as they are now."""
         return [
@@ -112,17 +117,6 @@ def unpacking_atom(arguments: Arguments) -> Atom:
     return Atom("unpack", (Segment(program, num_outputs=0, returns_value=False),))
 
 
-def function_atom(function: Callable[[Tensor], Tensor], name: str) -> Atom:
-    """Make an atom of a function without parameters, such as a ``flatten`` between two modules.
-
-    Args:
-        function: What it runs, from one tensor to one tensor.
-        name: For people; as in torch, a name that ends in "_" says that it writes its input.
-    """
-    program = LeafProgram(lambda received: ((function(*received),), ()), nn.Module())
-    return Atom(name, (Segment(program),), writes_input=name.endswith("_"))
-
-
 class Program:
     """A recorded network, cut into atoms; a variant for each kind of call and combination of modes.
 
@@ -131,6 +125,7 @@ class Program:
         name: What messages call it.
         arguments: How it is called.
         device: Where it runs.
+        entries: What of it the step calls; see :func:`record`.
 
     Attributes:
         module: The network.
@@ -139,17 +134,26 @@ class Program:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, arguments: Arguments, device: torch.device
+        self,
+        module: nn.Module,
+        name: str,
+        arguments: Arguments,
+        device: torch.device,
+        entries: Mapping[nn.Module, str] | None = None,
     ) -> None:
         self.module = module
         self._name, self._device = name, device
-        self.first = Variant(record(module, name, arguments, device), module)
+        self._entries = entries
+        self.first = Variant(self._record(arguments), module)
         if self.first.tape.writes_in_place:
             # Dropout returns its argument in eval mode: then a ReLU writes what was made before.
             with _other_modes(module):
-                self.first = self.first.cut_like(record(module, name, arguments, device))
+                self.first = self.first.cut_like(self._record(arguments))
         self._variants: dict[Any, list[Variant]] = {self._autocast(): [self.first]}
         self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
+
+    def _record(self, arguments: Arguments) -> Tape:
+        return record(self.module, self._name, arguments, self._device, self._entries)
 
     def _autocast(self) -> Any:
         kind = self._device.type
@@ -182,8 +186,7 @@ class Program:
         else:  # in other modes
             seen = next((each for each in known if each.takes(start, received)), self.first)
             arguments = seen.tape.arguments
-        tape = record(self.module, self._name, arguments, self._device)
-        made = self.first.aligned(tape)
+        made = self.first.aligned(self._record(arguments))
         if made.signature != self.first.signature or not made.takes(start, received):
             raise PartitionError(
                 f"{title(self.module, self._name)} does different things now than when it was "

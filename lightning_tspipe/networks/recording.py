@@ -18,7 +18,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -301,7 +301,13 @@ def _line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def record(module: nn.Module, name: str, arguments: Arguments, device: torch.device) -> Tape:
+def record(
+    module: nn.Module,
+    name: str,
+    arguments: Arguments,
+    device: torch.device,
+    entries: Mapping[nn.Module, str] | None = None,
+) -> Tape:
     """Record a forward, in the present modes of its modules.
 
     Args:
@@ -309,32 +315,38 @@ def record(module: nn.Module, name: str, arguments: Arguments, device: torch.dev
         name: What messages call it.
         arguments: How it is called.
         device: Where it will run.
+        entries: Submodules that the step calls, and what messages call them: their forwards are
+            recorded, whatever hooks are around. None: it calls the network.
 
     Raises:
         PartitionError: It can't be recorded.
     """
-    if "forward" in vars(module):
-        raise PartitionError(
-            f"{title(module, name)} has its forward replaced on the instance; "
-            "override forward in the class instead"
-        )
+    entries = {module: name} if entries is None else entries
+    for entry, called in entries.items():
+        if "forward" in vars(entry):
+            raise PartitionError(
+                f"{title(entry, called)} has its forward replaced on the instance; "
+                "override forward in the class instead"
+            )
     whole: set[type[nn.Module]] = set()
     while True:
-        recording = _Recording(module, name, arguments, device, frozenset(whole))
+        recording = _Recording(module, name, arguments, device, (entries, frozenset(whole)))
         try:
             # Somebody else's fake tensors are none here; what fails is told below, not logged.
             with _disable_current_modes(), attributes_replaced([(_LOG_OF_FAKES, "disabled", True)]):
                 return recording.run()
         except Exception as error:
             failed = recording.failed
-            if failed is None or failed is module or type(failed) in whole:
+            is_entry = failed is module or failed in entries
+            if failed is None or is_entry or type(failed) in whole:
                 if isinstance(error, PartitionError):
                     raise
                 what = f"recording its forward failed with {type(error).__name__}: {error}"
                 if isinstance(error, _NEEDS_VALUES):
                     what = "its control flow, or a shape, depends on the values of tensors"
+                where, called = failed or module, entries.get(failed or module, name)
                 raise PartitionError(
-                    f"{title(module, name)} cannot be cut: {what}. Give the class a method "
+                    f"{title(where, called)} cannot be cut: {what}. Give the class a method "
                     "`pipeline_blocks(self)` that returns the submodules whose application in turn "
                     "equals forward, each from one tensor to one tensor (for example `return "
                     "[self.stem, *self.layers, self.head]`), or move the statement that failed "
@@ -383,12 +395,12 @@ class _Recording:
         name: str,
         arguments: Arguments,
         device: torch.device,
-        whole: frozenset[type[nn.Module]],
+        whole: tuple[Collection[nn.Module], frozenset[type[nn.Module]]],
     ) -> None:
         self.failed: nn.Module | None = None
         self._module, self._name = module, name
         self._arguments, self._device = arguments, device
-        self._whole = whole
+        self._entries, self._whole = whole
         self._paths = {child: path for path, child in module.named_modules()}
         self._env = ShapeEnv()
         self._fake = FakeTensorMode(shape_env=self._env, allow_non_fake_inputs=True)
@@ -400,7 +412,7 @@ class _Recording:
         recorder, module = self._recorder, self._module
         given = self._given = list(map(self._input, self._arguments.tensors))
         args, kwargs = self._arguments.bind(given)
-        swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module)
+        swap, guards = TensorSwap(self._paths, self._fake_like), Guards(module, self._entries)
         with ExitStack() as stack:
             written = stack.enter_context(attributes_kept(self._paths))
             stack.enter_context(swap())
@@ -490,6 +502,8 @@ class _Recording:
             recorder.scope = before
 
     def _is_whole(self, module: nn.Module) -> bool:
+        if module in self._entries:
+            return False
         return type(module) in self._whole or is_leaf(module)
 
     def _forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -504,7 +518,8 @@ class _Recording:
             for block in blocks:
                 value = block(value)
             return value
-        forward = module.forward if module is self._module else module._call_impl  # noqa: SLF001
+        is_entry = module is self._module or module in self._entries
+        forward = module.forward if is_entry else module._call_impl  # noqa: SLF001
         return forward(*args, **kwargs)
 
     def _run_whole(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -37,7 +37,8 @@ from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.captured import Captured
 from lightning_tspipe.runtime.stages.heads import Heads
-from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
+from lightning_tspipe.runtime.stages.network import networks_of
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 from lightning_tspipe.runtime.stages.stage import Execution, Stage
 from lightning_tspipe.runtime.transport.base import Transport
 from lightning_tspipe.runtime.transport.replicas import Replicas
@@ -155,28 +156,27 @@ class Rank:
         Args:
             step: The step, a function of the batch.
             batch: The batch.
-            training: Whether it takes part in a backward; without one, it may call parts of the
-                networks too.
+            training: Whether it takes part in a backward; without one, it may hang hooks on parts
+                of the networks.
 
         Raises:
             CaptureError: The step can't be captured.
         """
         module, names = self.module, self.networks
         forget_graphs(module)  # before copies of attributes hold on to them
-        tracer = Tracer(module, names, self.device, parts=not training)
+        tracer = Tracer(module, names, self.device, hooks=not training)
         is_loss_rank = self.transport.rank == LOSS_RANK
         with self.mode.rehearsing(), nullcontext() if training else torch.no_grad():
             plan = tracer.trace(step, batch, self.seed)
             runner = StepRunner(module, names, plan, is_loss_rank=is_loss_rank)
             runner.late_effects(step, batch, self.seed, rehearsal=True)
-        networks = {
-            name: ChainNetwork.of(name, module, plan, self.device, self.context)
-            for name in plan.chains
-        }
-        followed: dict[str, str] = {}
-        if "teacher" not in networks:
-            needs_all = plan.has_ema and self.transport.num_ranks > 1
-            followed = followed_tensors(module, names, needs_all=needs_all)
+        is_called = "teacher" in plan.routes
+        needs_all = plan.has_ema and self.transport.num_ranks > 1 and not is_called
+        followed = followed_tensors(module, names, needs_all=needs_all)
+        networks = networks_of(module, plan, self.device, self.context, followed)
+        if is_called:  # what of it the step reads lies where that is cut
+            read = {name for atom in networks["teacher"].atoms for name in atom.tensor_names}
+            followed = {copy: kept for copy, kept in followed.items() if copy not in read}
         return Captured(plan, networks, self.mode.beside, followed)
 
 
@@ -280,14 +280,14 @@ class Engine(ABC):
             # BatchNorm that is frozen counts nothing.
             counting = network.blocks.values() if network.called_as == name else ()
             statistics = DeferredStatistics(counting)
-            run: Run | None = None
-            if trains:
-                chain = AtomChain(network.atoms, network.wanted, self.here.compiler)
-                again = self.placement.recomputed if op is Op.FORWARD else frozenset()
+            runs: dict[RouteChain, Run] = {}
+            for way in network.routes if trains else ():
+                chain = AtomChain(way.atoms, way.chain.wanted, self.here.compiler)
+                again = way.own(self.placement.recomputed) if op is Op.FORWARD else ()
                 pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
-                run = Execution(chain, network.blocks, statistics, again, pieces).run
+                runs[way] = Execution(chain, network.blocks, statistics, again, pieces).run
             stages += [
-                Stage(op, index, network, statistics, run)
+                Stage(op, index, network, statistics, runs)
                 for index, owner in enumerate(pipeline.layout(op).ranks)
                 if owner == self.rank
             ]

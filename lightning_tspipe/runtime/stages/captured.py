@@ -16,7 +16,8 @@ from lightning_tspipe.ir.pipeline import NetworkLayout
 from lightning_tspipe.ir.schedule import Message
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.heads import Heads
-from lightning_tspipe.runtime.stages.network import ChainNetwork, UnitShapes
+from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.routes import RouteChain, UnitShapes
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,7 @@ class Captured:
 
 def values_of_teacher(plan: StepPlan) -> list[tuple[int, ValueRef]]:
     """The values of the teacher's calls that a step uses."""
-    reached = {(i.call, i.position) for i in plan.interceptions}
-    return [
-        (call, ref)
-        for call in plan.calls_of("teacher")
-        for ref in plan.used["teacher"]
-        if (call, ref.position) in reached
-    ]
+    return [(call, ref) for call in plan.calls_of("teacher") for ref in plan.route(call).used]
 
 
 def network_of(op: Op) -> NetworkName:
@@ -94,7 +89,7 @@ class Unit:
         call: Index into the step's calls.
         start: Samples of the call in the micro-batches before.
         size: Samples; 0 for a micro-batch that a small batch leaves empty.
-        end: One after the last atom that it goes through.
+        chain: The way that it takes.
         grad: Whether it has a backward.
         shapes: What flows; None if it is empty.
         is_only: Whether it is the whole call.
@@ -103,10 +98,15 @@ class Unit:
     call: int
     start: int
     size: int
-    end: int
+    chain: RouteChain
     grad: bool
     shapes: UnitShapes | None
     is_only: bool
+
+    @property
+    def end(self) -> int:
+        """One after the last atom that it goes through."""
+        return len(self.chain.atoms)
 
 
 class StepUnits:
@@ -121,7 +121,8 @@ class StepUnits:
     Attributes:
         inputs: Specs of the calls' inputs.
         units: The units of each network.
-        span: The atoms that an action runs: first, and one after the last; empty if first >= last.
+        span: The atoms of its route that an action runs: first, and one after the last; if these
+            are the same, it passes on what it gets, or runs nothing behind the end of its call.
         outputs: The values that a forward hands to the loss, in a fixed order, with their specs;
             a backward gets gradients of them.
         producers: The forwards that make one value of a call, micro-batch after micro-batch.
@@ -156,16 +157,16 @@ class StepUnits:
             raise ConfigurationError(
                 f"call {index} of the {call.network} gets a tensor without a batch dimension"
             )
-        sizes, end = split_sizes(spec.shape[0], num_microbatches), network.end_of(call.num_links)
+        sizes, chain = split_sizes(spec.shape[0], num_microbatches), network.routes[call.route]
         filled = sum(size > 0 for size in sizes)
         for microbatch, size in enumerate(sizes):
             start, shapes = sum(sizes[:microbatch]), None
             if size:
                 unit_spec = replace(spec, shape=(size, *spec.shape[1:]), requires_grad=False)
-                shapes = network.shapes(unit_spec, call.num_links, grad=grad)
+                shapes = chain.shapes(unit_spec, grad=grad)
                 if filled > 1:
                     _check_batched(shapes, size, network)
-            yield Unit(index, start, size, end, grad, shapes, is_only=filled == 1)
+            yield Unit(index, start, size, chain, grad, shapes, is_only=filled == 1)
 
     def of(self, action: Action) -> Unit:
         """The unit of an action."""
@@ -175,23 +176,20 @@ class StepUnits:
     def _span(self, action: Action) -> tuple[int, int]:
         cuts, unit = self._cuts[network_of(action.op)], self.of(action)
         if unit.shapes is None:
-            return 0, 0
-        start, stop = cuts[action.stage], min(cuts[action.stage + 1], unit.end)
+            return unit.end, unit.end
+        start, stop = (unit.chain.positions[cut] for cut in cuts[action.stage : action.stage + 2])
         goes_on = self._goes_on_at(action)
         if goes_on == action.stage:
-            return self._known, stop
+            return unit.chain.positions[self._known], stop
         if goes_on is not None and action.stage < goes_on:
-            return start, start  # before what is known
+            return unit.end, unit.end  # before what is known
         return start, stop
 
     def runs(self, action: Action) -> bool:
         """Whether there is anything to do: atoms to run, or something known to be read."""
         if network_of(action.op) not in self.units:
             return True  # of heads, which are no chain of atoms
-        if self.of(action).shapes is None:
-            return False
-        first, last = self.span(action)
-        return first < last or self.reads_known(action)
+        return self.span(action)[0] < self.of(action).end or self.reads_known(action)
 
     def reads_known(self, action: Action) -> bool:
         """Whether it is the stage of a frozen part where what is known goes on."""
@@ -218,7 +216,7 @@ class StepUnits:
         shapes, (first, last) = self.of(action).shapes, self.span(action)
         if shapes is None:
             return {}
-        refs = self._networks[network_of(action.op)].outputs_between(first, last)
+        refs = self.of(action).chain.outputs_between(first, last)
         return {ref: shapes.outputs[ref] for ref in refs if ref in shapes.outputs}
 
     def _producers(self, call: int, ref: ValueRef) -> tuple[Action, ...]:
@@ -251,10 +249,10 @@ class StepUnits:
 
     def input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
         """What a forward gets; nothing if it reads what is known."""
-        shapes, (first, last) = self.of(action).shapes, self.span(action)
-        if shapes is None or first >= last or self.reads_known(action):
+        unit, (first, _) = self.of(action), self.span(action)
+        if unit.shapes is None or first >= unit.end or self.reads_known(action):
             return ()
-        return shapes.boundaries[first]
+        return unit.shapes.boundaries[first]
 
     def _payload(self, message: Message) -> tuple[TensorSpec, ...]:
         if message.payload in {"input", "activation"}:

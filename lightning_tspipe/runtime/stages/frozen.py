@@ -22,7 +22,8 @@ from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.prefix import num_frozen
 from lightning_tspipe.runtime.batches.metadata import Known
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork, Run
+from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.routes import RouteChain, Run
 
 
 class Front(Protocol):
@@ -77,10 +78,7 @@ class FrozenPart(ChainNetwork):
     """
 
     def __init__(self, student: ChainNetwork, num_atoms: int) -> None:
-        super().__init__(
-            "teacher", "student", student.module, student.device, student.links, student.chain,
-            student.ends, student.refs, student.context,
-        )  # fmt: skip
+        super().__init__("teacher", "student", student.module, student.routes, student.atoms)
         self.num_frozen = num_atoms
         self.front: Front | None = None
         self.known: Mapping[int, Known] = {}
@@ -88,6 +86,7 @@ class FrozenPart(ChainNetwork):
     @override
     def run(
         self,
+        chain: RouteChain,
         received: Tensors,
         start: int,
         stop: int,
@@ -97,13 +96,13 @@ class FrozenPart(ChainNetwork):
         place: tuple[int, slice] | None = None,
     ) -> tuple[Tensors, dict[ValueRef, Tensor]]:
         if self.front is None or place is None:  # or somebody asks for shapes
-            return super().run(received, start, stop, grad=grad, run=run)
+            return super().run(chain, received, start, stop, grad=grad, run=run)
         number, rows = place
         return self.front.run(self, self.known[number], rows, received, (start, stop)), {}
 
     def compute(self, received: Tensors, start: int, stop: int) -> Tensors:
         """What some atoms return, without gradients, whatever is known."""
-        return super().run(received, start, stop, grad=False)[0]
+        return self.longest.run(received, start, stop, grad=False)[0]
 
 
 def refuse_teacher(captured: Captured) -> None:
@@ -131,7 +130,9 @@ def with_frozen(captured: Captured, frozen: Collection[str]) -> tuple[Captured, 
         The captured step, and the frozen part; None if the first atom is trained.
     """
     student = captured.networks.get("student")
-    number = 0 if student is None else num_frozen_atoms(parameter_names(student), frozen)
+    # Where calls take different ways, the frozen beginning stays a part of the student.
+    is_chain = student is not None and student.is_chain
+    number = num_frozen_atoms(parameter_names(student), frozen) if student and is_chain else 0
     if student is None or number == 0:
         return captured, None
     part = FrozenPart(student, number)

@@ -28,7 +28,8 @@ from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.placement import WHOLE, Pieces
 from lightning_tspipe.runtime.stages.captured import StepUnits
-from lightning_tspipe.runtime.stages.network import ChainNetwork, Ran, Run, stretches
+from lightning_tspipe.runtime.stages.network import ChainNetwork, stretches
+from lightning_tspipe.runtime.stages.routes import Ran, RouteChain, Run
 
 Place = tuple[int, int]
 """Number of a batch, and a unit of it."""
@@ -72,7 +73,7 @@ class Stage:
         index: Its place in the network.
         network: The network; atoms of this stage hold real parameters.
         statistics: The deferred BatchNorm statistics of the network.
-        run: Runs atoms, if not the network's chain.
+        runs: What runs atoms of a route, if not its chain.
         saved: What forwards have kept.
         versions: Which version of the weights is read.
     """
@@ -81,7 +82,7 @@ class Stage:
     index: int
     network: ChainNetwork
     statistics: DeferredStatistics
-    run: Run | None = None
+    runs: Mapping[RouteChain, Run] = field(default_factory=dict)
     saved: dict[Place, Saved] = field(default_factory=dict)
     versions: Versions = field(default_factory=Versions)
     _left: dict[int, dict[int, int]] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class Stage:
         # A student's forward that nobody trains reads what is there.
         versions = self.versions if grad or self.op is Op.TEACHER else Versions()
         reading = versions.forward(batch, action.batch)
-        with self._counting(batch, action, units), self.network.context(), reading:
+        with self._counting(batch, action, units), units.of(action).chain.context(), reading:
             passed, outputs = self._run(batch, action, units, inputs)
         if grad:
             self._save(batch, action, inputs, passed + outputs)
@@ -120,7 +121,7 @@ class Stage:
         """Run a forward for its backward alone: others have what it gives."""
         inputs = self._detached(action, units, inputs)
         # They have been counted before.
-        with self.network.context(), self.statistics.ignored():
+        with units.of(action).chain.context(), self.statistics.ignored():
             passed, outputs = self._run(batch, action, units, inputs)
         self._save(batch, action, inputs, passed + outputs)
 
@@ -186,8 +187,9 @@ class Stage:
         """Run the atoms; what is passed on, and the outputs."""
         unit, (first, last) = units.of(action), units.span(action)
         grad, rows = self._has_backward(action, units), slice(unit.start, unit.start + unit.size)
+        chain, place = unit.chain, (batch, rows)
         passed, found = self.network.run(
-            inputs, first, last, grad=grad, run=self.run, place=(batch, rows)
+            chain, inputs, first, last, grad=grad, run=self.runs.get(chain), place=place
         )
         outputs = tuple(found[ref] for ref in units.outputs(action))
         return () if last == unit.end else passed, outputs

@@ -48,10 +48,13 @@ class Shards:
         self._inside: dict[NetworkName, set[str]] = {"student": set(), "teacher": set()}
         for name, network in captured.held.items():
             for stage, (start, stop) in enumerate(pairwise(placement.cuts[name])):
+                own = placement.holders[name][stage]
                 for atom in network.atoms[start:stop]:
-                    names = (*atom.parameter_names, *atom.buffer_names)
-                    self._holders |= dict.fromkeys(names, placement.holders[name][stage])
-                    self._stages[name] |= dict.fromkeys(names, stage)
+                    self._holders |= dict.fromkeys(atom.parameter_names, own)
+                    for each in atom.buffer_names:  # constants may be read in several stages
+                        holders = (*self._holders.get(each, ()), *own)
+                        self._holders[each] = tuple(dict.fromkeys(holders))
+                    self._stages[name] |= dict.fromkeys(atom.tensor_names, stage)
             for block in network.block_names:
                 state = module.get_submodule(block).state_dict(keep_vars=True)
                 self._inside[name] |= {f"{block}.{key}" for key in state}

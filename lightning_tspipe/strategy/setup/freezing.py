@@ -196,7 +196,8 @@ def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezi
         freezing: What is known.
     """
     front, number, profile = freezing.front, part.num_frozen, freezing.profile
-    if front is None or part.outputs_between(0, number):  # the step uses something in its middle
+    # Perhaps the step uses something in its middle.
+    if front is None or any(chain.outputs_between(0, number) for chain in part.routes):
         return
     calls = [captured.plan.calls[index] for index in captured.plan.calls_of("student")]
     spec = calls[0].input
@@ -204,7 +205,7 @@ def ask_front(part: FrozenPart, here: Rank, captured: Captured, freezing: Freezi
     def seconds() -> float:
         if profile is not None:
             return profile.student.sums("forward", spec.shape[0])[number]
-        return seconds_of_forward(part, number, spec, here.device)
+        return seconds_of_forward(part.routes[calls[0].route], number, spec, here.device)
 
     if front.placed(part, calls, seconds):
         part.front = front

@@ -210,18 +210,20 @@ class HeadPlanner:
         trunk = self.here.module.get_submodule("teacher")
         if self.run.options.num_microbatches != "auto" or any(m.training for m in trunk.modules()):
             return []
-        network, plan = self.captured.networks["teacher"], self.captured.plan
+        plan, (chain, *others) = self.captured.plan, self.captured.networks["teacher"].routes
+        if others:
+            return []
         calls = [plan.calls[index] for index in plan.calls_of("teacher")]
         batch_size = max(call.input.shape[0] for call in calls)
         known = []
         for size in {batch_size, math.ceil(batch_size / _PIECES[-1])}:
             spec = replace(calls[0].input, shape=(size, *calls[0].input.shape[1:]))
-            shapes = network.shapes(spec, calls[0].num_links, grad=False)
+            shapes = chain.shapes(spec, grad=False)
             known.append([{s.shape[:1] for s in specs} == {(size,)} for specs in shapes.boundaries])
         return [
             end
-            for end in range(1, len(network.atoms))
-            if all(rows[end] for rows in known) and not network.outputs_between(0, end)
+            for end in range(1, len(chain.atoms))
+            if all(rows[end] for rows in known) and not chain.outputs_between(0, end)
         ]
 
     def _head_costs(self, trunk: Chain) -> list[HeadCost]:

@@ -38,7 +38,6 @@ from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.channels import Channel
 from lightning_tspipe.strategy.lightning.run import Run
-from lightning_tspipe.strategy.setup.declared import find_networks
 from lightning_tspipe.strategy.training.data import to_device
 
 log = logging.getLogger("lightning_tspipe")
@@ -108,7 +107,7 @@ class StepResults:
         """The parts of the module that are not pipelined, by their names."""
         module = self._run.module
         try:
-            networks = find_networks(module, self._run.options)
+            networks = self._run.networks
             names = [*networks.local, *(name for _, name in networks.items())]
         except ConfigurationError:  # an evaluation then goes without a pipeline
             names = []

@@ -62,8 +62,6 @@ def test_constants_are_part_of_a_call() -> None:
 def test_a_call_prints_its_constants() -> None:
     arguments = Arguments.of((IDS, 2), {"mask": IDS, "both": True})
     assert str(arguments) == "(*, 2, mask=*, both=True)"
-    assert Arguments.of((IDS,), {}).is_plain
-    assert not Arguments.of((), {"x": IDS}).is_plain
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

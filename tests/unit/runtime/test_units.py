@@ -11,7 +11,7 @@ from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.captured import Captured, StepUnits, split_sizes
 from lightning_tspipe.runtime.stages.frozen import FrozenPart
-from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.network import ChainNetwork, networks_of
 
 CPU = torch.device("cpu")
 
@@ -49,7 +49,7 @@ def make_units(
     module = module or Tapped()
     tracer = Tracer(module, Networks(("body", "head")), CPU)
     plan = tracer.trace(module.training_step, torch.randn(size, 3), seed=0)
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     assert len(network.atoms) == 3
     inputs = [TensorSpec((size, 3), torch.float32), TensorSpec((size // 2, 3), torch.float32)]
     captured = Captured(plan, {"student": network})
@@ -82,9 +82,11 @@ def test_a_batch_of_one_is_one_micro_batch() -> None:
 
 def test_a_stage_skips_calls_that_ended_before_it_and_empty_micro_batches() -> None:
     units, _ = make_units(5, 3)
-    assert [units.span(Action(Op.FORWARD, 0, unit)) for unit in range(6)] == [(0, 2)] * 5 + [(0, 0)]
+    assert [units.span(Action(Op.FORWARD, 0, unit)) for unit in range(5)] == [(0, 2)] * 5
+    assert not units.runs(Action(Op.FORWARD, 0, 5))
     first, last = units.span(Action(Op.FORWARD, 1, 3))
-    assert first >= last
+    assert first == last
+    assert not units.runs(Action(Op.FORWARD, 1, 3))
     assert units.microbatches_at(Action(Op.FORWARD, 0, 0)) == {0: 3, 1: 2}
     assert units.microbatches_at(Action(Op.FORWARD, 1, 0)) == {0: 3}
 
@@ -105,8 +107,8 @@ def test_what_a_unit_hands_to_the_loss_and_gets() -> None:
     ("known", "spans", "runs"),
     [
         (0, [(0, 1), (1, 2)], [True, True]),
-        (1, [(0, 0), (1, 2)], [False, True]),
-        (2, [(0, 0), (2, 2)], [False, True]),  # the last stage reads what comes out
+        (1, [(3, 3), (1, 2)], [False, True]),
+        (2, [(3, 3), (2, 2)], [False, True]),  # the last stage reads what comes out
     ],
 )
 def test_frozen_stages_before_what_is_known_have_nothing_to_do(

@@ -11,7 +11,7 @@ from lightning_tspipe.capture.trace import Networks, Tracer
 from lightning_tspipe.errors import PartitionError
 from lightning_tspipe.planning.placement import Placement
 from lightning_tspipe.runtime.stages.captured import Captured
-from lightning_tspipe.runtime.stages.network import ChainNetwork
+from lightning_tspipe.runtime.stages.network import networks_of
 from lightning_tspipe.runtime.weights.ownership import Shards
 from tests.local_transport import LocalNetwork, LocalTransport
 from tests.threads import run_on_threads
@@ -37,7 +37,7 @@ def make(rank: int) -> tuple[Module, Shards]:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     shards = Shards(module, Captured(plan, {"student": network}), PLACEMENT)
     shards.place(rank, CPU)
     return module, shards
@@ -75,7 +75,7 @@ def test_an_optimizer_made_before_keeps_its_parameters() -> None:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(0, CPU)
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
 
@@ -88,7 +88,7 @@ def test_a_weight_that_was_computed_from_parameters_does_not_hold_them() -> None
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     Shards(module, Captured(plan, {"student": network}), PLACEMENT).place(1, CPU)
     assert module.student[2].weight_v.is_meta
 
@@ -171,7 +171,7 @@ def test_a_tied_parameter_stays_in_one_stage() -> None:
     plan = Tracer(module, Networks(("student",)), CPU).trace(
         module.training_step, torch.randn(4, 3), 0
     )
-    network = ChainNetwork.of("student", module, plan, CPU)
+    network = networks_of(module, plan, CPU)["student"]
     network.check_cuts((0, 3, 4))
     with pytest.raises(PartitionError, match=r"student\.0\.weight.*stages 0 and 1.*partition="):
         network.check_cuts((0, 2, 4))

@@ -1,0 +1,93 @@
+"""lightly's example and benchmark modules as they stand, with small networks.
+
+A file is run up to its classes: what it builds and trains at its end is left out. Constructors of
+networks that take minutes on a CPU are replaced by ones with as many features and fewer layers.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch
+import torch
+import torchvision
+from lightning.pytorch import LightningModule
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+SIDE, SMALL = 64, 32
+"""Pixels of large and of small views."""
+
+
+def small_vit(**arguments: object) -> VisionTransformer:
+    """As ``vit_small_patch16_224``, with two layers for small images."""
+    given: dict[str, Any] = {"pos_embed": "learn", **arguments, "img_size": SIDE, "patch_size": 8}
+    given.pop("pretrained", None)
+    return VisionTransformer(embed_dim=384, depth=2, num_heads=6, **given)
+
+
+class SmallTorchvision(torchvision.models.VisionTransformer):  # type: ignore[misc]
+    """torchvision's, with two layers for small images."""
+
+    def __init__(self, **arguments: object) -> None:
+        small = {"image_size": SIDE, "patch_size": 8, "num_layers": 2}
+        given: dict[str, Any] = {**arguments, **small}
+        super().__init__(**given)
+
+
+def classes_in(file: Path) -> ModuleType:
+    """A file's imports, functions and classes, as a module."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    kinds = (ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef)
+    tree.body = [node for node in tree.body if isinstance(node, kinds)]
+    module = ModuleType(f"lightly_{file.parent.name}_{file.stem}")
+    sys.modules[module.__name__] = module
+    # ``tspipe check`` trains in the other world.
+    with mock.patch.dict(sys.modules, {"pytorch_lightning": lightning.pytorch}):
+        exec(compile(tree, str(file), "exec"), vars(module))  # noqa: S102 - a file that was given
+    return module
+
+
+def built(file: Path) -> LightningModule:
+    """The module of a file, with a seed of its own."""
+    torch.manual_seed(0)
+    space = classes_in(file)
+    for name in ("vit_small_patch16_224", "vit_base_patch16_224"):
+        if hasattr(space, name):
+            setattr(space, name, small_vit)
+    original = torchvision.models.VisionTransformer
+    torchvision.models.VisionTransformer = SmallTorchvision
+    found = [
+        kind
+        for kind in vars(space).values()
+        if isinstance(kind, type)
+        and kind.__module__ == space.__name__
+        and hasattr(kind, "training_step")
+    ]
+    try:
+        arguments: dict[str, Any] = {}
+        if file.parent.parent.name == "benchmarks":
+            arguments = {"batch_size_per_device": 4, "num_classes": 5}
+        module: LightningModule = found[-1](**arguments)
+    finally:
+        torchvision.models.VisionTransformer = original
+    vars(space)["model"] = module  # some steps call the global one
+    return module
+
+
+def batch(file: Path, seed: int, size: int = 4) -> tuple[object, ...]:
+    """A batch as the method's transform makes it: views, labels, names."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def views(number: int, side: int) -> list[Tensor]:
+        return [torch.randn(size, 3, side, side, generator=generator) for _ in range(number)]
+
+    multi_crop = file.stem in {"dino", "dinov2", "ibot", "msn", "pmsn", "swav", "capi"}
+    made = views(2, SIDE) + (views(2, SMALL) if multi_crop else [])
+    targets = torch.randint(5, (size,), generator=generator)
+    return made, targets, [f"{n}.png" for n in range(size)]

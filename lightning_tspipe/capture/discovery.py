@@ -1,0 +1,233 @@
+"""Which submodules a step calls, and which of them can be pipelined, found by running it once.
+
+What it calls without gradients, or frozen, is forward-only; what it calls with gradients is
+trained. What can't go through a pipeline stays beside the loss: whatever reads several calls, masks
+of their outputs or labels, returns no row per sample, or learns from detached features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tspipe.capture.plan import Entry
+from lightning_tspipe.capture.provenance import Value
+from lightning_tspipe.capture.record import Call
+from lightning_tspipe.capture.trace import Networks, Step, Tracer, outputs_in
+from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks.modules import outermost
+
+Signature = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(eq=False)
+class _Node:
+    """A call of a submodule.
+
+    Attributes:
+        name: Of the submodule.
+        values: The tensors that it gets.
+        outputs: What it returns.
+        call: The first of the calls that it goes on with; itself, if it begins one.
+    """
+
+    name: str
+    values: list[Value]
+    outputs: list[Tensor] = field(default_factory=list)
+    call: int = 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients flow through it."""
+        return any(tensor.requires_grad for tensor in self.outputs)
+
+    @property
+    def given(self) -> list[Value]:
+        """What it gets that no other one has made."""
+        return [value for value in self.values if not outputs_in(value)]
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether all that goes in and comes out has a row per sample."""
+        shapes = [tuple(value.tensor.shape[:1]) for value in self.given or self.values]
+        own = [tuple(tensor.shape[:1]) for tensor in self.outputs]
+        return bool(shapes) and bool(shapes[0]) and {*shapes, *own} == {shapes[0]}
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether what it gets from the step depends on nothing that is trained."""
+        return not any(
+            value.tensor.requires_grad or any(source.is_parameter for source in value.sources())
+            for value in self.given
+        )
+
+
+class Finder(Tracer):
+    """Finds the networks of a module by its step.
+
+    Args:
+        module: The LightningModule.
+        device: Where the batches are.
+        apart: Submodules that run as the step calls them.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, apart: Collection[str] = ()
+    ) -> None:
+        with_parameters = (n for n, child in module.named_children() if [*child.parameters()])
+        names = tuple(name for name in with_parameters if name not in apart)
+        super().__init__(module, Networks(names), device)
+        self._apart = apart
+        self._nodes: list[_Node] = []
+        self._beside: set[str] = set()
+        self._failed = ""
+
+    def find(self, step: Step, batch: Any, seed: int) -> Networks:
+        """The networks that ``step(batch)`` calls, in the order in which the module has them.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: A real batch.
+            seed: Seed of the step's random stream.
+
+        Raises:
+            CaptureError: The step fails.
+        """
+        try:
+            self.run(step, batch, seed)
+        except CaptureError:
+            if not self._failed:
+                raise
+            apart = {*self._apart, self._failed}  # it needs values
+            return Finder(self._module, self._device, apart).find(step, batch, seed)
+        for value in self._record.outputs:
+            self._nodes[value.source.call].outputs.append(value.tensor)
+        order = {name: place for place, (name, _) in enumerate(self._module.named_modules())}
+        names = sorted(outermost(node.name for node in self._nodes), key=order.__getitem__)
+        for node in self._nodes:
+            node.name = next(n for n in names if f"{node.name}.".startswith(f"{n}."))
+        while moved := next(self._unfit(), ""):
+            self._beside.add(moved)
+        kept = [name for name in names if name not in self._beside]
+        student = tuple(name for name in kept if self._is_trained(name))
+        teacher = tuple(name for name in kept if name not in student)
+        if not student:  # what is trained lies beside the loss
+            return Networks(teacher)
+        return self._paired(student, (*teacher, *self._uncalled(student)))
+
+    @override
+    def _called(
+        self, name: str, method: str, block: nn.Module, function: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        try:
+            return super()._called(name, method, block, function, *args, **kwargs)
+        except CaptureError:
+            raise
+        except Exception:
+            self._failed = name.partition(".")[0]
+            raise
+
+    @override
+    def _place(self, entry: Entry, tensors: list[Tensor]) -> tuple[int, Entry]:
+        record = self._record
+        values = [record.mode.lookup(tensor) or Value(tensor) for tensor in tensors]
+        for value in values:
+            value.feeds_block = True
+        record.calls.append(Call("student", entries=[entry]))
+        self._nodes.append(_Node(entry.name, values, call=len(self._nodes)))
+        return len(self._nodes) - 1, entry
+
+    def _nodes_of(self, name: str) -> list[_Node]:
+        return [node for node in self._nodes if node.name == name]
+
+    def _is_trained(self, name: str) -> bool:
+        if torch.is_grad_enabled():
+            return any(node.has_gradients for node in self._nodes_of(name))
+        return any(p.requires_grad for p in self._module.get_submodule(name).parameters())
+
+    def _unfit(self) -> Iterator[str]:
+        """Submodules that have to stay beside the loss, or before the calls."""
+        for index, node in enumerate(self._nodes):
+            node.call = index
+            if node.name not in self._beside and (moved := self._moved(node)):
+                yield moved
+        for name in {node.name for node in self._nodes} - self._beside:
+            # Both halves of an average lie together.
+            if any(self._are_alike(name, other) for other in self._beside):
+                yield name
+
+    def _moved(self, node: _Node) -> str:
+        """What can't be pipelined of a call and of what it reads; "" if all can."""
+        read = (v.source for value in node.values for v in outputs_in(value))
+        made: list[_Node] = [self._nodes[source.call] for source in read]
+        before = [each for each in made if each.name not in self._beside or each.has_gradients]
+        trains = self._is_trained(node.name)
+        early = [each for each in before if self._is_trained(each.name) != trains]
+        if trains and early and not any(map(self._has_trained_double, early)):
+            return early[0].name  # it runs where the inputs are made
+        calls = {each.call for each in before}
+        is_detached = bool(before) and not any(v.tensor.requires_grad for v in node.values)
+        is_fit = (
+            node.is_batched
+            and node.is_clean
+            and not early
+            and len(calls) < 2
+            and not (trains and is_detached)
+            and not any(each.name in self._beside for each in before)
+            and all(map(_is_glue, node.values))
+        )
+        if is_fit and calls:
+            (node.call,) = calls
+        return "" if is_fit else node.name
+
+    def _has_trained_double(self, node: _Node) -> bool:
+        return any(
+            other.name != node.name and self._are_alike(node.name, other.name)
+            for other in self._nodes
+        )
+
+    def _signature(self, name: str) -> Signature:
+        parameters = self._module.get_submodule(name).named_parameters()
+        return tuple((path, tuple(parameter.shape)) for path, parameter in parameters)
+
+    def _are_alike(self, name: str, other: str) -> bool:
+        """Whether one of two may be the average of the other."""
+        is_other = self._is_trained(name) != self._is_trained(other)
+        return is_other and self._signature(name) == self._signature(other)
+
+    def _uncalled(self, student: Sequence[str]) -> list[str]:
+        """Frozen copies of what is trained, which the step does not call: averages."""
+        called = {node.name for node in self._nodes}
+        known = [self._signature(name) for name in student]
+        return [
+            name
+            for name in self._network_of
+            if "." not in name
+            and not any(f"{name}.".startswith(f"{c}.") or c.startswith(f"{name}.") for c in called)
+            and not any(p.requires_grad for p in self._module.get_submodule(name).parameters())
+            and self._signature(name) in known
+        ]
+
+    def _paired(self, student: tuple[str, ...], teacher: tuple[str, ...]) -> Networks:
+        """The networks, and what each of the teacher's follows, if something is built like it."""
+        free, pairs = list(student), dict[str, str]()
+        for name in teacher:
+            alike = [other for other in free if self._signature(other) == self._signature(name)]
+            if alike:
+                pairs[name] = alike[0]
+                free.remove(alike[0])
+        return Networks(student, teacher, averages=pairs, is_found=True)
+
+
+def _is_glue(value: Value) -> bool:
+    """Whether a value comes from the step, or can be computed from outputs alone."""
+    if value.source is not None or not outputs_in(value):
+        return True
+    return value.operation is not None and all(
+        outputs_in(parent) and _is_glue(parent) for parent in value.parents
+    )

@@ -1,0 +1,187 @@
+"""Steps with several networks, or with ways through one: what the pipeline has to train exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as everywhere
+
+from tests.exactness.modules import (
+    NUM_CLASSES,
+    Trained,
+    ema_by_hand,
+    encoder,
+    frozen_copy,
+    images,
+    labels,
+)
+
+
+class Classifying(Trained):
+    """Labelled images."""
+
+    def batch(self, size: int, seed: int) -> Any:
+        return images(size, seed), labels(size, seed)
+
+
+class Ensemble(Classifying):
+    """Two frozen teachers of different sizes, called on different views."""
+
+    teacher_names = ("first", "second")
+    unpaired = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = encoder("batch", nn.ReLU(), nn.Linear(6, NUM_CLASSES))
+        self.first = frozen_copy(encoder("group", nn.ReLU(), nn.Linear(6, NUM_CLASSES)))
+        self.second = frozen_copy(
+            nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Tanh(), nn.Linear(8, NUM_CLASSES))
+        )
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        logits = self.student(x)
+        late = (self.second(x.flip(-1)) + self.first(x)).softmax(1) + self.second(x).softmax(1)
+        return F.cross_entropy(logits, y) + (logits.softmax(1) - late / 2).square().mean()
+
+
+class Mutual(Classifying):
+    """Two students that learn from each other, no teacher."""
+
+    student_names = ("left", "right")
+    teacher_names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = encoder("batch", nn.ReLU(), nn.Linear(6, NUM_CLASSES))
+        self.right = nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        x, y = batch
+        one, other = self.left(x), self.right(x.flip(-1))
+        loss = F.cross_entropy(one, y) + F.cross_entropy(other, y)
+        return loss + (one.softmax(1) - other.softmax(1)).square().mean()
+
+
+class MeanTeachers(Mutual):
+    """Two students, and an average of each that teaches the other."""
+
+    teacher_names = ("late_left", "late_right")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late_left, self.late_right = frozen_copy(self.left), frozen_copy(self.right)
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        ema_by_hand(self.late_left, self.left)
+        ema_by_hand(self.late_right, self.right)
+        x, _ = batch
+        quiet = self.late_right(x).softmax(1), self.late_left(x).softmax(1)
+        one, other = self.left(x).softmax(1), self.right(x).softmax(1)
+        loss = (one - quiet[0]).square().mean() + (other - quiet[1]).square().mean()
+        return loss + super().training_step(batch, index)
+
+
+class TwoHeads(Classifying):
+    """Two heads on one backbone, in one call; the teacher has one of them."""
+
+    student_names = ("backbone", "head", "other")
+    teacher_names = ("backbone_momentum", "head_momentum")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = encoder("batch")
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 4))
+        self.other = nn.Linear(6, NUM_CLASSES)
+        self.backbone_momentum = frozen_copy(self.backbone)
+        self.head_momentum = frozen_copy(self.head)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.backbone_momentum, self.backbone)
+        ema_by_hand(self.head_momentum, self.head)
+        x, y = batch
+        features = self.backbone(x)
+        made, classes = self.head(features), self.other(F.relu(features))
+        small = self.head(self.backbone(x[..., :4, :4]).tanh())
+        with torch.no_grad():
+            wanted = self.head_momentum(self.backbone_momentum(x.flip(-1)))
+        loss = (made - wanted).square().mean() + (small - wanted).square().mean()
+        return loss + F.cross_entropy(classes, y) + 0.1 * features.square().mean()
+
+
+class Masked(nn.Module):
+    """As a masked vision transformer: several methods, tokens that are replaced, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 6, 1)
+        self.token = nn.Parameter(torch.randn(6))
+        self.positions = nn.Parameter(torch.randn(25, 6))
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(3))
+        self.head = nn.Linear(6, NUM_CLASSES)
+        self.calls = 0
+
+    def encode(self, x: Tensor, mask: Tensor | None = None, *, scale: float = 1.0) -> Any:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        if mask is not None:
+            tokens = torch.where(mask[..., None], self.token, tokens)
+        tokens = tokens * scale + self.positions
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            tokens = tokens + layer(norm(tokens)).tanh()
+        return {"all": tokens, "mean": (tokens.mean(1), None)}
+
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encode(x)["mean"][0])  # type: ignore[no-any-return]
+
+
+class Entries(Classifying):
+    """The step calls methods and parts of its networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Masked()
+        self.teacher = frozen_copy(self.student)
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.teacher, self.student)
+        x, y = batch
+        mask = x.mean(1).flatten(1)[:, : self.student.num_tokens()] > 0
+        masked = self.student.encode(x, mask=mask, scale=0.5)
+        whole = self.student.encode(x=x)["mean"][0]
+        with torch.no_grad():
+            wanted = self.teacher.encode(x)["all"]
+        loss = ((masked["all"] - wanted) * mask[..., None]).square().mean()
+        loss = loss + F.cross_entropy(self.student.head(masked["mean"][0] * 2), y)
+        return loss + whole.square().mean()
+
+
+class GramTeacher(Classifying):
+    """An averaged teacher, and a frozen one of another size beside it."""
+
+    teacher_names = ("teacher", "gram")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Sequential(encoder("batch"), nn.ReLU(), nn.Linear(6, 6))
+        self.teacher = frozen_copy(self.student[0])
+        self.gram = frozen_copy(
+            nn.Sequential(nn.Flatten(), nn.Linear(75, 8), nn.Tanh(), nn.Linear(8, 6))
+        )
+
+    def training_step(self, batch: Any, _index: int) -> Any:
+        ema_by_hand(self.teacher, self.student[0])
+        x, y = batch
+        made, quiet = self.student(x), self.gram(x)
+        loss = (made - self.teacher(x.flip(-1))).square().mean() + 0.1 * made[:, y].mean()
+        return loss + (made @ made.T - quiet @ quiet.T).square().mean()
+
+
+SEVERAL = {
+    kind.__name__: kind for kind in (Ensemble, Mutual, MeanTeachers, TwoHeads, Entries, GramTeacher)
+}
