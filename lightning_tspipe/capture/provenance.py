@@ -147,15 +147,28 @@ class Value:
 
 
 class DrawCounter(TorchDispatchMode):
-    """Counts the operations that draw random numbers."""
+    """Counts the operations that draw random numbers, and those that can't be done on shapes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
+        self.count = self.num_by_values = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         self.count += torch.Tag.nondeterministic_seeded in func.tags and not _is_off(func, args)
-        return func(*args, **(kwargs or {}))
+        is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+        self.num_by_values += is_dynamic and not _runs_on_shapes(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _runs_on_shapes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether meta tensors will do; a selection by a mask needs values to know its shape."""
+    try:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def _is_off(func: Any, args: Any) -> bool:
@@ -223,25 +236,30 @@ class ProvenanceMode(TorchFunctionMode):
         name = name_of(func)
         if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
-        num_draws = self.draws.count
+        before = self.draws.count, self.draws.num_by_values
         result = func(*args, **kwargs)
         if name in _HARMLESS:
             return result
         if parents:
-            function = None
-            if len(tensors) == 1 and isinstance(result, Tensor):
-                function = _rebind(func, args, kwargs)
+            is_one = len(tensors) == 1 and isinstance(result, Tensor)
+            function = _rebind(func, args, kwargs) if is_one else None
             made = Value(tensors[0], None, parents, function, name, num_blocks=self.num_blocks)
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, args, result)
-        if self.draws.count > num_draws:
-            # A meta tensor would draw nothing, and all that is drawn later would differ.
-            for parent in parents:
-                parent.read = True
+        if (self.draws.count, self.draws.num_by_values) != before:
+            self._note_draws(parents, kwargs, result, draws=self.draws.count > before[0])
+        return result
+
+    def _note_draws(
+        self, parents: Iterable[Value], kwargs: Any, result: Any, *, draws: bool
+    ) -> None:
+        """Note an operation that can't be done on meta tensors: they have no values."""
+        for parent in parents:
+            parent.read = True
+        if draws:  # or all that is drawn later would differ
             self.draws_on_device |= not parents and kwargs.get("device") is not None
             found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
-        return result
 
     def _record(self, made: Value, args: tuple[Any, ...], result: Any) -> None:
         """Note what an operation returned; ``made`` is like each of these values."""

@@ -7,6 +7,8 @@ The step runs as it stands, with three replacements: the declared submodules ans
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.capture.held import Generators, iterators_refused
 from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import (
     Block,
@@ -116,11 +119,17 @@ class Tracer:
             swap.TensorSwap(self._inside, self._fake_like)(),
             swap.forwards_replaced(self._stubs()),
             swap.silenced(self._module, self._silence, _SILENCED),
-            swap.random_stream(seed),
+            iterators_refused(self._rest),
+            Generators(self._rest).stream(seed),
+            warnings.catch_warnings(),
         ):
+            # Of what networks returned, where a step computes with it and with a parameter.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            batch = copy.deepcopy(batch)
+            leaves, structure = pytree.tree_flatten(batch)
             fields = [
                 mode.track(leaf, BatchLeaf()) if isinstance(leaf, Tensor) else None
-                for leaf in pytree.tree_leaves(batch)
+                for leaf in leaves
             ]
             parameters = self._track_parameters()
             with failed, mode, mode.draws:
@@ -128,7 +137,7 @@ class Tracer:
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
-        return self._record.plan(fields, parameters)
+        return self._record.plan(fields, structure, parameters)
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
@@ -265,8 +274,8 @@ class Tracer:
             if isinstance(spec, TensorSpec):
                 self._record.mode.is_paused = True  # the step draws none of this
                 answer = spec.random(self._generator, self._device)
+                answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
                 self._record.mode.is_paused = False
-                answer.requires_grad_(spec.requires_grad)
                 value = self._record.mode.track(answer, BlockOutput(call, position, slot))
                 self._record.outputs.append(value)
             answers.append(answer)
