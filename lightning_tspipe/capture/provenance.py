@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.errors import CaptureError
 
 # Looking at the type of a tensor does not read its values.
 _HARMLESS = frozenset(
@@ -61,7 +63,7 @@ class BatchLeaf:
 
 @dataclass(frozen=True)
 class NetworkParameter:
-    """Where a value comes from: a parameter of a pipelined network."""
+    """Where a value comes from: a parameter or a buffer of a pipelined network."""
 
     name: str
     network: NetworkName
@@ -236,6 +238,8 @@ class ProvenanceMode(TorchFunctionMode):
         name = name_of(func)
         if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
+        if len(parents) < len(tensors) and name not in _HARMLESS:
+            _refuse_inner([t for t in tensors if self.lookup(t) is None])
         before = self.draws.count, self.draws.num_by_values
         result = func(*args, **kwargs)
         if name in _HARMLESS:
@@ -290,6 +294,17 @@ class ProvenanceMode(TorchFunctionMode):
                 self.writes.append((value, self.num_blocks, line, name == _SETS_GRADIENT))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
+
+
+def _refuse_inner(tensors: Iterable[Tensor]) -> None:
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise CaptureError(
+            f"the step reads a tensor from within a pipelined network, at {current_line()}, which "
+            "a forward hook or an attribute has kept: there it is on another rank, and one "
+            "micro-batch of it at a time. Return it from forward, with the output (torchvision's "
+            "create_feature_extractor, timm's features_only=True and transformers' "
+            "output_hidden_states=True make networks that do)"
+        )
 
 
 def _rebind(

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_tspipe.late import Late
+
 _NUM_FIRST = 3
 ONE_IN = 128
 
@@ -76,13 +78,10 @@ class Fingerprint(NamedTuple):
 
 
 class Comparisons:
-    """Compares tensors that were made twice; of a GPU's it looks at the result when it is there.
-
-    So the host, which is ahead of its GPU, does not wait for it.
-    """
+    """Compares tensors that were made twice, and looks at the result when it is there."""
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Any, Any, Tensor]] = deque()
+        self._pending: deque[tuple[Any, Late]] = deque()
 
     def add(
         self, of: Any, ones: Sequence[Tensor], others: Sequence[Tensor], versions: Sequence[int]
@@ -96,16 +95,11 @@ class Comparisons:
             versions: Of ``ones``, by then.
         """
         found = [_differ(*each) for each in zip(ones, others, versions, strict=True)]
-        if not any(isinstance(each, Tensor) or each for each in found):
-            return  # as where a network gets a tensor of the batch itself
-        device = ones[0].device
-        differ = torch.stack([torch.as_tensor(each, device=device) for each in found])
-        event = None
-        if differ.is_cuda:
-            differ = differ.to("cpu", non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._pending.append((of, event, differ))
+        if any(isinstance(each, Tensor) or each for each in found):
+            device = ones[0].device
+            differ = torch.stack([torch.as_tensor(each, device=device) for each in found])
+            self._pending.append((of, Late(differ)))
+        # Else it is a tensor of the batch itself, as in most steps.
 
     def first_difference(self, *, wait: bool = False) -> tuple[Any, int] | None:
         """What was given with the first comparison that found one, and the place of the tensor.
@@ -113,14 +107,11 @@ class Comparisons:
         Args:
             wait: Until all results are there.
         """
-        while self._pending and (
-            wait or self._pending[0][1] is None or self._pending[0][1].query()
-        ):
-            of, event, differ = self._pending.popleft()
-            if event is not None:
-                event.synchronize()
-            if differ.any():
-                return of, int(differ.nonzero()[0])
+        while self._pending and (wait or self._pending[0][1].is_there):
+            of, differ = self._pending.popleft()
+            places = [place for place, differs in enumerate(differ.tolist()) if differs]
+            if places:
+                return of, places[0]
         return None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import (
+    Block,
     CallPlan,
     Interception,
     Link,
@@ -18,7 +19,7 @@ from lightning_tspipe.capture.plan import (
     ValueRef,
 )
 from lightning_tspipe.capture.provenance import BlockOutput, ProvenanceMode, Value
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.errors import CaptureError, NoCallError
 
 
 @dataclass
@@ -64,7 +65,7 @@ class StepRecord:
             CaptureError: The step does something that a pipeline cannot.
         """
         if not self.interceptions:
-            raise CaptureError(
+            raise NoCallError(
                 f"the step never called {' or '.join(map(repr, self.block_names))}. Declare the "
                 "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
             )
@@ -126,7 +127,23 @@ class StepRecord:
                     "constants"
                 )
             chains[call.network] = longer
-        return chains
+        return {network: self._trained(network, chain) for network, chain in chains.items()}
+
+    def _trained(self, network: NetworkName, chain: tuple[Link, ...]) -> tuple[Link, ...]:
+        """A chain whose links have gradients if they have in calls that take part in a backward."""
+        links = list(chain)
+        trained = [c.links for c in self.calls if c.network == network and _has_grad(c.links)]
+        for place, link in enumerate(chain):
+            grads = {_has_grad(each[place : place + 1]) for each in trained if place < len(each)}
+            if isinstance(link, Block) and len(grads) > 1:
+                raise CaptureError(
+                    f"the step calls {link.name!r} with gradients and, as part of another call of "
+                    f"the {network}, without, while the rest of that call has some. Call it under "
+                    "no_grad in all of them or in none, or detach its output"
+                )
+            if isinstance(link, Block) and grads:
+                links[place] = replace(link, grad=grads.pop())
+        return tuple(links)
 
     def _check_reads(self, parameters: list[Value]) -> None:
         for line in self.mode.gradient_reads:
@@ -197,6 +214,10 @@ class StepRecord:
         if early:
             return "others before it: the two happen at different times"
         return "the step has optimized by hand by then"
+
+
+def _has_grad(links: Sequence[Link]) -> bool:
+    return any(link.grad for link in links if isinstance(link, Block))
 
 
 def _memory_of(value: Value) -> int:

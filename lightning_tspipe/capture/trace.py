@@ -240,6 +240,13 @@ class Tracer:
         return repr(str(self._record.calls[value.source.call].links[value.source.position]))
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
+        if value.requires_grad and not any(isinstance(x, nn.Parameter) for x in _leaves(value)):
+            raise CaptureError(
+                f"the input of {name!r} requires gradients itself, at {current_line()}, as for "
+                "adversarial examples or gradient penalties. A pipeline takes no gradients with "
+                "respect to its inputs, and the second call would have to wait for them. Detach "
+                "it, or compute such examples apart, with a network that is not pipelined"
+            )
         if value.requires_grad or any(v.is_parameter for v in sources):
             raise CaptureError(
                 f"the input of {name!r} depends on trained parameters outside of the pipelined "
@@ -288,5 +295,21 @@ class Tracer:
                 parameter, NetworkParameter(f"{name}.{path}", self._network_of[name])
             )
             for name, block in self._blocks.items()
-            for path, parameter in block.named_parameters()
+            for path, parameter in (*block.named_parameters(), *block.named_buffers())
         ]
+
+
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """The tensors with gradients of their own that a tensor was computed from."""
+    if value.grad_fn is None:
+        yield value
+        return
+    todo: list[Any] = [value.grad_fn]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 _CONTAINERS = (list, dict, set)
+_LIBRARIES = ("builtins", "torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Who notes what modules return is no state of theirs.
 _IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
@@ -56,12 +57,30 @@ def is_leaf(module: nn.Module, *, ignore_hooks: bool = False) -> bool:
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))
 
 
+def containers_of_class(module: nn.Module) -> dict[str, Any]:
+    """Lists, dicts and sets that a user's class holds for all its instances, by their names."""
+    kinds = [
+        kind
+        for kind in type(module).__mro__[::-1]
+        if kind.__module__.partition(".")[0] not in _LIBRARIES
+    ]
+    return {
+        name: value
+        for kind in kinds
+        for name, value in vars(kind).items()
+        if isinstance(value, _CONTAINERS) and not name.startswith("__")
+    }
+
+
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Undo what happens to attributes of modules and in containers; the list tells of which ones.
 
     Containers stay the same objects, which others may hold.
     """
+    modules = list(modules)
+    shared = {id(c): c for module in modules for c in containers_of_class(module).values()}
+    kept = [(container, container.copy()) for container in shared.values()]
     before = [
         (
             module,
@@ -83,6 +102,8 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
             for name, (value, copied) in attributes.items():
                 _refill(value, copied)
                 vars(module)[name] = value
+        for container, copied in kept:
+            _refill(container, copied)
 
 
 def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:

@@ -109,7 +109,12 @@ class Intake:
         self._versions: dict[int, list[int]] = {}
         self._first: int | None = None
         self._compared = Comparisons()
-        self._units = cache(partial(StepUnits, engine.captured, engine.placement))
+
+        @cache
+        def units(inputs: tuple[TensorSpec, ...], known: int, _trained: object) -> StepUnits:
+            return StepUnits(engine.captured, engine.placement, inputs, known)
+
+        self._units = units
 
     def open(self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]) -> dict[int, StepHeader]:
         """Tell of the batches, or hear of them.
@@ -337,4 +342,6 @@ class Intake:
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        return self._units(header.inputs, header.known.num_atoms)
+        networks = self._engine.captured.networks.values()
+        trained = tuple(network.trained for network in networks)
+        return self._units(header.inputs, header.known.num_atoms, trained)

@@ -154,7 +154,9 @@ class PipelineEngine(Engine):
         late = next(
             (i for i, a in enumerate(actions[:stop]) if a.op is Op.TEACHER and a.batch), stop
         )
-        through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
+        # What reads the teacher of a later step comes behind the hooks between the two halves.
+        through = late if replay is None else stop
+        through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), through)
         self._rest = actions[through:]
         seed = self._seed + self._index
         fields = self.intake.fields(header, batch)

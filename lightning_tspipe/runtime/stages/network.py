@@ -86,7 +86,8 @@ class ChainNetwork:
             grad = link.grad if isinstance(link, Block) else True
             self._grads += [grad] * (end - len(self._grads))
         self._values = {output: ref for ref, output in self.refs.items()}
-        self._shapes: dict[tuple[TensorSpec, int, bool], UnitShapes] = {}
+        self._parameters = [p for module in self.modules for p in module.parameters(recurse=False)]
+        self._shapes: dict[tuple[TensorSpec, int, bool, tuple[bool, ...]], UnitShapes] = {}
 
     @classmethod
     def of(
@@ -213,9 +214,14 @@ class ChainNetwork:
             outputs |= {self._values[output]: tensor for output, tensor in found.items()}
         return values, outputs
 
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Which of its parameters are trained now: hooks may freeze some, and free them again."""
+        return tuple(parameter.requires_grad for parameter in self._parameters)
+
     def shapes(self, spec: TensorSpec, num_links: int, *, grad: bool) -> UnitShapes:
         """What flows when an input of the given spec goes through; found on fake tensors."""
-        key, end = (spec, num_links, grad), self.end_of(num_links)
+        key, end = (spec, num_links, grad, self.trained), self.end_of(num_links)
         if key in self._shapes:
             return self._shapes[key]
         fake = FakeTensorMode(allow_non_fake_inputs=True)
