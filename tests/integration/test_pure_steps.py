@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from torch.nn.functional import mse_loss
 from lightning_tspipe.capture.held import Generators
 from tests.integration.comparing import alone
 from tests.integration.jobs import run, run_job
-from tests.integration.trainings import CLOSE, Epochs, Session, Trained, Training
+from tests.integration.trainings import CLOSE, Epochs, Session, Trained, Training, delayed
 
 TRAINING = Training(strategy="instance", options={"num_microbatches": 2}, sizes=((4, 4, 4, 3),))
 Step = Callable[["Pair", Any, int], Tensor]
@@ -81,8 +81,10 @@ def batches() -> list[Any]:
     ]
 
 
-def train(training: Training, step: Step) -> Trained:
-    return Session(training, module=Pair(step)).fit(Epochs([batches()])).trained
+def train(training: Training, step: Step, kind: type[Pair] = Pair) -> Trained:
+    validation = Epochs([batches()]) if "validation_step" in vars(kind) else None
+    loader = Epochs([batches()])
+    return Session(training, module=kind(step)).fit(loader, validation).trained
 
 
 def draws_everywhere(module: Pair, batch: Any, _: int) -> Tensor:
@@ -124,7 +126,14 @@ def has_ragged_targets(module: Pair, batch: Any, _: int) -> Tensor:
     return module.distance(batch["x"]) * len(batch["names"]) + torch.stack(losses).sum()
 
 
+def calls_without_gradients_first(module: Pair, batch: Any, _: int) -> Tensor:
+    with torch.no_grad():
+        target = module.student(batch["y"])
+    return mse_loss(module.student(batch["x"]), target) + 0 * module.teacher(batch["x"]).sum()
+
+
 RIGHT = (
+    calls_without_gradients_first,
     draws_everywhere, puts_into_the_batch, writes_into_the_batch, selects_by_a_mask,
     divides_outputs, has_ragged_targets,
 )  # fmt: skip
@@ -185,3 +194,46 @@ def test_hooks_are_in_time_without_a_lookahead(step: Step, tmp_path: Path) -> No
     actual = run(train, training, step, num_ranks=2, folder=tmp_path / "together")[0]
     torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
     torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+
+
+class FreesLayers(Pair):
+    """Trains its first layers from the third batch on."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.student[:3].requires_grad_(batch_idx >= 2)
+
+
+class ValidatesByItself(Pair):
+    """Calls no network there, and keeps what it computes in a list of its class."""
+
+    found: ClassVar[list[Tensor]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.found.append(batch["x"].sum() + batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("found", torch.stack(self.found).sum())
+        self.found.clear()
+
+
+class AveragesEarly(Pair):
+    """Updates its teacher between the forward and the backward."""
+
+    @torch.no_grad()
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        for old, new in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            old.lerp_(new, 0.1)
+
+
+def plain(module: Pair, batch: Any, _: int) -> Tensor:
+    return module.distance(batch["x"]) + mse_loss(module.student(batch["x"]), batch["y"])
+
+
+@pytest.mark.parametrize("kind", [FreesLayers, ValidatesByItself, AveragesEarly])
+def test_hooks_that_are_right(kind: type[Pair], tmp_path: Path) -> None:
+    single = replace(alone(TRAINING), callbacks=delayed if kind is AveragesEarly else list)
+    expected = run(train, single, plain, kind, num_ranks=1, folder=tmp_path / "alone")[0]
+    actual = run(train, TRAINING, plain, kind, num_ranks=2, folder=tmp_path / "together")[0]
+    torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)
+    torch.testing.assert_close(actual.weights, expected.weights, **CLOSE)
+    assert actual.metrics == pytest.approx(expected.metrics, rel=1e-9)

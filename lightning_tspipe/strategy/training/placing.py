@@ -10,6 +10,8 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import PartitionError
@@ -88,7 +90,29 @@ def set_up(
     )  # fmt: skip
     if engine.weights is not None:
         engine.weights.optimizers = list(map(plain_optimizer, run.optimizers))
+    is_given = options.num_microbatches != "auto" or not is_first
+    _tell_of_batchnorm(captured, plan.placement.num_microbatches, is_given=is_given)
     return engine
+
+
+def _tell_of_batchnorm(captured: Captured, number: int, *, is_given: bool) -> None:
+    """Say over how many samples BatchNorm normalises, if nobody has said it.
+
+    Args:
+        captured: The step.
+        number: Micro-batches of a call.
+        is_given: Whether somebody has, or another rank will.
+    """
+    modules = [module for network in captured.networks.values() for module in network.modules]
+    normalises = any(isinstance(m, _BatchNorm) and m.training for m in modules)
+    if normalises and number > 1 and not is_given:
+        size = max(call.input.shape[0] for call in captured.plan.calls)
+        log.warning(
+            "BatchNorm normalises over the %d samples of a micro-batch, of %d in a batch, which "
+            "gives other numbers than one device. TSPipeStrategy(num_microbatches=1) normalises "
+            "whole batches",
+            size // number, size,
+        )  # fmt: skip
 
 
 def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:
