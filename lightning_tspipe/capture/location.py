@@ -14,8 +14,13 @@ _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 
 
+def is_own(filename: str) -> bool:
+    """Whether code is this package's."""
+    return filename.startswith(_PACKAGE)
+
+
 def _is_user_code(filename: str) -> bool:
-    if filename.startswith((_PACKAGE, "<")) or "importlib" in filename:
+    if is_own(filename) or filename.startswith("<") or "importlib" in filename:
         return False
     parts = Path(filename).parts
     if "site-packages" in parts:

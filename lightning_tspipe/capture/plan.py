@@ -219,22 +219,28 @@ class StepPlan:
         calls: In the order in which they start.
         interceptions: In the order in which the step makes them.
         routes: Network to the ways that calls take through it.
+        batch: Pytree structure of the batch that was traced.
         batch_fields: Leaves of the batch (flattened) that the step reads for itself.
         has_effects: Whether the step changes pipelined parameters before its last call (an EMA).
         has_late_effects: Whether it does after its last call; then not before.
         mixes: Whether, before the last call, values of the batch meet other tensors or move to a
             device: where the batch has no values, this needs ``MetaWins``.
         draws_samples: Whether the step itself draws tensors of random numbers.
+        writes_batch: Whether it writes into tensors of the batch.
+        writes_outputs: Whether it writes into what the networks returned.
     """
 
     calls: tuple[CallPlan, ...]
     interceptions: tuple[Interception, ...]
     routes: dict[NetworkName, tuple[Route, ...]]
+    batch: pytree.TreeSpec
     batch_fields: tuple[int, ...]
     has_effects: bool
     has_late_effects: bool = False
     mixes: bool = False
     draws_samples: bool = False
+    writes_batch: bool = False
+    writes_outputs: bool = False
 
     @property
     def has_ema(self) -> bool:

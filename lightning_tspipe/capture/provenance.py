@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.recording import Operations
 
@@ -62,7 +65,7 @@ class BatchLeaf:
 
 @dataclass(frozen=True)
 class NetworkParameter:
-    """Where a value comes from: a parameter of a pipelined network."""
+    """Where a value comes from: a parameter or a buffer of a pipelined network."""
 
     name: str
     network: NetworkName
@@ -162,6 +165,30 @@ class Value:
             stack += new
 
 
+class _StepOperations(Operations):
+    """Notes those of a step, and counts what can't be done on shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_by_values = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_dynamic = torch.Tag.dynamic_output_shape in func.tags
+        self.num_by_values += is_dynamic and not _runs_on_shapes(func, args, kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _runs_on_shapes(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether meta tensors will do; a selection by a mask needs values to know its shape."""
+    try:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 class ProvenanceMode(TorchFunctionMode):
     """Records the operations of a step on tracked tensors.
 
@@ -187,7 +214,7 @@ class ProvenanceMode(TorchFunctionMode):
         self.writes: list[tuple[Value, int, str, bool]] = []
         self.gradient_reads: list[str] = []
         self.draws_samples = self.draws_on_device = False
-        self.draws = Operations()
+        self.draws = _StepOperations()
 
     @property
     def mixes(self) -> bool:
@@ -219,7 +246,9 @@ class ProvenanceMode(TorchFunctionMode):
         name = name_of(func)
         if name == _GETS_GRADIENT and any(parent.is_parameter for parent in parents):
             self.gradient_reads.append(current_line())
-        num_draws = self.draws.num_draws
+        if len(parents) < len(tensors) and name not in _HARMLESS:
+            _refuse_inner([t for t in tensors if self.lookup(t) is None])
+        before = self.draws.num_draws, self.draws.num_by_values
         result = func(*args, **kwargs)
         if name in _HARMLESS:
             return result
@@ -231,14 +260,20 @@ class ProvenanceMode(TorchFunctionMode):
             made.num_blocks = self.num_blocks
             made.mixes = len(tensors) > 1 or func in MOVES
             self._record(made, args, result)
-        if self.draws.num_draws > num_draws:
-            # A meta tensor would draw nothing, and all that is drawn later would differ.
-            for parent in parents:
-                parent.read = True
+        if (self.draws.num_draws, self.draws.num_by_values) != before:
+            self._note_draws(parents, kwargs, result, draws=self.draws.num_draws > before[0])
+        return result
+
+    def _note_draws(
+        self, parents: Iterable[Value], kwargs: Any, result: Any, *, draws: bool
+    ) -> None:
+        """Note an operation that can't be done on meta tensors: they have no values."""
+        for parent in parents:
+            parent.read = True
+        if draws:  # or all that is drawn later would differ
             self.draws_on_device |= not parents and kwargs.get("device") is not None
             found = (leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor))
             self.draws_samples |= any(tensor.numel() > 1 for tensor in found)
-        return result
 
     def _record(self, made: Value, args: tuple[Any, ...], result: Any) -> None:
         """Note what an operation returned; ``made`` is like each of these values."""
@@ -275,3 +310,14 @@ class ProvenanceMode(TorchFunctionMode):
                 self.writes.append((value, self.num_blocks, line, name == _SETS_GRADIENT))
                 to_parameter |= any(source.is_parameter for source in value.sources())
         return to_parameter
+
+
+def _refuse_inner(tensors: Iterable[Tensor]) -> None:
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        raise CaptureError(
+            f"the step reads a tensor from within a pipelined network, at {current_line()}, which "
+            "a forward hook or an attribute has kept: there it is on another rank, and one "
+            "micro-batch of it at a time. Return it from forward, with the output (torchvision's "
+            "create_feature_extractor, timm's features_only=True and transformers' "
+            "output_hidden_states=True make networks that do)"
+        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import (
     CallPlan,
@@ -18,8 +19,8 @@ from lightning_tspipe.capture.plan import (
     TensorSpec,
     ValueRef,
 )
-from lightning_tspipe.capture.provenance import BatchLeaf, BlockOutput, ProvenanceMode, Value
-from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.capture.provenance import BlockOutput, ProvenanceMode, Value
+from lightning_tspipe.errors import CaptureError, NoCallError
 from lightning_tspipe.networks.arguments import Arguments
 
 
@@ -72,23 +73,25 @@ class StepRecord:
     interceptions: list[Interception] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
 
-    def plan(self, fields: list[Value | None], parameters: list[Value]) -> StepPlan:
+    def plan(
+        self, fields: list[Value | None], batch: pytree.TreeSpec, parameters: list[Value]
+    ) -> StepPlan:
         """What a pipeline needs to know of the step.
 
         Args:
             fields: The batch's leaves; None for those that are no tensors.
+            batch: Its structure.
             parameters: Those of the networks.
 
         Raises:
             CaptureError: The step does something that a pipeline cannot.
         """
         if not self.interceptions:
-            raise CaptureError(
+            raise NoCallError(
                 f"the step never called {' or '.join(map(repr, self.block_names))}. Declare the "
                 "submodules that it calls: TSPipeStrategy(student=[...], teacher=[...])"
             )
         self._check_reads(parameters)
-        self._check_batch_writes([value for value in fields if value is not None])
         has_effects, has_late_effects = self._check_writes()
         keys: dict[NetworkName, list[object]] = {call.network: [] for call in self.calls}
         for call in self.calls:
@@ -111,6 +114,7 @@ class StepRecord:
             calls=calls,
             interceptions=tuple(self.interceptions),
             routes={name: tuple(map(self._route, own)) for name, own in keys.items()},
+            batch=batch,
             batch_fields=tuple(
                 index
                 for index, value in enumerate(fields)
@@ -120,6 +124,8 @@ class StepRecord:
             has_late_effects=has_late_effects,
             mixes=self.mode.mixes,
             draws_samples=self.mode.draws_samples,
+            writes_batch=self._writes_batch([value for value in fields if value is not None]),
+            writes_outputs=self._writes_outputs(),
         )
 
     def _has_grad(self, call: int) -> bool:
@@ -160,18 +166,24 @@ class StepRecord:
                     "a hook that works on each parameter, such as on_before_optimizer_step"
                 )
 
-    def _check_batch_writes(self, fields: list[Value]) -> None:
-        """The beginning of a step runs more than once on its batch."""
-        memory = {value.tensor.untyped_storage().data_ptr() for value in fields}
-        for value, when, line, clears in self.mode.writes:
-            of_batch = any(isinstance(source.source, BatchLeaf) for source in value.sources())
-            if clears or when >= len(self.interceptions) or not of_batch:
-                continue
-            if value.tensor.untyped_storage().data_ptr() in memory:
+    def _writes_batch(self, fields: list[Value]) -> bool:
+        """Whether a tensor of the batch is written into: each run of the step then gets its own."""
+        memory = list(map(_memory_of, fields))
+        for value, _, line, clears in self.mode.writes:
+            number = 0 if clears else memory.count(_memory_of(value))
+            if number > 1:
                 raise CaptureError(
-                    f"the step changes its batch in place, at {line}. Make a new tensor of it, as "
-                    "in x = x - mean"
+                    f"the step writes into its batch, at {line}, and several tensors of the batch "
+                    "share that memory, which they don't on other ranks. Make a new tensor, as in "
+                    "x = x - mean"
                 )
+            if number:
+                return True
+        return False
+
+    def _writes_outputs(self) -> bool:
+        memory = set(map(_memory_of, self.outputs))
+        return any(_memory_of(value) in memory for value, *_ in self.mode.writes)
 
     def _check_writes(self) -> tuple[bool, bool]:
         """Whether pipelined parameters change before the last call, and whether after it."""
@@ -200,3 +212,9 @@ class StepRecord:
         if early:
             return "others before it: the two happen at different times"
         return "the step has optimized by hand by then"
+
+
+def _memory_of(value: Value) -> int:
+    """Which memory a tensor lies in; that of a fake one, too, has a number."""
+    number: int = value.tensor.untyped_storage()._cdata  # noqa: SLF001 - there is no public one
+    return number

@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lightning_tspipe.capture.location import explained
+from lightning_tspipe.capture.held import Generators
+from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import Interception, StepPlan, TensorSpec, ValueRef
 from lightning_tspipe.capture.provenance import MOVES, name_of, writes_in_place
+from lightning_tspipe.capture.purity import Comparisons, Fingerprint
 from lightning_tspipe.capture.trace import Networks, Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.networks import swap
@@ -34,6 +37,18 @@ _REMEDY = "The calls of a step must not depend on the batch or on how far the tr
 
 class _PrologueDoneError(BaseException):
     """Leaves the step after its last call; users' ``except Exception`` do not catch it."""
+
+
+class _DiffersError(BaseException):
+    """Leaves a step that gives a call other inputs than went into the pipeline.
+
+    Args:
+        call: Which call.
+    """
+
+    def __init__(self, call: int) -> None:
+        super().__init__(call)
+        self.call = call
 
 
 class StepRunner:
@@ -75,6 +90,7 @@ class StepRunner:
         names += networks.local
         apart = {m for name in names for m in module.get_submodule(name).modules()}
         self._rest = [m for m in module.modules() if m not in apart]
+        self._generators = Generators(self._rest)
         self._replaying: tuple[_Answers, ExitStack, MetaWins | None] | None = None
         self._hide_pipelined = swap.TensorSwap(self._inside, swap.meta_like)
         self._hide_rest = swap.TensorSwap(self._rest, swap.meta_like)
@@ -101,6 +117,49 @@ class StepRunner:
             prologue = _Prologue(self._plan, real=True)
             self._run_prologue(prologue, step, batch, seed)
         return prologue.inputs
+
+    def impure(self, step: Step, batch: Any, seed: int, call: int) -> CaptureError:
+        """What to say of a call that got other inputs than before, for the same batch.
+
+        Args:
+            step: The step, a function of the batch.
+            batch: The batch.
+            seed: Seed of the step's random stream.
+            call: The call.
+        """
+        runs = [_Prologue(self._plan, real=True, tells_lines=True) for _ in range(2)]
+        for run in runs:
+            with self._hide_pipelined(), swap.attributes_restored(self._rest, tensors=True):
+                self._run_prologue(run, step, batch, seed)
+        one, other = (run.inputs[call] for run in runs)
+        compared = Comparisons()
+        compared.add(None, [one], [other], [one._version])  # noqa: SLF001
+        if one.shape != other.shape or compared.first_difference(wait=True):
+            cause = (
+                "It differs each time: it draws from a random generator that nobody seeds "
+                "(numpy.random.default_rng() without a seed), or reads a clock, a file or an "
+                "iterator. Draw with torch, random or numpy.random, whose global generators are "
+                "seeded for each step, or give the module the generator (self.generator = ...)"
+            )
+        else:
+            cause = (
+                "It depends on something that a step or a hook changes, and that was another one "
+                "a step earlier or on another rank: self.trainer.global_step, an attribute, a "
+                "buffer. Compute it from the batch and batch_idx, let the loader add it to the "
+                "batch, or change it in on_train_epoch_start only. What hooks change between steps "
+                "is in time with TSPipeStrategy(schedule='gpipe'), which does nothing a step early"
+            )
+        name = next(each.title for each in self._plan.interceptions if each.call == call)
+        return CaptureError(
+            f"self.{name}(...), at {runs[0].lines[call]}, was given other values than went into "
+            f"the pipeline for the same batch: call {call} of the step. {cause}"
+        )
+
+    def _own(self, batch: Any) -> Any:
+        """A batch for one run of the step, which may write into it."""
+        if self._plan.writes_batch:
+            return copy.deepcopy(batch)
+        return pytree.tree_map(_own_leaf, batch)
 
     def effects(self, step: Step, batch: Any, seed: int) -> None:
         """The prologue on a batch of meta tensors, for what it does to this rank's parameters."""
@@ -153,7 +212,7 @@ class StepRunner:
         with self._answered(prologue, seed) as answers, torch.enable_grad():
             try:
                 with nullcontext() if prologue.real else failed:
-                    step(batch)
+                    step(self._own(batch))
             except _PrologueDoneError:
                 return
         answers.check_count()
@@ -162,10 +221,18 @@ class StepRunner:
     def _answered(self, prologue: _Prologue, seed: int) -> Iterator[_Answers]:
         """While inside, blocks answer without meaning, and nothing is logged: the replay does."""
         answers = _Answers(self._plan, prologue.reply)
-        with swap.random_stream(seed), self._stubs(answers), swap.silenced(self._module):
+        stream = self._generators.stream(seed)
+        with stream, self._stubs(answers), swap.silenced(self._module):
             yield answers
 
-    def replay(self, step: Step, batch: Any, seed: int, outputs: Outputs) -> Any:
+    def replay(
+        self,
+        step: Step,
+        batch: Any,
+        seed: int,
+        outputs: Outputs,
+        fingerprints: Sequence[Fingerprint] = (),
+    ) -> Any:
         """The whole step, with the networks' outputs.
 
         Args:
@@ -173,14 +240,19 @@ class StepRunner:
             batch: The batch; leaves that the step doesn't read may be meta tensors.
             seed: Seed of the step's random stream.
             outputs: Gives the value ``ref`` of a call.
+            fingerprints: Of what went into the pipeline, for each call, if it is to be compared;
+                then all of the batch has to be here.
 
         Returns:
             What the step returns.
 
         Raises:
-            CaptureError: The step went another way than when it was traced.
+            CaptureError: The step went another way than when it was traced, or gives a call other
+                inputs than went into the pipeline.
         """
-        player = _Answers(self._plan, partial(self._returned, outputs))
+        given = _Given(self._plan)
+        player = _Answers(self._plan, partial(self._returned, outputs, fingerprints, given))
+        kept = self._own(batch) if fingerprints else None
         mode = self._meta_mode()
         with ExitStack() as inside:
             self._enter_replay(player, inside, seed)
@@ -188,25 +260,40 @@ class StepRunner:
             try:
                 with mode:
                     result = step(batch)
+            except _DiffersError as error:
+                found = error.call
+            else:
+                player.check_count()
+                return result
             finally:
                 self._replaying = None
-        player.check_count()
-        return result
+        raise self.impure(step, kept, seed, found)
 
     def _returned(
-        self, outputs: Outputs, interception: Interception, _tensors: list[Tensor]
+        self,
+        outputs: Outputs,
+        fingerprints: Sequence[Fingerprint],
+        given: _Given,
+        interception: Interception,
+        tensors: list[Tensor],
     ) -> Callable[[int, TensorSpec], Tensor]:
         """What an entry really returned in a call."""
         call, used = interception.call, self._plan.route(interception.call).used
+        is_whole = bool(fingerprints) and given.add(interception, tensors)
+        if is_whole and not Fingerprint.of(given.packed(call)).agrees(fingerprints[call]):
+            raise _DiffersError(call)
 
         def output(slot: int, spec: TensorSpec) -> Tensor:
             ref = ValueRef(interception.position, slot)
-            return outputs(call, ref) if ref in used else spec.empty("meta")
+            if ref not in used:
+                return spec.empty("meta")
+            value = outputs(call, ref)
+            return value.clone() if self._plan.writes_outputs else value
 
         return output
 
     def _enter_replay(self, player: _Answers, inside: ExitStack, seed: int | None) -> None:
-        inside.enter_context(swap.random_stream(seed))
+        inside.enter_context(self._generators.stream(seed))
         inside.enter_context(self._hide_pipelined())
         inside.enter_context(self._stubs(player))
 
@@ -218,7 +305,7 @@ class StepRunner:
             yield
             return
         player, inside, mode = replaying
-        state = swap.random_state()
+        state = self._generators.state()
         inside.close()
         if mode is not None:
             mode.is_on = False
@@ -228,7 +315,7 @@ class StepRunner:
             if mode is not None:
                 mode.is_on = True
             self._enter_replay(player, inside, None)
-            swap.set_random_state(state)
+            self._generators.restore(state)
             self._replaying = replaying
 
     def _meta_mode(self) -> AbstractContextManager[Any]:
@@ -293,32 +380,70 @@ class _Answers:
             )
 
 
-class _Prologue:
-    """Answers without meaning, for what the step computes between its calls."""
+def _own_leaf(leaf: Any) -> Any:
+    """A tensor or a number is not changed; what else a batch may have is the run's own."""
+    is_fixed = isinstance(leaf, (Tensor, str, bytes, int, float, type(None)))
+    return leaf if is_fixed else copy.deepcopy(leaf)
 
-    def __init__(self, plan: StepPlan, *, real: bool, ends_early: bool = True) -> None:
+
+class _Given:
+    """What the step gives to calls, entry after entry.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
         self._plan = plan
+        self._tensors: list[dict[int, Tensor]] = [{} for _ in plan.calls]
+
+    def add(self, interception: Interception, tensors: Sequence[Tensor]) -> bool:
+        """Note what an entry gets; whether its call has all of its inputs with that."""
+        given = self._tensors[interception.call]
+        places = zip(interception.places, tensors, strict=True)
+        new = {place: tensor for place, tensor in places if place is not None}
+        is_more = bool(new.keys() - given.keys())
+        given.update(new)
+        return is_more and len(given) == len(self._plan.route(interception.call).arguments.tensors)
+
+    def packed(self, call: int) -> Tensor:
+        """The input of a call."""
+        given = self._tensors[call]
+        tensors = [given[place] for place in sorted(given)]
+        return self._plan.route(call).arguments.pack(tensors).detach()
+
+
+class _Prologue:
+    """Answers without meaning, for what the step computes between its calls.
+
+    Attributes:
+        lines: The user's lines that make the calls, if it is to tell.
+    """
+
+    def __init__(
+        self, plan: StepPlan, *, real: bool, ends_early: bool = True, tells_lines: bool = False
+    ) -> None:
+        self._plan = plan
+        self._tells_lines = tells_lines
         self.real = real
         self._ends_early = ends_early
-        self._given: dict[int, dict[int, Tensor]] = {}
+        self._given = _Given(plan)
+        self.lines: list[str] = []
         self._sizes: dict[int, int] = {}
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """What each call gets."""
-        return tuple(
-            self._plan.route(call).arguments.pack([given[k] for k in sorted(given)]).detach()
-            for call, given in sorted(self._given.items())
-        )
+        return tuple(map(self._given.packed, range(len(self._plan.calls))))
 
     def reply(
         self, interception: Interception, tensors: list[Tensor]
     ) -> Callable[[int, TensorSpec], Tensor]:
         traced = self._plan.calls[interception.call].input.shape[:1]
-        for place, tensor in zip(interception.places, tensors, strict=True):
-            if place is not None:
-                self._given.setdefault(interception.call, {})[place] = tensor
+        self._given.add(interception, tensors)
         if interception.position == 0:
+            if self._tells_lines:  # which takes long
+                self.lines.append(current_line())
             self._sizes[interception.call] = tensors[0].shape[0] if traced else 0
         if self._ends_early and interception is self._plan.interceptions[-1]:
             raise _PrologueDoneError

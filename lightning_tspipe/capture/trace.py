@@ -7,6 +7,8 @@ The step runs as it stands, with three replacements: the declared submodules ans
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lightning_tspipe.capture.held import Generators, iterators_refused
 from lightning_tspipe.capture.location import current_line, explained
 from lightning_tspipe.capture.plan import (
     Entry,
@@ -105,11 +108,12 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
-        fields, parameters = self.run(step, batch, seed)
-        return self._record.plan(fields, parameters)
+        return self._record.plan(*self.run(step, batch, seed))
 
-    def run(self, step: Step, batch: Any, seed: int) -> tuple[list[Value | None], list[Value]]:
-        """The same; what of the batch is tracked, and of the parameters."""
+    def run(
+        self, step: Step, batch: Any, seed: int
+    ) -> tuple[list[Value | None], pytree.TreeSpec, list[Value]]:
+        """The same; what of the batch is tracked, its structure, and what of the parameters is."""
         is_automatic = bool(getattr(self._module, "automatic_optimization", True))
         self._record = StepRecord(tuple(self._blocks), is_automatic)
         mode = self._record.mode
@@ -128,11 +132,17 @@ class Tracer:
             swap.TensorSwap(self._inside, self._fake_like)(),
             swap.attributes_replaced(self._stubs()),
             swap.silenced(self._module, self._silence, _SILENCED),
-            swap.random_stream(seed),
+            iterators_refused(self._rest),
+            Generators(self._rest).stream(seed),
+            warnings.catch_warnings(),
         ):
+            # Of what networks returned, where a step computes with it and with a parameter.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            batch = copy.deepcopy(batch)
+            leaves, structure = pytree.tree_flatten(batch)
             fields = [
                 mode.track(leaf, BatchLeaf()) if isinstance(leaf, Tensor) else None
-                for leaf in pytree.tree_leaves(batch)
+                for leaf in leaves
             ]
             parameters = self._track_parameters()
             with failed, mode, mode.draws:
@@ -140,7 +150,7 @@ class Tracer:
             mode.mark_read(result)
             # What the step keeps is read later, by a hook.
             mode.mark_read([vars(module) for module in self._rest])
-        return fields, parameters
+        return fields, structure, parameters
 
     def _silence(self, *args: Any, **kwargs: Any) -> None:
         self._record.mode.mark_read((args, kwargs))
@@ -253,6 +263,13 @@ class Tracer:
         return repr(self._record.calls[value.source.call].entries[value.source.position].title)
 
     def _check_input(self, name: str, value: Tensor, sources: list[Value]) -> None:
+        if value.requires_grad and not any(isinstance(x, nn.Parameter) for x in _leaves(value)):
+            raise CaptureError(
+                f"the input of {name!r} requires gradients itself, at {current_line()}, as for "
+                "adversarial examples or gradient penalties. A pipeline takes no gradients with "
+                "respect to its inputs, and the second call would have to wait for them. Detach "
+                "it, or compute such examples apart, with a network that is not pipelined"
+            )
         if value.requires_grad or any(v.is_parameter for v in sources):
             raise CaptureError(
                 f"the input of {name!r} depends on trained parameters outside of the pipelined "
@@ -291,8 +308,8 @@ class Tracer:
             if isinstance(spec, TensorSpec):
                 self._record.mode.is_paused = True  # the step draws none of this
                 answer = spec.random(self._generator, self._device)
+                answer = answer.requires_grad_(spec.requires_grad).clone()  # may be written into
                 self._record.mode.is_paused = False
-                answer.requires_grad_(spec.requires_grad)
                 value = self._record.mode.track(answer, BlockOutput(call, position, slot))
                 self._record.outputs.append(value)
             answers.append(answer)
@@ -305,10 +322,26 @@ class Tracer:
                 parameter, NetworkParameter(f"{name}.{path}", self._network_of[name])
             )
             for name, block in self._blocks.items()
-            for path, parameter in block.named_parameters()
+            for path, parameter in (*block.named_parameters(), *block.named_buffers())
         ]
 
 
 def outputs_in(value: Value) -> list[Value]:
     """What of the networks' outputs a value was computed from."""
     return [found for found in value.sources() if isinstance(found.source, BlockOutput)]
+
+
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """The tensors with gradients of their own that a tensor was computed from."""
+    if value.grad_fn is None:
+        yield value
+        return
+    todo: list[Any] = [value.grad_fn]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+            if hasattr(node, "variable"):
+                yield node.variable

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning")
 _CONTAINERS = (list, dict, set)
+_LIBRARIES = ("builtins", "torch", "lightning", "pytorch_lightning", "torchmetrics")
 # Who notes what modules return is no state of theirs.
 _IGNORED = ("_forward_hooks", "_output_capturing_hooks_installed")
 
@@ -25,10 +25,15 @@ def outermost(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in found if not any(name.startswith(f"{other}.") for other in found))
 
 
+def _users_classes(module: nn.Module) -> list[type]:
+    """Those of the module's classes that are the user's, the most basic one first."""
+    kinds = type(module).__mro__[::-1]
+    return [kind for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES]
+
+
 def methods_of(module: nn.Module) -> list[str]:
     """What the user's classes of a module define beside ``forward``, and a step may call."""
-    kinds = (kind for kind in type(module).__mro__ if issubclass(kind, nn.Module))
-    own = (vars(kind) for kind in kinds if kind.__module__.partition(".")[0] not in _LIBRARIES)
+    own = (vars(kind) for kind in _users_classes(module) if issubclass(kind, nn.Module))
     found = {name for table in own for name, value in table.items() if isfunction(value)}
     return sorted(name for name in found if not hasattr(nn.Module, name))
 
@@ -71,12 +76,25 @@ def is_leaf(module: nn.Module) -> bool:
     return type(module).__module__.startswith(("torch.nn", "torch.ao.nn", "torch._dynamo"))
 
 
+def containers_of_class(module: nn.Module) -> dict[str, Any]:
+    """Lists, dicts and sets that a user's class holds for all its instances, by their names."""
+    return {
+        name: value
+        for kind in _users_classes(module)
+        for name, value in vars(kind).items()
+        if isinstance(value, _CONTAINERS) and not name.startswith("__")
+    }
+
+
 @contextmanager
 def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Undo what happens to attributes of modules and in containers; the list tells of which ones.
 
     Containers stay the same objects, which others may hold.
     """
+    modules = list(modules)
+    shared = {id(c): c for module in modules for c in containers_of_class(module).values()}
+    kept = [(container, container.copy()) for container in shared.values()]
     before = [
         (
             module,
@@ -98,6 +116,8 @@ def attributes_kept(modules: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
             for name, (value, copied) in attributes.items():
                 _refill(value, copied)
                 vars(module)[name] = value
+        for container, copied in kept:
+            _refill(container, copied)
 
 
 def _is_written(now: dict[str, Any], before: dict[str, tuple[Any, Any]]) -> bool:

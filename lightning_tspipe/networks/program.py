@@ -100,10 +100,12 @@ class LeafProgram:
     Attributes:
         run: What it runs.
         module: Whose parameters it reads; an empty one where there are none.
+        version: As that of a program.
     """
 
     run: RangeFunction
     module: nn.Module
+    version: int = 0
 
     def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
         """The function of the one atom."""
@@ -158,6 +160,13 @@ class Program:
     def _autocast(self) -> Any:
         kind = self._device.type
         return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+    @property
+    def version(self) -> int:
+        """Which of its variants is for the network as it is now: another one, other shapes."""
+        variants = self._variants.get(self._autocast(), [])
+        hold = (place for place, each in enumerate(variants) if each.tape.guards.hold())
+        return next(hold, len(variants))
 
     def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
         """The function that runs atoms ``start`` to ``stop`` (exclusive), as the network is now.

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from lightning_tspipe.networks.modules import attributes_kept
 
-RandomState = tuple[Any, Tensor, Tensor | None]
+RandomState = tuple[Any, Any, Tensor, Tensor | None]
 
 _MISSING = object()
 
@@ -151,8 +152,9 @@ def random_stream(seed: int | None) -> Iterator[None]:
     ambient = random_state()
     if seed is not None:
         random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 - the global generator is meant
         torch.default_generator.manual_seed(seed)
-        if ambient[2] is not None:
+        if ambient[-1] is not None:
             torch.cuda.manual_seed(seed)
     try:
         yield
@@ -161,15 +163,17 @@ def random_stream(seed: int | None) -> Iterator[None]:
 
 
 def random_state() -> RandomState:
-    """The state of all random generators: of Python, of torch, and of torch on the GPU."""
+    """The state of the process's generators: Python's, NumPy's, torch's, and that of its GPU."""
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return random.getstate(), torch.random.get_rng_state(), cuda_state
+    numpy_state = np.random.get_state()  # noqa: NPY002
+    return random.getstate(), numpy_state, torch.random.get_rng_state(), cuda_state
 
 
 def set_random_state(state: RandomState) -> None:
     """Put the random generators back to where they were."""
-    python_state, torch_state, cuda_state = state
+    python_state, numpy_state, torch_state, cuda_state = state
     random.setstate(python_state)
+    np.random.set_state(numpy_state)  # noqa: NPY002
     torch.random.set_rng_state(torch_state)
     if cuda_state is not None:
         torch.cuda.set_rng_state(cuda_state)

@@ -246,6 +246,7 @@ class TSPipeStrategy(Run):
         parts.weights.restores_optimizers = False
         parts.evaluator.release()
         parts.results.release()
+        self._training.watch.stop()
         self.cluster_environment.teardown()
         if module is not None and not is_on_meta(module):
             module.cpu()
@@ -323,6 +324,14 @@ class TSPipeStrategy(Run):
     ) -> Any:
         with self._training.updating():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def grad_norm(self) -> Tensor:
+        """The 2-norm of the gradients of all parameters, over all ranks, as a tensor of one number.
+
+        Each rank has the gradients of its own parameters, so that a hook can't compute it. Every
+        rank has to call it, such as in ``on_before_optimizer_step``, and gets the same.
+        """
+        return self._training.norm_of(self.module.parameters())
 
     # Evaluation
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import StepPlan, TensorSpec
+from lightning_tspipe.capture.purity import Fingerprint
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.transport.base import Receipt, Transport
@@ -52,6 +53,7 @@ class StepHeader:
         inputs: Specs of the call inputs.
         stop: In an evaluation, what all ranks do after this batch, see ``stopping``; empty: go on.
         known: What is known of it before it runs.
+        fingerprints: Of the call inputs, if the rank with the loss compares them.
     """
 
     structure: pytree.TreeSpec
@@ -59,10 +61,17 @@ class StepHeader:
     inputs: tuple[TensorSpec, ...]
     stop: str = ""
     known: Known = NOTHING_KNOWN
+    fingerprints: tuple[Fingerprint, ...] = ()
 
     @classmethod
     def of(
-        cls, batch: Any, inputs: Sequence[Tensor], *, stop: str = "", known: Known = NOTHING_KNOWN
+        cls,
+        batch: Any,
+        inputs: Sequence[Tensor],
+        *,
+        stop: str = "",
+        known: Known = NOTHING_KNOWN,
+        fingerprints: Iterable[Fingerprint] = (),
     ) -> StepHeader:
         """Describe a batch and the call inputs that were made of it."""
         leaves, structure = pytree.tree_flatten(batch)
@@ -72,6 +81,7 @@ class StepHeader:
             tuple(map(TensorSpec.of, inputs)),
             stop,
             known,
+            tuple(fingerprints),
         )
 
     @property
@@ -81,11 +91,23 @@ class StepHeader:
             return len(self.known.ids)
         return max(spec.shape[0] for spec in self.inputs)
 
+    def fields(self, plan: StepPlan) -> tuple[int, ...]:
+        """Leaves of the batch that the step reads; all its tensors, if call inputs are compared."""
+        if self.fingerprints or self.structure != plan.batch:
+            unread = frozenset() if self.fingerprints else _unread(plan)
+            own = zip(_places(self.structure), self.leaves, strict=True)
+            return tuple(
+                index
+                for index, (place, leaf) in enumerate(own)
+                if isinstance(leaf, TensorSpec) and place not in unread
+            )
+        return plan.batch_fields
+
     def exchange_fields(
         self, plan: StepPlan, batch: Any, transport: Transport, channel: Channel, pipeline: Pipeline
     ) -> Receipt | None:
         """Send the fields that the step reads (data rank), or ask for them (loss ranks)."""
-        fields, rank = plan.batch_fields, transport.rank
+        fields, rank = self.fields(plan), transport.rank
         data_rank, loss_ranks = pipeline.data_rank, pipeline.loss_ranks
         if fields and rank == data_rank:
             leaves = pytree.tree_leaves(batch)
@@ -97,12 +119,24 @@ class StepHeader:
             return None
         return transport.receive([self.leaves[i] for i in fields], data_rank, channel)
 
-    def batch(self, fields: Sequence[int] = (), receipt: Receipt | None = None) -> Any:
+    def batch(self, plan: StepPlan | None = None, receipt: Receipt | None = None) -> Any:
         """The batch as a rank without data has it: meta tensors, and the fields it received."""
         leaves = [x.empty("meta") if isinstance(x, TensorSpec) else x for x in self.leaves]
-        if receipt is not None:
+        if receipt is not None and plan is not None:
             with waiting("the loss needs the batch"):
                 received = receipt.wait()
-            for index, tensor in zip(fields, received, strict=True):
+            for index, tensor in zip(self.fields(plan), received, strict=True):
                 leaves[index] = tensor
         return pytree.tree_unflatten(leaves, self.structure)
+
+
+def _unread(plan: StepPlan) -> frozenset[str]:
+    """The places in a batch, whatever is around them, that the step does not read."""
+    read, places = set(plan.batch_fields), enumerate(_places(plan.batch))
+    return frozenset(place for index, place in places if index not in read)
+
+
+def _places(batch: pytree.TreeSpec) -> list[str]:
+    """Where the leaves of a batch are: ``[1]['boxes']``."""
+    numbered = pytree.tree_unflatten(range(batch.num_leaves), batch)
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(numbered)[0]]

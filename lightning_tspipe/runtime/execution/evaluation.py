@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_tspipe.capture.plan import NetworkName
+from lightning_tspipe.capture.purity import Fingerprint, is_compared
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
 from lightning_tspipe.ir.action import Op
@@ -73,9 +74,8 @@ class Evaluation:
         forwards = tuple(tuple(a for a in own if a.op in _FORWARD_OPS) for own in whole)
         self._program = Schedule(self._pipeline, forwards)
         edges = program_edges(self._program)
-        if captured.plan.batch_fields:
-            data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
-            edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
+        data_rank, loss_ranks = self._pipeline.data_rank, self._pipeline.loss_ranks
+        edges |= edges_from(data_rank, loss_ranks, Lane.FIELDS)
         engine.transport.open(edges)
         # Of its own: the training's stages keep what they hold.
         self._losses = engine.prepare(captured, self._pipeline, mode)
@@ -100,8 +100,10 @@ class Evaluation:
         inputs: dict[int, tuple[Tensor, ...]] = {}
 
         def describe() -> StepHeader:
-            inputs[0] = self._losses.runner.inputs(step, batch, seed, effects=False)
-            return StepHeader.of(batch, inputs[0], stop=stop)
+            inputs[0] = made = self._losses.runner.inputs(step, batch, seed, effects=False)
+            compared = made if is_compared(self._index, 0, seed) else ()
+            prints = map(Fingerprint.of, compared)
+            return StepHeader.of(batch, made, stop=stop, fingerprints=prints)
 
         header = engine.share_header(describe)
         units = StepUnits(self._captured, self._placement, header.inputs)
@@ -114,9 +116,9 @@ class Evaluation:
         )
 
         def whole() -> Any:
-            return batch if engine.is_data_rank else header.batch(plan.batch_fields, fields)
+            return batch if engine.is_data_rank else header.batch(plan, fields)
 
-        context.replay = step, whole, seed
+        context.replay = step, whole, seed, header.fingerprints
         self._stages.run(context, (a for a in actions if a.op is not Op.DATA))
         self._losses.done()
         self._stages.finish(self._index, in_training=False)

@@ -24,6 +24,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import StepPlan, ValueRef
+from lightning_tspipe.capture.purity import Fingerprint
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError, TransportError
@@ -51,7 +52,8 @@ class StepContext:
         units: Units of the batches worked on, by offset (0: this batch, 1: the next, ...).
         inputs: On the data rank, the call inputs of the same batches.
         replay: On such a rank, the step that its loss runs once more, what gives its batch when the
-            outputs are here, and the seed of its random stream.
+            outputs are here, the seed of its random stream, and what the call inputs that went into
+            the pipeline are like, if they are compared.
         result: What the step returns, on a rank that computes a loss.
     """
 
@@ -59,7 +61,7 @@ class StepContext:
     program: Schedule
     units: dict[int, StepUnits]
     inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    replay: tuple[Step, Callable[[], Any], int] | None = None
+    replay: tuple[Step, Callable[[], Any], int, tuple[Fingerprint, ...]] | None = None
     result: Any = None
 
     def runs(self, action: Action) -> bool:
@@ -362,11 +364,11 @@ class Losses:
 
     def _replay(self, context: StepContext, action: Action) -> None:
         assert context.replay is not None
-        step, batch_of, seed = context.replay
+        step, batch_of, seed, fingerprints = context.replay
         self.leaves, self._context = {}, context
         batch = batch_of()
         self._started = action, time.perf_counter()
-        context.result = self.runner.replay(step, batch, seed, self._output)
+        context.result = self.runner.replay(step, batch, seed, self._output, fingerprints)
         self._note()
 
     def _note(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_tspipe.capture.plan import TensorSpec
+from lightning_tspipe.capture.purity import Comparisons, Fingerprint, is_compared
 from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError
@@ -23,7 +24,7 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
 from lightning_tspipe.ir.validation import validate
 from lightning_tspipe.planning.placement import Placement
-from lightning_tspipe.runtime.batches.metadata import NOTHING_KNOWN, Known, StepHeader
+from lightning_tspipe.runtime.batches.metadata import Known, StepHeader
 from lightning_tspipe.runtime.execution.engine import Engine
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.stages.captured import StepUnits
@@ -105,7 +106,15 @@ class Intake:
         self._end = -1
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         """On the data rank: what the networks get of the batches that were told of."""
-        self._units = cache(partial(StepUnits, engine.captured, engine.placement))
+        self._versions: dict[int, list[int]] = {}
+        self._first: int | None = None
+        self._compared = Comparisons()
+
+        @cache
+        def units(inputs: tuple[TensorSpec, ...], known: int, _version: object) -> StepUnits:
+            return StepUnits(engine.captured, engine.placement, inputs, known)
+
+        self._units = units
 
     def open(self, step: Step, batch: Any, ahead: Sequence[BatchAndStep]) -> dict[int, StepHeader]:
         """Tell of the batches, or hear of them.
@@ -135,7 +144,7 @@ class Intake:
         """The same for a single batch, which only runs ahead."""
         _, number = self._engine.position
         if self._engine.is_data_rank:
-            self._tell(number, self._describe(number, step, batch))
+            self._tell(number, self._describe(number, step, batch, effects=False))
         self._await(number, number)
         return self._headers[number]
 
@@ -150,9 +159,11 @@ class Intake:
         self._headers.pop(number, None)
         self._engine.mode.known.pop(number, None)
         self._inputs.pop(number, None)
+        self._versions.pop(number, None)
 
     def drop(self) -> None:
         """None of the batches that were told of will come; every rank calls it."""
+        self._refuse_difference(wait=True)
         self._round += 1
         for receipt in self._companions.values():
             receipt.wait()
@@ -161,6 +172,7 @@ class Intake:
         self._engine.mode.known.clear()
         self._words.clear()
         self._inputs.clear()
+        self._versions.clear()
         self._end = -1
 
     def _tell(self, number: int, header: StepHeader | None, word: str = "") -> None:
@@ -221,44 +233,74 @@ class Intake:
         """On the data rank: find the call inputs, and tell of the batches that are new.
 
         Raises:
-            CaptureError: Its calls have other shapes than when they ran ahead.
+            CaptureError: Its calls get something else than when they ran ahead.
         """
         engine, (seed, number) = self._engine, self._engine.position
         started = time.perf_counter()
-        told, known = self._inputs.get(number), NOTHING_KNOWN
-        own = told
-        if own is None or not engine.mode.reuses_inputs(self._plan):
+        self._refuse_difference()
+        told = self._inputs.get(number)
+        if told is not None and not engine.mode.reuses_inputs(self._plan):
+            # Of a batch that was told of before, the prologue runs once more, with its effects.
             own = self._runner.inputs(step, batch, seed + number, effects=True)
-            known = self._known_of(number, batch, own)
-            own = known.select(own)
-        if told is not None and list(map(TensorSpec.of, told)) != list(map(TensorSpec.of, own)):
-            raise CaptureError(
-                "the calls of this batch have other shapes than when they ran ahead: the step must "
-                "compute the same inputs whenever it is given the same batch"
-            )
+            own = self._known_of(number, batch, own).select(own)
+            self._compare((step, batch, number), told, own)
         word, most = engine.stop.next_word(), self._programs.announced
         for n, (following, its_step) in enumerate([(batch, step), *ahead], number):
-            if n in self._inputs:
-                continue
-            if n == number:
-                header = StepHeader.of(batch, own, known=known)
-            else:
-                header = self._describe(n, its_step, following)
-            self._tell(n, header, word if n == number + most else "")
-            self._exchange_early(header, following)
+            if n not in self._inputs:
+                header = self._describe(n, its_step, following, effects=n == number)
+                self._tell(n, header, word if n == number + most else "")
+                self._exchange_early(header, following)
         if len(ahead) < most:
             self._tell(number + len(ahead) + 1, None, word)
-        # Of a batch that was told of before, the prologue ran once more, with its effects.
-        self._inputs[number] = own
         engine.recorder.ran(number, Action(Op.DATA, engine.rank), started)
 
-    def _describe(self, number: int, step: Step, batch: Any) -> StepHeader:
-        """On the data rank: make what networks get of a batch to come."""
+    def _describe(self, number: int, step: Step, batch: Any, *, effects: bool) -> StepHeader:
+        """On the data rank: make what networks get of a batch.
+
+        Args:
+            number: Of the batch.
+            step: Its step.
+            batch: The batch.
+            effects: Whether its step begins: then what it does to parameters happens.
+        """
         seed, _ = self._engine.position
-        made = self._runner.inputs(step, batch, seed + number, effects=False)
+        made = self._runner.inputs(step, batch, seed + number, effects=effects)
         known = self._known_of(number, batch, made)
-        self._inputs[number] = known.select(made)
-        return StepHeader.of(batch, self._inputs[number], known=known)
+        self._first = number if self._first is None else self._first
+        compared = made if is_compared(number, self._first, seed) else ()
+        self._inputs[number] = own = known.select(made)
+        self._versions[number] = [tensor._version for tensor in own]  # noqa: SLF001
+        prints = map(Fingerprint.of, compared)
+        return StepHeader.of(batch, own, known=known, fingerprints=prints)
+
+    def _compare(
+        self, of: tuple[Step, Any, int], told: Sequence[Tensor], own: Sequence[Tensor]
+    ) -> None:
+        """On the data rank: what networks get of a batch is what they got when they ran ahead.
+
+        Args:
+            of: The step, its batch, and the batch's number.
+            told: What they got.
+            own: What they get now.
+
+        Raises:
+            CaptureError: It isn't.
+        """
+        for call, (one, other) in enumerate(zip(told, own, strict=True)):
+            if TensorSpec.of(one) != TensorSpec.of(other):
+                raise self._impure(of, call)
+        self._compared.add(of, told, own, self._versions[of[2]])
+        self._inputs[of[2]] = tuple(own)
+        self._refuse_difference()
+
+    def _refuse_difference(self, *, wait: bool = False) -> None:
+        found = self._compared.first_difference(wait=wait)
+        if found is not None:
+            raise self._impure(*found)
+
+    def _impure(self, of: tuple[Step, Any, int], call: int) -> CaptureError:
+        (step, batch, number), (seed, _) = of, self._engine.position
+        return self._runner.impure(step, batch, seed + number, call)
 
     def _known_of(self, number: int, batch: Any, inputs: Sequence[Tensor]) -> Known:
         """On the data rank: what is known of a batch, decided once."""
@@ -272,7 +314,7 @@ class Intake:
         Returns:
             Gives the batch as this rank has it.
         """
-        engine, fields = self._engine, self._plan.batch_fields
+        engine = self._engine
         started = time.perf_counter()
         if self._programs.steps_early:
             receipt = self._companions.pop(engine.position[1], None)
@@ -284,7 +326,7 @@ class Intake:
             if engine.is_data_rank:
                 return batch
             started = time.perf_counter()
-            found = header.batch(fields, receipt)
+            found = header.batch(self._plan, receipt)
             engine.recorder.paused("receive", started)
             return found
 
@@ -300,4 +342,6 @@ class Intake:
 
     def units(self, header: StepHeader) -> StepUnits:
         """How a batch flows."""
-        return self._units(header.inputs, header.known.num_atoms)
+        networks = self._engine.captured.networks.values()
+        version = tuple(chain.version for network in networks for chain in network.routes)
+        return self._units(header.inputs, header.known.num_atoms, version)

@@ -66,13 +66,12 @@ class PipelineEngine(Engine):
         policy: WeightPolicy | None = None,
     ) -> None:
         super().__init__(here, captured, placement, materializer)
-        pipeline, plan = self.pipeline, captured.plan
+        pipeline = self.pipeline
         self._programs = Programs(pipeline, schedule, costs, placement)
         self.lookahead = self._programs.announced
         # Of the step of which all others are parts: nothing was done before, all may run ahead.
         edges = program_edges(self._programs.of(fresh=True, ahead=max(self._programs.lookahead)))
-        if plan.batch_fields:
-            edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
+        edges |= edges_from(placement.data_rank, pipeline.loss_ranks, Lane.EARLY_FIELDS)
         self.transport.open(edges)
         self._reduction: GradientReduction | None = None
         own = self.shards.by_stage(self.rank)
@@ -155,10 +154,13 @@ class PipelineEngine(Engine):
         late = next(
             (i for i, a in enumerate(actions[:stop]) if a.op is Op.TEACHER and a.batch), stop
         )
-        through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), stop)
+        # What reads the teacher of a later step comes behind the hooks between the two halves.
+        through = late if replay is None else stop
+        through = next((i + 1 for i, a in enumerate(actions) if a.op is Op.LOSS), through)
         self._rest = actions[through:]
         seed = self._seed + self._index
-        context.replay = replay or step, self.intake.fields(header, batch), seed
+        fields = self.intake.fields(header, batch)
+        context.replay = replay or step, fields, seed, header.fingerprints
         run(actions[:late])
         if self.captured.plan.has_late_effects:
             assert not any(a.op is Op.TEACHER and not a.batch for a in actions[late:]), actions

@@ -117,10 +117,13 @@ class RouteChain:
     refs: Mapping[ValueRef, OutputRef]
     context: Callable[[], AbstractContextManager[None]] = nullcontext
     positions: tuple[int, ...] = ()
-    _shapes: dict[tuple[TensorSpec, bool], UnitShapes] = field(default_factory=dict)
+    _shapes: dict[tuple[TensorSpec, bool, object], UnitShapes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._values = {output: ref for ref, output in self.refs.items()}
+        self._parameters = [p for module in self.modules for p in module.parameters(recurse=False)]
+        programs = (segment.program for atom in self.atoms for segment in atom.segments)
+        self._programs = list({id(program): program for program in programs}.values())
 
     @classmethod
     def of(
@@ -150,6 +153,13 @@ class RouteChain:
     def atoms(self) -> tuple[Atom, ...]:
         """Its atoms."""
         return self.chain.atoms
+
+    @property
+    def version(self) -> object:
+        """What the shapes in it depend on beside the input, and hooks may change between steps."""
+        trained = tuple(parameter.requires_grad for parameter in self._parameters)
+        with self.context():
+            return trained, tuple(program.version for program in self._programs)
 
     def begins(self, other: RouteChain) -> bool:
         """Whether its atoms are the first of another route."""
@@ -192,8 +202,9 @@ class RouteChain:
 
     def shapes(self, spec: TensorSpec, *, grad: bool) -> UnitShapes:
         """What flows when an input of the given spec goes through; found on fake tensors."""
-        if (spec, grad) in self._shapes:
-            return self._shapes[spec, grad]
+        key = spec, grad, self.version
+        if key in self._shapes:
+            return self._shapes[key]
         fake = FakeTensorMode(allow_non_fake_inputs=True)
 
         def make(tensor: Tensor) -> Tensor:
@@ -210,8 +221,8 @@ class RouteChain:
                     boundaries.append(tuple(map(TensorSpec.of, values)))
                     values, found = self.run(values, atom, atom + 1, grad=grad)
                     outputs |= {ref: TensorSpec.of(tensor) for ref, tensor in found.items()}
-        self._shapes[spec, grad] = UnitShapes((*boundaries, ()), outputs)
-        return self._shapes[spec, grad]
+        self._shapes[key] = UnitShapes((*boundaries, ()), outputs)
+        return self._shapes[key]
 
 
 def _named(atoms: Sequence[Atom], root: nn.Module, module: nn.Module) -> list[Atom]:

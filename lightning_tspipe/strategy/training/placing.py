@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_tspipe.capture.discovery import Finder
 from lightning_tspipe.capture.plan import NetworkName
@@ -108,6 +109,8 @@ def _tell(run: Run, engine: PipelineEngine) -> None:
     run.table = "\n".join(aligned(rows_of(engine)))
     if engine.is_loss_rank and run.replicas.is_first:
         log.info("%s", run.table)
+        if run.options.num_microbatches == "auto":
+            _tell_of_batchnorm(engine.captured, engine.placement.num_microbatches)
 
 
 def _found(run: Run, step: Step, batch: Any, *, trains: bool) -> Networks | None:
@@ -166,6 +169,20 @@ def _placed_atoms(
     for stage, (start, stop) in enumerate(pairwise(cuts)):
         for atom in network.atoms[start:stop] if network is not None else ():
             yield atom, placement.holders[kind][stage][0]
+
+
+def _tell_of_batchnorm(captured: Captured, number: int) -> None:
+    """Say over how many samples BatchNorm normalises, if it is not the whole batch."""
+    modules = [module for network in captured.networks.values() for module in network.modules]
+    normalises = any(isinstance(m, _BatchNorm) and m.training for m in modules)
+    if normalises and number > 1:
+        size = max(call.input.shape[0] for call in captured.plan.calls)
+        log.warning(
+            "BatchNorm normalises over the %d samples of a micro-batch, of %d in a batch, which "
+            "gives other numbers than one device. TSPipeStrategy(num_microbatches=1) normalises "
+            "whole batches",
+            size // number, size,
+        )  # fmt: skip
 
 
 def _executed_as_chosen(plan: RunPlan, captured: Captured, options: SetupOptions) -> RunPlan:

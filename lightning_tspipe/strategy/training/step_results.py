@@ -32,6 +32,7 @@ from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.heads import StudentFanout
 from lightning_tspipe.heads.training import STOPPED
 from lightning_tspipe.ir.pipeline import LOSS_RANK
+from lightning_tspipe.networks.modules import containers_of_class
 from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.batches.loading import Remote
 from lightning_tspipe.runtime.execution.engine import Engine
@@ -385,7 +386,7 @@ class Collected:
     def _attributes(self) -> Iterator[tuple[Place, Any]]:
         for path, module in self._modules.items():
             if not hasattr(module, "update_called"):
-                for name, value in vars(module).items():
+                for name, value in {**containers_of_class(module), **vars(module)}.items():
                     if isinstance(value, _SHARED) and name not in self._internal:
                         yield (path, name), value
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_tspipe.capture.purity import is_compared
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.networks.swap import attributes_replaced
 from lightning_tspipe.runtime.batches.host_memory import give_back_memory
@@ -24,6 +25,7 @@ from lightning_tspipe.strategy.lightning.run import Run
 from lightning_tspipe.strategy.setup import refusals
 from lightning_tspipe.strategy.training.data import Data
 from lightning_tspipe.strategy.training.evaluating import Evaluator
+from lightning_tspipe.strategy.training.gradient_watch import GradientWatch
 from lightning_tspipe.strategy.training.manual import ManualOptimization
 from lightning_tspipe.strategy.training.module_weights import ModuleWeights
 from lightning_tspipe.strategy.training.optimizers import hyperparameters, parameters_of
@@ -84,6 +86,8 @@ class Training:
         self._watch: Callable[[], None] | None = None
         self._watched_from = 0
         self._gradients_ready = 0.0
+        self._first = 0
+        self.watch = GradientWatch(())
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's ``training_step``, up to the loss."""
@@ -91,6 +95,7 @@ class Training:
         batch_idx = self._run.trainer.fit_loop.epoch_loop.batch_idx
         data = self._parts.data
         data.has_begun = True
+        self.watch.stop()
         with self._watched(), self._run.precision_plugin.train_step_context():
             engine = self._run.engine
             # After the first update of an engine; the hooks of all others do the same.
@@ -133,6 +138,8 @@ class Training:
         self._go_on(self._run.engine, step, batch, batch_idx)
         self._parts.evaluator.release()
         self._watch = self._watch_teacher(self._run.engine)
+        spread = self._run.module.parameters() if self._run.num_ranks > 1 else ()
+        self.watch, self._first = GradientWatch(spread), self._run.engine.position[1]
         self._watched_from = self._run.trainer.global_step
         self._epoch = self._run.trainer.current_epoch
         self._parts.manual.attach()
@@ -238,6 +245,12 @@ class Training:
         run.pre_backward(loss)
         loss = plugin.pre_backward(loss, module)
         self._run_backward(loss, *args, **kwargs)
+        engine = run.engine
+        # Which is left where the next step begins, or this update ends.
+        if engine is not None and module.automatic_optimization and run.num_ranks > 1:
+            seed, number = engine.position
+            if is_compared(number - 1, self._first, seed):
+                self.watch.start()
         loss = plugin.post_backward(loss, module)
         run.post_backward(loss)
         self._gradients_ready = time.perf_counter()
@@ -261,7 +274,10 @@ class Training:
     def updating(self) -> Iterator[None]:
         """While inside, an optimizer makes its step."""
         started = time.perf_counter()
-        yield
+        try:
+            yield
+        finally:
+            self.watch.stop()
         engine, automatic = self._run.engine, self._run.module.automatic_optimization
         if engine is not None:
             engine.note_optimizer(self._gradients_ready if automatic else started)
@@ -283,15 +299,19 @@ class Training:
             return
         started = time.perf_counter()
         parameters = [p for p in parameters_of(optimizer) if p.grad is not None]
+        total = self.norm_of(parameters)
+        nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
+        self._run.recorder.paused("clip", started)
+        self._gradients_ready = time.perf_counter()
+
+    def norm_of(self, parameters: Iterable[Tensor]) -> Tensor:
+        """The 2-norm of gradients over all ranks; every rank calls it, with what it has."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         is_copy = self._run.engine is not None and self._run.engine.is_copy
         square = torch.zeros((), dtype=torch.float64, device=self._run.root_device)
         if gradients and not is_copy:
             square += nn.utils.get_total_norm(gradients).double().square()
-        total = self._run.transport.sum_over_ranks(square).sqrt().to(torch.get_default_dtype())
-        nn.utils.clip_grads_with_norm_(parameters, clip_val, total)
-        self._run.recorder.paused("clip", started)
-        self._gradients_ready = time.perf_counter()
+        return self._run.transport.sum_over_ranks(square).sqrt().to(torch.get_default_dtype())
 
     def end(self) -> None:
         """The training is over: every rank holds the whole module again."""

@@ -1,0 +1,111 @@
+"""What is computed from the gradients of all parameters is that of all ranks, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.strategy.training.gradient_watch import GradientWatch
+from tests.integration.comparing import alone
+from tests.integration.jobs import run, run_job
+from tests.integration.test_pure_steps import TRAINING, Pair, batches
+from tests.integration.trainings import CLOSE, Epochs, Session, Trained, Training
+
+Gradients = list[Tensor]
+
+
+def gradients_of(module: nn.Module) -> Gradients:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+@contextmanager
+def watched() -> Iterator[nn.Module]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    module(torch.ones(2, 3)).sum().backward()
+    watch = GradientWatch(module.parameters())
+    watch.start()
+    try:
+        yield module
+    finally:
+        watch.stop()
+
+
+GLOBAL: dict[str, Callable[[nn.Module], Any]] = {
+    "clip": lambda m: nn.utils.clip_grad_norm_(m.parameters(), 1.0),
+    "Lightning's": lambda m: grad_norm(m, 2),
+    "sum": lambda m: sum(g.square().sum() for g in gradients_of(m)),
+    "numbers": lambda m: sum(g.norm().item() for g in gradients_of(m)),
+    "decisions": lambda m: [g for g in gradients_of(m) if torch.isfinite(g).all()],
+    "one vector": lambda m: torch.cat([g.flatten() for g in gradients_of(m)]).norm(),
+}
+
+
+@pytest.mark.parametrize("compute", GLOBAL.values(), ids=GLOBAL)
+def test_one_number_of_several_gradients(compute: Callable[[nn.Module], Any]) -> None:
+    with watched() as module, pytest.raises(ConfigurationError, match=r"at .*test_gradient_norms"):
+        compute(module)
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
+def test_what_stays_with_each_parameter(kind: str) -> None:
+    with watched() as module:
+        nn.utils.clip_grad_value_(module.parameters(), 0.5)
+        norms = {name: p.grad.norm() for name, p in module.named_parameters() if p.grad is not None}
+        for p, norm in zip(module.parameters(), norms.values(), strict=True):
+            assert p.grad is not None
+            p.grad.div_(1 + norm)
+        chosen = {} if kind == "loop" else {kind: True}
+        torch.optim.AdamW(module.parameters(), **chosen).step()
+        torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, foreach=kind != "loop").step()
+        assert next(iter(norms.values())).item() > 0
+    assert sum(float(norm) for norm in norms.values()) > 0  # nobody watches any more
+
+
+class ByGlobalNorm(Pair):
+    """Divides gradients by the norm of all of them."""
+
+    @override
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        ask = getattr(self.trainer.strategy, "grad_norm", None)
+        norm = nn.utils.get_total_norm(gradients_of(self)) if ask is None else ask()
+        self.log("norm", norm)
+        for gradient in gradients_of(self):
+            gradient.div_(norm + 1)
+
+
+class ByOwnNorm(Pair):
+    @override
+    def on_after_backward(self) -> None:
+        self.log("norm", nn.utils.get_total_norm(gradients_of(self)))
+
+
+def plain(module: Pair, batch: Any, _: int) -> Tensor:
+    return module.distance(batch["x"]) * 10
+
+
+def train(training: Training, kind: type[Pair]) -> Trained:
+    return Session(training, module=kind(plain)).fit(Epochs([batches()])).trained
+
+
+def test_the_norm_over_all_ranks(tmp_path: Path) -> None:
+    expected = run(train, alone(TRAINING), ByGlobalNorm, num_ranks=1, folder=tmp_path / "alone")[0]
+    for actual in run(train, TRAINING, ByGlobalNorm, num_ranks=2, folder=tmp_path / "together"):
+        assert actual.metrics["norm"] == pytest.approx(expected.metrics["norm"], rel=1e-9)
+        for name, value in actual.weights.items():
+            torch.testing.assert_close(value, expected.weights[name], **CLOSE)
+
+
+def test_the_norm_of_one_rank_is_refused(tmp_path: Path) -> None:
+    job = run_job(train, TRAINING, ByOwnNorm, num_ranks=2, folder=tmp_path)
+    assert all(rank.exit_code == 1 for rank in job.ranks), job.output
+    assert any("strategy.grad_norm()" in error for error in job.errors), job.errors
