@@ -23,7 +23,8 @@ Data that several actions of a rank read is sent once: the first saves it for th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 
 from lightning_tspipe.ir.action import Action, Op
 from lightning_tspipe.ir.pipeline import Coupling, NetworkLayout, Pipeline
@@ -38,11 +39,36 @@ class Dependency:
     (stage to stage), ``"output"`` (network output to the loss), ``"gradient"`` (backwards, from
     the loss too), ``"saved"`` (saved on its rank by a forward or the input half of a backward),
     ``"reduction"`` (weight gradients, among the ranks that share a stage).
+
+    Attributes:
+        place: Where the data lies in between, whatever the batch: with which action, and as what.
     """
 
     producer: Action
     consumer: Action
     payload: str
+    place: tuple[Action, str] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Computed once, since the executor looks up everything by places.
+        object.__setattr__(self, "place", self._place())
+
+    def _place(self) -> tuple[Action, str]:
+        if self.producer.op is Op.LOSS:
+            return batchless(self.consumer), OF_LOSS
+        # Of what the data rank gives, each reader gets something else.
+        is_input = self.payload == "input"
+        return batchless(self.consumer if is_input else self.producer), self.payload
+
+
+OF_LOSS = "gradient of the loss"
+
+
+@cache
+def batchless(action: Action) -> Action:
+    """The action without its batch offset, and the whole backward of a half."""
+    op = Op.BACKWARD if action.op is Op.INPUT_BACKWARD else action.op
+    return Action(op, action.stage, action.unit)
 
 
 def depends_on(

@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from lightning_tspipe.capture.replay import StepRunner
 from lightning_tspipe.capture.trace import Step
 from lightning_tspipe.errors import CaptureError, TransportError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.ir.dependencies import Dependency
+from lightning_tspipe.ir.dependencies import OF_LOSS, batchless
 from lightning_tspipe.ir.schedule import Message, Schedule
 from lightning_tspipe.runtime.faults.failures import waiting
 from lightning_tspipe.runtime.recording import Recorder
@@ -107,7 +106,8 @@ class Executor(ABC):
             self.take(step, action)
             started = time.perf_counter()
             if handler(step, action) is not False:
-                self.recorder.ran(step.index, action, started, *self.read(action))
+                if self.recorder.is_on:
+                    self.recorder.ran(step.index, action, started, *self.read(action))
                 self.send(step, action)
 
     def _data(self, step: Any, action: Action) -> bool:
@@ -174,11 +174,11 @@ class RankStages(Executor):
         elif need.payload == "input" and step.inputs:
             received = [self._chunk(step, action)]
         else:
-            received = self.buffers.pop(_key(batch, need))
+            received = self.buffers.pop((batch, *need.place))
         passed, outputs = self.of(action).forward(batch, action, units, tuple(received))
         for payload, made in (("activation", passed), ("output", outputs)):
             if made:
-                self.buffers[batch, _base(action), payload] = list(made)
+                self.buffers[batch, batchless(action), payload] = list(made)
 
     def _backward(self, step: StepContext, action: Action) -> None:
         stage, place = self.of(action), (step.index, action.unit or 0)
@@ -187,11 +187,11 @@ class RankStages(Executor):
             if need.payload == "gradient":
                 is_of_loss = need.producer.op is Op.LOSS
                 nothing = [] if is_of_loss else step.units[0].no_gradients(action)
-                gradients += self.buffers.pop(_key(step.index, need), nothing)
+                gradients += self.buffers.pop((step.index, *need.place), nothing)
         run = stage.backward if action.op is Op.BACKWARD else stage.input_backward
         passed_back = run(place, gradients)
         if passed_back and action.stage > 0:
-            self.buffers[step.index, _base(action), "gradient"] = passed_back
+            self.buffers[step.index, batchless(action), "gradient"] = passed_back
 
     def _weight_backward(self, step: StepContext, action: Action) -> None:
         self.of(action).weight_backward((step.index, action.unit or 0))
@@ -205,12 +205,12 @@ class RankStages(Executor):
             if specs:
                 receipt = self.transport.receive(specs, message.source, channel_of(message))
                 batch = step.index + message.consumer.batch
-                self._receipts[_key(batch, message)] = receipt, message
+                self._receipts[batch, *message.place] = receipt, message
 
     @override
     def take(self, step: StepContext, action: Action) -> None:
         for need in step.program.needs[action]:
-            key = _key(step.index + action.batch, need)
+            key = (step.index + action.batch, *need.place)
             if key in self._receipts:
                 self._receive(key)
 
@@ -230,7 +230,7 @@ class RankStages(Executor):
         if not messages:
             return
         started = time.perf_counter()
-        keys = [_key(step.index + action.batch, message) for message in messages]
+        keys = [(step.index + action.batch, *message.place) for message in messages]
         for message, key in zip(messages, keys, strict=True):
             specs = step.units[action.batch].payload(message)
             if specs:
@@ -290,25 +290,6 @@ class RankStages(Executor):
             stop = start + (specs[ref].shape[0] if specs[ref].shape else 0)
             outputs[list(specs).index(ref)] = whole if is_only else whole[start:stop]
             start = stop
-
-
-OF_LOSS = "gradient of the loss"
-
-
-def _key(batch: int, need: Dependency | Message) -> Key:
-    """Where the tensors lie that one action makes for another one."""
-    if need.producer.op is Op.LOSS:
-        return batch, _base(need.consumer), OF_LOSS
-    # Of what the data rank gives, each reader gets something else.
-    is_input = need.payload == "input"
-    return batch, _base(need.consumer if is_input else need.producer), need.payload
-
-
-@cache
-def _base(action: Action) -> Action:
-    """The action without its batch offset, and the whole backward of a half."""
-    op = Op.BACKWARD if action.op is Op.INPUT_BACKWARD else action.op
-    return Action(op, action.stage, action.unit)
 
 
 Value = tuple[int, ValueRef]
