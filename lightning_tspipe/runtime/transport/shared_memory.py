@@ -45,6 +45,8 @@ from lightning_tspipe.runtime.transport.base import Receipt, Specs, Transport, f
 from lightning_tspipe.runtime.transport.channels import Channel
 
 _SPIN_SECONDS = 3e-4
+_MOMENT = 2
+"""Milliseconds of a wait before a peer hears which buffers are free."""
 _SMALLEST = 1 << 12
 _EMPTY = -1
 """Stands for the buffer of a tensor without elements."""
@@ -89,6 +91,7 @@ class _Peer:
         self._num_arrived: Counter[int] = Counter()
         self._num_asked: Counter[int] = Counter()
         self.returned: deque[int] = deque()
+        self._lent: dict[int, weakref.ref[Any]] = {}
         self.num_consumed = self.num_told = 0
 
     def ask(self, channel: int) -> tuple[int, int]:
@@ -108,8 +111,8 @@ class _Peer:
         if place == _EMPTY:
             return spec.empty("cpu")
         memory = np.frombuffer(self.mapped[place], np.uint8, spec.num_bytes)
-        weakref.finalize(memory, self.returned.append, place).atexit = False
-        tensor = torch.from_numpy(memory).view(spec.dtype).view(spec.memory_shape)
+        self._lent[place] = weakref.ref(memory, lambda _: self.returned.append(place))
+        tensor = torch.frombuffer(memory, dtype=spec.dtype).view(spec.memory_shape)
         return spec.from_memory(tensor.clone() if len(self.mapped) > _MOST_LENT else tensor)
 
     def read(self) -> bool:
@@ -302,7 +305,10 @@ class SharedMemoryTransport(Transport):
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                socket.send_fds(peer.socket, [packet], files)
+                if files:
+                    socket.send_fds(peer.socket, [packet], files)
+                else:
+                    peer.socket.send(packet)
                 break
             except BlockingIOError:
                 self._make_room(target, deadline)
@@ -342,6 +348,10 @@ class SharedMemoryTransport(Transport):
         self._read_available()
         while not done() and time.perf_counter() < until:
             self._read_available()
+        if done():
+            return
+        # A word wakes the peer up, and what it says can wait for a moment.
+        self._read_available(milliseconds=_MOMENT)
         if done():
             return
         deadline = time.monotonic() + self._timeout
