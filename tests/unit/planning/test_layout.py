@@ -66,7 +66,9 @@ def test_prices_by_hand() -> None:
     assert costs.teacher[0].forward == 12.5
     assert costs.optimizer == (3.0, 3.0)
     assert costs.effects == (0.0, 3.0)
-    assert layout.busy == (3 + 4 * (12.5 + 24.5), 3 + 3 + 4 * (12.5 + 24.5) + 2 * 12.5)
+    # Rank 0 has the loss, which takes as long as ten actions that compute nothing.
+    assert costs.loss == 5.0
+    assert layout.busy == (3 + 5 + 4 * (12.5 + 24.5), 3 + 3 + 4 * (12.5 + 24.5) + 2 * 12.5)
     for other in (
         layout,
         replace(layout, split=frozenset({1})),
@@ -122,7 +124,7 @@ def test_devices_that_differ() -> None:
     assert (last.forward, last.backward) == (16 + 0.5, 32 + 0.5)
     assert [stage.forward for stage in layout.costs.teacher] == [8 + 0.5, 16 + 0.5]
     assert layout.costs.optimizer == (6.0, 1.5)
-    assert layout.busy == (2 * 6 + 4 * 16 + 3 * 0.5, 2 * 1.5 + 4 * 8 + 3 * 0.5)
+    assert layout.busy == (2 * 6 + 4 * 16 + 13 * 0.5, 2 * 1.5 + 4 * 8 + 3 * 0.5)
     assert workload.memory_limits == (9.0 * MB, 30.0 * MB)
     # Rank 0 would need 3 x 3 + 3 MB, and some for activations.
     assert layout.excess > 0
