@@ -137,7 +137,7 @@ class AtomChain:
         self.atoms = tuple(atoms)
         self.wanted = wanted
         self._compiler = compiler
-        self._steps: dict[tuple[int, int], list[tuple[Segment, list[OutputRef]]]] = {}
+        self._steps: dict[tuple[int, int], list[tuple[Segment, dict[int, OutputRef]]]] = {}
 
     def run(
         self, received: Tensors, start: int, stop: int
@@ -167,9 +167,8 @@ class AtomChain:
                 if self._compiler is not None:
                     function = self._compiler(function)
                 values, emitted = function(values)
-                tensors = (*emitted, *values) if segment.returns_value else emitted
-                pairs = zip(refs, tensors, strict=True)
-                found |= {r: t for r, t in pairs if self.wanted is None or r in self.wanted}
+                for place, ref in refs.items():
+                    found[ref] = (*emitted, *values)[place]
         for value in values:
             if not isinstance(value, Tensor):
                 raise PartitionError(
@@ -179,8 +178,8 @@ class AtomChain:
                 )
         return values, found
 
-    def _plan(self, start: int, stop: int) -> list[tuple[Segment, list[OutputRef]]]:
-        """The segments to run, each with the outputs that it emits."""
+    def _plan(self, start: int, stop: int) -> list[tuple[Segment, dict[int, OutputRef]]]:
+        """The segments to run, and which of the outputs that each emits are wanted."""
         steps: list[tuple[Segment, list[OutputRef]]] = []
         for index in range(start, stop):
             slot = 0
@@ -192,7 +191,11 @@ class AtomChain:
                     steps.append((replace(segment, start=before.start), old + refs))
                 else:
                     steps.append((segment, refs))
-        return steps
+        wanted = self.wanted
+        return [
+            (segment, {k: ref for k, ref in enumerate(refs) if wanted is None or ref in wanted})
+            for segment, refs in steps
+        ]
 
 
 def _is_next(before: Segment, segment: Segment) -> bool:

@@ -59,6 +59,10 @@ class DeferredStatistics:
         """Within: forwards in train mode leave the running statistics alone."""
         return self._routed({})
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to collect."""
+        return bool(self._layers)
+
     @contextmanager
     def _routed(self, observed: Observed) -> Iterator[None]:
         active = [layer for layer in self._layers if layer.is_tracking()]

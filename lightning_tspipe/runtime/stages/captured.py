@@ -126,6 +126,9 @@ class StepUnits:
         outputs: The values that a forward hands to the loss, in a fixed order, with their specs;
             a backward gets gradients of them.
         producers: The forwards that make one value of a call, micro-batch after micro-batch.
+        input_specs: What a forward gets; nothing if it reads what is known.
+        runs: Whether there is anything to do in an action: atoms to run, or something known to be
+            read.
         payload: Specs of the tensors of a message; none if there is nothing to send.
     """
 
@@ -148,6 +151,8 @@ class StepUnits:
         self.span = cache(self._span)
         self.outputs = cache(self._outputs)
         self.producers = cache(self._producers)
+        self.input_specs = cache(self._input_specs)
+        self.runs = cache(self._runs)
         self.payload = cache(self._payload)
 
     def _units_of(self, network: ChainNetwork, index: int, num_microbatches: int) -> Iterator[Unit]:
@@ -185,8 +190,7 @@ class StepUnits:
             return unit.end, unit.end  # before what is known
         return start, stop
 
-    def runs(self, action: Action) -> bool:
-        """Whether there is anything to do: atoms to run, or something known to be read."""
+    def _runs(self, action: Action) -> bool:
         if network_of(action.op) not in self.units:
             return True  # of heads, which are no chain of atoms
         return self.span(action)[0] < self.of(action).end or self.reads_known(action)
@@ -247,8 +251,7 @@ class StepUnits:
         passed = unit.shapes.boundaries[last] if last < unit.end else ()
         return [None for spec in passed if spec.requires_grad]
 
-    def input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
-        """What a forward gets; nothing if it reads what is known."""
+    def _input_specs(self, action: Action) -> tuple[TensorSpec, ...]:
         unit, (first, _) = self.of(action), self.span(action)
         if unit.shapes is None or first >= unit.end or self.reads_known(action):
             return ()

@@ -59,6 +59,9 @@ class Versions:
         return nullcontext()
 
 
+_CURRENT = Versions()
+
+
 @dataclass(eq=False)
 class Stage:
     """One stage of a network: runs its forwards and backwards, and keeps the graphs in between.
@@ -84,7 +87,7 @@ class Stage:
     statistics: DeferredStatistics
     runs: Mapping[RouteChain, Run] = field(default_factory=dict)
     saved: dict[Place, Saved] = field(default_factory=dict)
-    versions: Versions = field(default_factory=Versions)
+    versions: Versions = _CURRENT
     _left: dict[int, dict[int, int]] = field(default_factory=dict)
     """Of a batch, the calls in their order, and how many micro-batches are still to run."""
     _ahead: list[tuple[int, int, int]] = field(default_factory=list)
@@ -109,9 +112,10 @@ class Stage:
         """
         inputs, grad = self._detached(action, units, received), self._has_backward(action, units)
         # A student's forward that nobody trains reads what is there.
-        versions = self.versions if grad or self.op is Op.TEACHER else Versions()
-        reading = versions.forward(batch, action.batch)
-        with self._counting(batch, action, units), units.of(action).chain.context(), reading:
+        versions = self.versions if grad or self.op is Op.TEACHER else _CURRENT
+        counting = self._counting(batch, action, units) if self.statistics else nullcontext()
+        context = units.of(action).chain.context()
+        with counting, context, versions.forward(batch, action.batch):
             passed, outputs = self._run(batch, action, units, inputs)
         if grad:
             self._save(batch, action, inputs, passed + outputs)
