@@ -341,18 +341,7 @@ class SharedMemoryTransport(Transport):
 
     def _wait(self, source: int, done: Callable[[], bool], verb: str) -> None:
         """Read until ``done``."""
-        if done():
-            return
-        # For a short while: often less time than falling asleep and waking up takes.
-        until = time.perf_counter() + self._spin_seconds
-        self._read_available()
-        while not done() and time.perf_counter() < until:
-            self._read_available()
-        if done():
-            return
-        # A word wakes the peer up, and what it says can wait for a moment.
-        self._read_available(milliseconds=_MOMENT)
-        if done():
+        if done() or self._is_soon(done):
             return
         deadline = time.monotonic() + self._timeout
         for rank in self._peers:
@@ -364,6 +353,17 @@ class SharedMemoryTransport(Transport):
             if left <= 0:
                 raise failure(self.rank, verb, source, f"nothing within {self._timeout:.0f} s")
             self._read_available(milliseconds=1000 * left + 1)
+
+    def _is_soon(self, done: Callable[[], bool]) -> bool:
+        """Read for a short while; whether that was enough."""
+        # It takes often less time than falling asleep and waking up takes.
+        until = time.perf_counter() + self._spin_seconds
+        self._read_available()
+        while not done() and time.perf_counter() < until:
+            self._read_available()
+        if not done():  # asleep, but a word wakes the peer up, and what it says can wait
+            self._read_available(milliseconds=_MOMENT)
+        return done()
 
     def _read_available(self, milliseconds: float = 0) -> None:
         for file, _ in self._poll.poll(milliseconds):
