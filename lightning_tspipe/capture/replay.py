@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -479,29 +479,14 @@ class MetaWins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.is_on and (_has_meta(args) or _has_meta(kwargs.values())):
-            leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
             if func in MOVES:
                 return _moved(func, args, kwargs)
             target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False
             if target_is_meta or not writes_in_place(name_of(func)):
-                leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-                args, kwargs = pytree.tree_unflatten(leaves, structure)
+                args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _has_meta(values: Iterable[Any]) -> bool:
-    """Whether there is a meta tensor, at any depth."""
-    return any(
-        value.is_meta
-        if isinstance(value, Tensor)
-        else isinstance(value, (tuple, list, dict)) and _has_meta(_members(value))
-        for value in values
-    )
-
-
-def _members(container: tuple[Any, ...] | list[Any] | dict[Any, Any]) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
 
 
 def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -19,17 +19,10 @@ from lightning_tspipe.callbacks.blockwise import BlockwiseDistillation, Blockwis
 from lightning_tspipe.cli import modules, quantities
 from lightning_tspipe.cli.quantities import format_seconds
 from lightning_tspipe.errors import ConfigurationError, PartitionError
+from lightning_tspipe.planning import relay
 from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.mesh import plan_cluster
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.relay import (
-    MODES,
-    Mode,
-    RelayPlan,
-    RelayProfile,
-    plan_mode,
-    seconds_per_batch,
-)
 from lightning_tspipe.planning.step_profile import StepProfile, keep_or_recompute
 from lightning_tspipe.planning.table import aligned, megabytes
 from lightning_tspipe.runtime.execution.engine import Rank
@@ -313,7 +306,7 @@ def _outcome(name: str, profile: StepProfile, cluster: Cluster, options: Options
         return str(error)
 
 
-def _block_profile(options: Options) -> RelayProfile:
+def _block_profile(options: Options) -> relay.RelayProfile:
     """Measure each block of a module that relays them.
 
     Raises:
@@ -327,7 +320,7 @@ def _block_profile(options: Options) -> RelayProfile:
         )
     link = _link(options)
 
-    def measured(trainer: Trainer, batch: Tensor) -> RelayProfile:
+    def measured(trainer: Trainer, batch: Tensor) -> relay.RelayProfile:
         device = module.block_input(batch).device
         context = trainer.strategy.precision_plugin.forward_context
         here = Rank(module, NETWORKS, Alone(), device, context=context)
@@ -340,7 +333,7 @@ def _block_profile(options: Options) -> RelayProfile:
     return modules.after_one_step(module, data, measured, accelerator=options.accelerator)
 
 
-def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> str:
+def explained(profile: relay.RelayProfile, num_devices: int, memory: int | None) -> str:
     """Compare all modes, and describe the distribution of the best mode that relays.
 
     Raises:
@@ -348,16 +341,16 @@ def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> st
     """
     rows = [("", "mode", "step", "samples/s", "devices of each stage")]
     plans, failures = {}, {}
-    for mode in MODES:
+    for mode in relay.MODES:
         try:
-            plans[mode] = plan_mode(mode, profile, num_devices, memory)
+            plans[mode] = relay.plan_mode(mode, profile, num_devices, memory)
         except PartitionError as error:
             failures[mode] = str(error)
-    relayed: list[Mode] = [mode for mode in plans if mode in {"dpu", "ahd", "ir"}]
+    relayed: list[relay.Mode] = [mode for mode in plans if mode in {"dpu", "ahd", "ir"}]
     if not relayed:
         raise PartitionError("; ".join(dict.fromkeys(failures.values())))
-    seconds = {mode: seconds_per_batch(mode, plan, profile) for mode, plan in plans.items()}
-    best: Mode = min((seconds[mode], mode) for mode in relayed)[1]
+    seconds = {mode: relay.seconds_per_batch(mode, plan, profile) for mode, plan in plans.items()}
+    best: relay.Mode = min((seconds[mode], mode) for mode in relayed)[1]
     for mode, plan in plans.items():
         each = " ".join(map(str, plan.widths))
         rate = profile.batch_size / seconds[mode]
@@ -374,7 +367,7 @@ def explained(profile: RelayProfile, num_devices: int, memory: int | None) -> st
     )
 
 
-def _reason(mode: Mode, plan: RelayPlan, profile: RelayProfile) -> str:
+def _reason(mode: relay.Mode, plan: relay.RelayPlan, profile: relay.RelayProfile) -> str:
     """The reason for the time of a step."""
     longest = max(range(plan.num_stages), key=lambda stage: plan.stage_seconds[stage])
     work = sum(block.seconds(profile.batch_size) + block.update for block in profile.blocks)

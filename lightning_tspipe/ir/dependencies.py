@@ -51,14 +51,12 @@ class Dependency:
 
     def __post_init__(self) -> None:
         # Computed once, since the executor looks up everything by places.
-        object.__setattr__(self, "place", self._place())
-
-    def _place(self) -> tuple[Action, str]:
-        if self.producer.op is Op.LOSS:
-            return batchless(self.consumer), OF_LOSS
-        # Of what the data rank gives, each reader gets something else.
-        is_input = self.payload == "input"
-        return batchless(self.consumer if is_input else self.producer), self.payload
+        is_of_loss = self.producer.op is Op.LOSS
+        # Of what the data rank and losses give, each reader gets something else.
+        by_reader = is_of_loss or self.payload == "input"
+        action = batchless(self.consumer if by_reader else self.producer)
+        place = action, OF_LOSS if is_of_loss else self.payload
+        object.__setattr__(self, "place", place)
 
 
 OF_LOSS = "gradient of the loss"

@@ -88,28 +88,21 @@ def attributes_replaced(replacements: Iterable[tuple[Any, str, Any]]) -> Iterato
     replacements = list(replacements)
     previous = [_own(owner, name) for owner, name, _ in replacements]
     for owner, name, value in replacements:
-        _set_own(owner, name, value)
+        setattr(owner, name, value)
     try:
         yield
     finally:
         for (owner, name, _), original in zip(replacements, previous, strict=True):
-            _set_own(owner, name, original)
+            if original is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 def _own(owner: Any, name: str) -> Any:
     """What an object has itself under a name; ``_MISSING`` where it has its class's."""
     # ``vars`` of a tensor don't show its gradient or its data.
     return getattr(owner, name) if isinstance(owner, Tensor) else vars(owner).get(name, _MISSING)
-
-
-def _set_own(owner: Any, name: str, value: Any) -> None:
-    """Put back what :func:`_own` gave, or something else in its place."""
-    if isinstance(owner, Tensor):
-        setattr(owner, name, value)
-    elif value is _MISSING:
-        del vars(owner)[name]
-    else:  # what modules do when an attribute is set takes longer than all else here
-        vars(owner)[name] = value
 
 
 def forwards_replaced(

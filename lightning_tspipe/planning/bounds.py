@@ -19,7 +19,7 @@ from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.schedules.gpipe import gpipe
 from lightning_tspipe.schedules.zero_bubble import split_backward
 from lightning_tspipe.simulation.cost import CostTable
-from lightning_tspipe.simulation.simulator import NUM_BUCKETS
+from lightning_tspipe.simulation.simulator import exposed_reduction
 
 
 def busy_seconds(
@@ -67,7 +67,7 @@ def cycle_seconds(
         own = num_units * (cost.forward + sum(backward))
         own = own + costs.optimizer[rank] + costs.effects[rank] + teacher[rank]
         if costs.reduction:
-            own += _exposed_reduction(costs.reduction[rank], backward[-1])
+            own += exposed_reduction(costs.reduction[rank], backward[-1])
         found.append(own + round_trip)
         round_trip += cost.forward + backward[0]
         source = ranks[stage - 1]
@@ -75,9 +75,3 @@ def cycle_seconds(
             latency, bandwidth = costs.link(source, rank)
             round_trip += 2 * (latency + costs.student[stage - 1].output_bytes / bandwidth)
     return tuple(reversed(found))
-
-
-def _exposed_reduction(reduction: float, backward: float) -> float:
-    """Seconds of the gradient reduction that the last backward cannot hide."""
-    bucket = 1 / NUM_BUCKETS
-    return max(bucket * reduction, reduction - (1 - bucket) * backward)

@@ -17,16 +17,10 @@ from typing import NamedTuple
 
 from lightning_tspipe.ir.pipeline import Pipeline
 from lightning_tspipe.ir.schedule import Schedule
+from lightning_tspipe.planning import search
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.partition import too_few_atoms
 from lightning_tspipe.planning.plan import Plan
-from lightning_tspipe.planning.search import (
-    MAX_STARTS,
-    CutSpace,
-    does_not_fit,
-    folded_cuts,
-    neighbours,
-)
 from lightning_tspipe.planning.workload import Workload
 from lightning_tspipe.schedules.registry import ASYNCHRONOUS, steady_step
 from lightning_tspipe.schedules.synthesis import estimate_step_time
@@ -182,12 +176,12 @@ class _Planner:
                     found.append(_Scored(seconds, layout))
         return self._distinct(sorted(found, key=_seconds))
 
-    def _starts(self) -> list[tuple[CutSpace, list[Layout]]]:
+    def _starts(self) -> list[tuple[search.CutSpace, list[Layout]]]:
         """The layouts of each space that fit, best bound first; spaces without one are left out."""
         spaces = self._spaces()
         # Sequentially one rank works at a time, so cuts differ in memory only.
-        most = 1 if self._workload.schedule == "sequential" else MAX_STARTS // self._share
-        starts: list[tuple[CutSpace, list[Layout]]] = []
+        most = 1 if self._workload.schedule == "sequential" else search.MAX_STARTS // self._share
+        starts: list[tuple[search.CutSpace, list[Layout]]] = []
         hints: dict[int, list[Layout]] = {}
         for space in spaces:
             layouts = space.starts(hints.get(space.num_stages, ()))
@@ -195,7 +189,7 @@ class _Planner:
             if layouts:
                 starts.append((space, layouts[:most]))
         if not starts:
-            raise does_not_fit(spaces[0].closest())
+            raise search.does_not_fit(spaces[0].closest())
         return starts
 
     def _distinct(self, found: Sequence[_Scored]) -> list[_Scored]:
@@ -219,7 +213,7 @@ class _Planner:
     def _effort(self, layout: Layout) -> int:
         return 1 + _CAREFUL_ACTIONS // self._evaluator.num_actions(layout)
 
-    def _spaces(self) -> list[CutSpace]:
+    def _spaces(self) -> list[search.CutSpace]:
         workload = self._workload
         counts, fixed = workload.microbatch_counts(), workload.given_cuts()
         starts: list[tuple[int, tuple[int, ...] | None]]
@@ -230,10 +224,12 @@ class _Planner:
             if workload.num_pieces < wanted:
                 raise too_few_atoms(workload.num_pieces, wanted)
             starts = [(number, None) for number in self._stage_counts(counts[0])]
-            folded = folded_cuts(workload, counts[0], _MAX_FOLDED // self._share)
+            folded = search.folded_cuts(workload, counts[0], _MAX_FOLDED // self._share)
             starts += [(len(cuts) - 1, cuts) for cuts in folded]
         return [
-            CutSpace(workload, number, count, start) for number, start in starts for count in counts
+            search.CutSpace(workload, number, count, start)
+            for number, start in starts
+            for count in counts
         ]
 
     def _stage_counts(self, num_microbatches: int) -> list[int]:
@@ -244,7 +240,7 @@ class _Planner:
             return [workload.num_stages]
         if num_pieces < num_ranks:
             return [num_pieces]
-        space = CutSpace(workload, num_ranks, num_microbatches)
+        space = search.CutSpace(workload, num_ranks, num_microbatches)
         unfolded = num_ranks == 1 or workload.schedule == ASYNCHRONOUS
         if unfolded or replace(space, start=next(space.even())).starts():
             return [num_ranks]
@@ -268,7 +264,7 @@ class _Planner:
         """Move boundaries as long as a simulation is faster; promising moves first."""
         best = self._look_again(scored)
         left = num_simulations
-        moves = neighbours(best.layout)
+        moves = search.neighbours(best.layout)
         while moves and left > 0:
             layout = moves.pop(0)
             # What cannot win needs no simulation.
@@ -278,7 +274,7 @@ class _Planner:
             seconds = self._evaluator.estimate(layout, effort)
             if seconds < best.seconds:
                 best = best._replace(seconds=seconds, layout=layout)
-                moves = neighbours(best.layout)
+                moves = search.neighbours(best.layout)
         return best
 
 

@@ -259,7 +259,7 @@ class Walk:
             times[arrival] = sent + prices.latencies[message]
             heapq.heappush(self._events, (times[arrival], target))
         if self._reduction and graph.actions[slot].op in _GRADIENTS:
-            self._reduced[rank] = _reduced_at(start, end, self._reduction[rank])
+            self._reduced[rank] = end + exposed_reduction(self._reduction[rank], end - start)
             heapq.heappush(self._events, (self._reduced[rank], rank))
         order = self.orders[step][rank]
         order.append(slot)
@@ -282,12 +282,12 @@ class Walk:
         return f"rank {rank} at {action} (step {step}) waits for {what}"
 
 
-def _reduced_at(start: float, end: float, seconds: float) -> float:
-    """Time when the gradients are reduced over the replicas, given a rank's last backward.
+def exposed_reduction(reduction: float, backward: float) -> float:
+    """Seconds of summing gradients over the replicas that a rank's last backward cannot hide.
 
     Gradients are sent in buckets during the backward, as in DistributedDataParallel (Li et al.,
     VLDB 2020, section 3.2): the last bucket leaves at the end, unless the link has been busy since
     the first one. Actions after the last backward, the teacher's forwards, hide the rest.
     """
     bucket = 1 / NUM_BUCKETS
-    return max(end + bucket * seconds, start + bucket * (end - start) + seconds)
+    return max(bucket * reduction, reduction - (1 - bucket) * backward)

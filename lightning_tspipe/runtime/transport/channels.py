@@ -148,9 +148,4 @@ def connected(edges: Collection[Edge], before: Iterable[Edge] = ()) -> set[Edge]
 def channel_of(message: Message) -> Channel:
     """The channel on which a message of a program travels."""
     *_, payload, is_teacher = message.channel
-    return _channel_of(payload, is_teacher)
-
-
-@cache
-def _channel_of(payload: str, is_teacher: bool) -> Channel:
     return Channel[f"{'TEACHER' if is_teacher else 'STUDENT'}_{payload.upper()}"]

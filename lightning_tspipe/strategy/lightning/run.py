@@ -22,14 +22,8 @@ from lightning_tspipe.runtime.faults.rendezvous import Job, current_job, meet
 from lightning_tspipe.runtime.faults.stopping import Stop
 from lightning_tspipe.runtime.recording import Recorder
 from lightning_tspipe.runtime.stages.heads import FeatureCache
+from lightning_tspipe.runtime.transport import replicas
 from lightning_tspipe.runtime.transport.base import Alone, Transport
-from lightning_tspipe.runtime.transport.replicas import (
-    Replicas,
-    default_group,
-    gather_among,
-    make_groups,
-    reduce_among,
-)
 from lightning_tspipe.runtime.transport.shared_memory import SharedMemoryTransport
 from lightning_tspipe.runtime.transport.wired import GlooTransport, NcclWire, OrderedTransport
 from lightning_tspipe.strategy.lightning.launching import WORKER_LAUNCHERS, script_launcher
@@ -109,7 +103,7 @@ class Run(LightningStrategy):
         self.num_stages = num_stages
         self.timeout = timeout
         self.num_nodes = 1
-        self.replicas = Replicas()
+        self.replicas = replicas.Replicas()
         self.transport: Transport = Alone()
         self.has_met = False
         self.failures: Failures | None = None
@@ -354,14 +348,14 @@ class Run(LightningStrategy):
     def _connect(self) -> None:
         """Make the groups, and the transport within this rank's pipeline."""
         has_nccl = self._ordered_backend == "nccl"
-        pipeline, peers = make_groups(
+        pipeline, peers = replicas.make_groups(
             self.num_ranks, self.num_replicas, "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
             self.timeout, self.root_device,
         )  # fmt: skip
-        self.replicas = Replicas(self.replica, self.num_replicas, peers)
+        self.replicas = replicas.Replicas(self.replica, self.num_replicas, peers)
         self._own_groups = (pipeline, peers)
         # Inside, ranks are places in this pipeline.
-        with default_group(pipeline):
+        with replicas.default_group(pipeline):
             transport = self._make_transport()
         self.transport = transport
         if self.num_ranks > 1:
@@ -453,13 +447,13 @@ class Run(LightningStrategy):
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         if self.num_replicas == 1 or not isinstance(tensor, Tensor):
             return tensor
-        return reduce_among(tensor, self._among(group), reduce_op)
+        return replicas.reduce_among(tensor, self._among(group), reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.num_replicas == 1:
             return tensor
-        return gather_among(tensor, self._among(group), with_gradients=sync_grads)
+        return replicas.gather_among(tensor, self._among(group), with_gradients=sync_grads)
 
     def _among(self, group: Any) -> Any:
         """The group of a collective: Lightning names the world where the user names none."""
