@@ -149,7 +149,7 @@ class Layout:
         return CostTable(
             student=tuple(student),
             teacher=tuple(teacher),
-            loss=self._loss_seconds,
+            loss=_LOSS_ACTIONS * workload.action_overhead,
             optimizer=self._update_seconds(gradients),
             effects=self._update_seconds(followed),
             latency=ranks.link.latency,
@@ -195,10 +195,6 @@ class Layout:
                 result_bytes=0 if is_prefix else round(results * samples),
             )
 
-    @property
-    def _loss_seconds(self) -> float:
-        return _LOSS_ACTIONS * self.workload.action_overhead
-
     def _update_seconds(self, num_bytes: Sequence[float]) -> tuple[float, ...]:
         """Seconds of each rank to update so many bytes."""
         rate, speeds = self.workload.update_seconds_per_byte, self.workload.ranks.speeds
@@ -224,7 +220,7 @@ class Layout:
         seconds = list(self._update_seconds(gradients))
         if workload.paired:
             seconds = list(map(add, seconds, self._update_seconds(self._teacher_bytes)))
-        seconds[LOSS_RANK] += self._loss_seconds
+        seconds[LOSS_RANK] += _LOSS_ACTIONS * overhead
         for times, (start, stop, rank), kinds in work:
             each = sum(units[kind][stop] - units[kind][start] for kind in kinds) / speeds[rank]
             seconds[rank] += times * (each + len(kinds) * overhead)

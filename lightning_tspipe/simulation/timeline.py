@@ -213,10 +213,9 @@ class Timeline(Saved):
 
     @cached_property
     def _by_rank(self) -> dict[int, tuple[Span, ...]]:
-        grouped: dict[int, list[Span]] = {}
-        for span in sorted(self.spans, key=lambda span: span.start):
-            grouped.setdefault(span.rank, []).append(span)
-        return {rank: tuple(spans) for rank, spans in grouped.items()}
+        spans = sorted(self.spans, key=lambda span: span.start)
+        ranks = {span.rank for span in spans}
+        return {rank: tuple(span for span in spans if span.rank == rank) for rank in ranks}
 
     def _step_end(self, rank: int, step: int) -> float:
         ends = (span.end for span in self.of_rank(rank) if span.step <= step)

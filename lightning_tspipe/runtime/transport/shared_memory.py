@@ -305,10 +305,7 @@ class SharedMemoryTransport(Transport):
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                if files:
-                    socket.send_fds(peer.socket, [packet], files)
-                else:
-                    peer.socket.send(packet)
+                socket.send_fds(peer.socket, [packet], files)
                 break
             except BlockingIOError:
                 self._make_room(target, deadline)

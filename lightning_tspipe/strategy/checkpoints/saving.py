@@ -238,14 +238,14 @@ class CheckpointWriter:
         """Wait for what is being written.
 
         Args:
-            waits: Whether for shards too; not if other ranks may be gone.
+            waits: Whether for other ranks' shards too; not if they may be gone.
 
         Raises:
             Exception: One was not written, and no rank has ended yet; later it is too late to say.
         """
         writer, self._writer = self._writer, None
-        if writer is not None and waits:
-            writer.wait()
+        if writer is not None:
+            (writer.wait if waits else writer.abandon)()
         try:
             self._run.checkpoint_io.teardown()
         except Exception as error:

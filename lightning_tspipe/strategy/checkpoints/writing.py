@@ -31,6 +31,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from lightning_tspipe.errors import TransportError
 from lightning_tspipe.strategy.checkpoints import files, folders
 
+_SECONDS_TO_COMPLETE = 5.0
+
 
 class ShardWriter:
     """Writes checkpoints in shards, one after another; every rank of the job has one.
@@ -49,6 +51,8 @@ class ShardWriter:
         self._is_first = self._place == 0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._part: Path | None = None
+        """On rank 0: where the last checkpoint was begun, until it takes its place."""
 
     def write(self, states: dict[str, Any], rest: Any, path: Path, *, waits: bool) -> None:
         """Write a folder, and put it in its place when it is complete.
@@ -106,6 +110,16 @@ class ShardWriter:
         if error is not None:
             raise error
 
+    def abandon(self) -> None:
+        """This rank fails: complete what all have written, and leave nothing half done.
+
+        It isn't waited for long, because ranks that are gone never say that they have.
+        """
+        if self._thread is not None:
+            self._thread.join(_SECONDS_TO_COMPLETE)
+            if self._part is not None and self._thread.is_alive():
+                shutil.rmtree(self._part, ignore_errors=True)
+
     def _begin(self, states: dict[str, Any], rest: Any, path: Path) -> Callable[[], None]:
         """Agree on who writes what.
 
@@ -116,6 +130,7 @@ class ShardWriter:
         if self._is_first:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
+            self._part = part
         planner, writer = DefaultSavePlanner(), FileSystemWriter(part)
         planner.set_up_planner(states, writer.storage_meta(), self._is_first)
         writer.set_up_storage_writer(self._is_first)
