@@ -21,6 +21,7 @@ from typing_extensions import override
 from lightning_tspipe.capture.location import current_line
 from lightning_tspipe.capture.plan import NetworkName
 from lightning_tspipe.errors import CaptureError
+from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
 from lightning_tspipe.networks.recording import Operations
 
@@ -175,18 +176,8 @@ class _StepOperations(Operations):
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_dynamic = torch.Tag.dynamic_output_shape in func.tags
-        self.num_by_values += is_dynamic and not _runs_on_shapes(func, args, kwargs or {})
+        self.num_by_values += is_dynamic and swap.needs_values(func, args, kwargs or {})
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _runs_on_shapes(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether meta tensors will do; a selection by a mask needs values to know its shape."""
-    try:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True
 
 
 class ProvenanceMode(TorchFunctionMode):

@@ -198,7 +198,7 @@ def _train(
     seed_everything(0, verbose=False)
     trainer = Trainer(
         accelerator="cpu",
-        max_steps=len(batches),
+        max_epochs=1,  # which schedules of users divide by
         callbacks=[*callbacks, record],
         **QUIET,
         **arguments,

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.modules import attributes_kept
 
@@ -60,6 +61,16 @@ class TensorSwap:
 def meta_like(tensor: Tensor) -> Tensor:
     """A tensor of the same shape without memory."""
     return torch.empty_like(tensor, device="meta", requires_grad=False)
+
+
+def needs_values(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether an operation looks at numbers, as a selection by a mask: shapes won't do for it."""
+    try:
+        args, kwargs = pytree.tree_map_only(Tensor, meta_like, (args, kwargs))
+        func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return True
+    return False
 
 
 _BLOCK = 65_536

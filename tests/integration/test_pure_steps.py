@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_tspipe.capture.held import Generators
 from tests.integration.comparing import alone
@@ -225,13 +226,55 @@ class AveragesEarly(Pair):
             old.lerp_(new, 0.1)
 
 
+class AveragesAsTorchDoes(Pair):
+    """Its teacher has a counter that no layer reads, and each rank needs."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        average = AveragedModel(self.student, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.teacher: Any = average.requires_grad_(requires_grad=False)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.teacher.update_parameters(self.student)
+
+
+class Repeats(nn.Module):
+    """Gives each sample several times, of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, None] * torch.arange(1, self.count + 1)[:, None]
+
+
+class Means(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+class RepeatsMore(Pair):
+    """Its stages send each other larger tensors from the third batch on."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.student = nn.Sequential(Repeats(), *self.student, Means())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.student[0].count = 1 + (batch_idx >= 2)
+
+
 def plain(module: Pair, batch: Any, _: int) -> Tensor:
     return module.distance(batch["x"]) + mse_loss(module.student(batch["x"]), batch["y"])
 
 
-@pytest.mark.parametrize("kind", [FreesLayers, ValidatesByItself, AveragesEarly])
+AVERAGING = (AveragesEarly, AveragesAsTorchDoes)
+
+
+@pytest.mark.parametrize("kind", [FreesLayers, ValidatesByItself, RepeatsMore, *AVERAGING])
 def test_hooks_that_are_right(kind: type[Pair], tmp_path: Path) -> None:
-    single = replace(alone(TRAINING), callbacks=delayed if kind is AveragesEarly else list)
+    single = replace(alone(TRAINING), callbacks=delayed if kind in AVERAGING else list)
     expected = run(train, single, plain, kind, num_ranks=1, folder=tmp_path / "alone")[0]
     actual = run(train, TRAINING, plain, kind, num_ranks=2, folder=tmp_path / "together")[0]
     torch.testing.assert_close(actual.losses, expected.losses, **CLOSE)

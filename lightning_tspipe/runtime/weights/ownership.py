@@ -56,8 +56,8 @@ class Shards:
                         self._holders[each] = tuple(dict.fromkeys(holders))
                     self._stages[name] |= dict.fromkeys(atom.tensor_names, stage)
             for block in network.block_names:
-                state = module.get_submodule(block).state_dict(keep_vars=True)
-                self._inside[name] |= {f"{block}.{key}" for key in state}
+                inside = module.get_submodule(block).named_parameters(block, remove_duplicate=False)
+                self._inside[name] |= {path for path, _ in inside}
         self._holders |= {
             tensor: self._holders[original]
             for tensor, original in self._followed.items()
@@ -69,8 +69,11 @@ class Shards:
         # Whatever no stage reads (the rest of the module, unused parameters) is the loss rank's.
         return self._holders.get(name, (LOSS_RANK,))[0]
 
-    def is_pipelined(self, name: str) -> bool:
-        """Whether a parameter or buffer belongs to a pipelined network."""
+    def is_divided(self, name: str) -> bool:
+        """Whether only its holders have a parameter or buffer of a network.
+
+        A buffer that no atom reads, as an average's counter, changes in hooks, on every rank.
+        """
         return name in self._holders or any(name in inside for inside in self._inside.values())
 
     def names(self, rank: int) -> set[str]:
@@ -89,8 +92,8 @@ class Shards:
         return dict(found)
 
     def holds(self, name: str, rank: int) -> bool:
-        """Whether a rank holds a parameter or buffer; what is not pipelined, all of them do."""
-        return rank in self._holders.get(name, (LOSS_RANK,)) or not self.is_pipelined(name)
+        """Whether a rank holds a parameter or buffer; what is not divided, all of them do."""
+        return rank in self._holders.get(name, (LOSS_RANK,)) or not self.is_divided(name)
 
     def place(self, rank: int, device: torch.device) -> None:
         """Move this rank's own tensors to the device, and foreign ones to the meta device."""

@@ -7,7 +7,7 @@ a norm over all that are at hand would be another one on each rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_tspipe.capture.location import current_line, is_own
 from lightning_tspipe.errors import ConfigurationError
+from lightning_tspipe.networks import swap
 
 _TORCH = str(Path(torch.__file__).parent)
 _GRADIENT: Any = Tensor.grad
@@ -31,16 +32,6 @@ def _is_own() -> bool:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, __file__)):
         frame = frame.f_back
     return is_own(frame.f_code.co_filename)
-
-
-def _needs_values(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:
-    """Whether an operation looks at numbers: then it can't be done on a meta tensor."""
-    try:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach().to("meta"), (args, kwargs))
-        func(*args, **kwargs)
-    except (NotImplementedError, RuntimeError, TypeError):
-        return True
-    return False
 
 
 class GradientWatch(TorchFunctionMode):
@@ -103,7 +94,7 @@ class GradientWatch(TorchFunctionMode):
             others = self._of([v for v in given if not isinstance(v, (list, tuple))])
             for place, tensor in enumerate(made):
                 self._note(tensor, self._of([each[place] for each in lists]) | others)
-        elif sources - self._read and _needs_values(func, args, kwargs):
+        elif sources - self._read and swap.needs_values(func, args, kwargs):
             self._read |= sources
             self._refuse_several(self._read)
 

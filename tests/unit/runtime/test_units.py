@@ -43,6 +43,35 @@ class Sums(nn.Module):
         return x.sum(0)
 
 
+class Halving(nn.Module):
+    """Leaves out every other row of a sample, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.halves = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, ::2] if self.halves else x
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+def test_shapes_are_those_of_the_network_as_it_is_now() -> None:
+    module = nn.Module()
+    module.body = body = Halving()
+    tracer = Tracer(module, Networks(("body",)), CPU)
+    plan = tracer.trace(lambda x: body(x).sum(), torch.randn(2, 6, 3), seed=0)
+    (chain,) = networks_of(module, plan, CPU)["student"].routes
+    spec = TensorSpec((2, 6, 3), torch.float32)
+    for halves, rows in ((False, 6), (True, 3), (False, 6)):
+        body.halves = halves
+        _, (passed,), _ = chain.shapes(spec, grad=True).boundaries
+        assert passed.shape == (2, rows, 4)
+    body.first.requires_grad_(requires_grad=False)
+    _, (passed,), _ = chain.shapes(spec, grad=True).boundaries
+    assert not passed.requires_grad
+
+
 def make_units(
     size: int, num_microbatches: int, module: Tapped | None = None
 ) -> tuple[StepUnits, ChainNetwork]:
