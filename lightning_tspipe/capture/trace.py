@@ -108,7 +108,8 @@ class Tracer:
         Raises:
             CaptureError: The step can't be captured; says where and what to do.
         """
-        return self._record.plan(*self.run(step, batch, seed))
+        found = self.run(step, batch, seed)
+        return self._record.plan(*found)
 
     def run(
         self, step: Step, batch: Any, seed: int

@@ -259,10 +259,11 @@ class RepeatsMore(Pair):
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
-        self.student = nn.Sequential(Repeats(), *self.student, Means())
+        self.repeats = Repeats()
+        self.student = nn.Sequential(self.repeats, *self.student, Means())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.student[0].count = 1 + (batch_idx >= 2)
+        self.repeats.count = 1 + (batch_idx >= 2)
 
 
 def plain(module: Pair, batch: Any, _: int) -> Tensor:

@@ -61,7 +61,7 @@ def test_each_rank_keeps_its_stage_and_the_skeleton_of_the_rest() -> None:
         module, shards = make(rank)
         for name, tensor in module.state_dict(keep_vars=True).items():
             pipelined = name.startswith("student.")
-            assert shards.is_pipelined(name) == pipelined
+            assert shards.is_divided(name) == pipelined
             here = not pipelined or name.rpartition(".")[0] in own
             assert tensor.is_meta != here, (rank, name)
             assert tensor.shape == whole.state_dict()[name].shape
