@@ -214,7 +214,7 @@ CASES: dict[str, tuple[Training, str, str]] = {
     ),
     "student not found": (
         replace(BYOL, strategy="tspipe", change=no_student),
-        "ConfigurationError", "none was found that its step calls with a batch. Name the trained sub",
+        "ConfigurationError", "none was found that its step calls with a batch. Name the trained",
     ),
     "declared student not found": (
         replace(BYOL, options={"student": ["studemt"]}),
