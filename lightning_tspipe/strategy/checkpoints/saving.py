@@ -244,8 +244,10 @@ class CheckpointWriter:
             Exception: One was not written, and no rank has ended yet; later it is too late to say.
         """
         writer, self._writer = self._writer, None
-        if writer is not None:
-            (writer.wait if waits else writer.abandon)()
+        if writer is not None and waits:
+            writer.wait()
+        elif writer is not None:
+            writer.abandon()
         try:
             self._run.checkpoint_io.teardown()
         except Exception as error:
