@@ -432,6 +432,8 @@ class Failures:
     def _lead(self, exception: BaseException) -> None:
         """A failure for a reason of its own: the cause, unless another rank has failed before."""
         what = f"{self.job.this} raised {type(exception).__name__} in {HERE.text}"
+        if str(exception):
+            what += f": {first_line(exception).removesuffix('.')}"
         if self._claim(what, self.job.rank):
             if isinstance(exception, SystemExit | KeyboardInterrupt):
                 say(_told(what))  # the interpreter says nothing of those

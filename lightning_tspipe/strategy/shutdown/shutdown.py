@@ -66,7 +66,7 @@ class Shutdown:
         before = self._run.stop
         self._renew_stop()
         if before.was_asked:
-            self._run.stop.ask(END)
+            self._run.stop.ask(END, before.asked_rank(END))
 
     def _renew_stop(self) -> None:
         """Begin with nothing asked for, and with the same number on all ranks."""
@@ -177,18 +177,22 @@ class Shutdown:
             if self._hears_no_more:
                 # Whatever was to be saved is, and nobody would ever look at a note.
                 end_by(signum)
-            self._run.stop.ask(END)
+            self._ask(END)
 
         # Lightning takes them as handlers when the loops begin.
         connector._sigterm_notifier_fn = on_sigterm  # noqa: SLF001
-        connector._slurm_sigusr_handler_fn = lambda *_: self._run.stop.ask(REQUEUE)  # noqa: SLF001
+        connector._slurm_sigusr_handler_fn = lambda *_: self._ask(REQUEUE)  # noqa: SLF001
+
+    def _ask(self, word: str) -> None:
+        self._run.stop.ask(word, str(self._run.global_rank))
 
     def _on_agreed(self, word: str) -> None:
         if word == REQUEUE:
             self._requeues = True
             return
         if self._run.is_global_zero:
-            log.warning("SIGTERM: all ranks stop after this batch")
+            rank = self._run.stop.asked_rank(END)
+            log.warning("SIGTERM to rank %s: all ranks stop after this batch", rank)
         self._run.trainer._signal_connector.received_sigterm = True  # noqa: SLF001
 
     def end_if_asked(self) -> None:

@@ -76,7 +76,7 @@ def test_the_first_is_the_cause(
     text = said(mistake, capsys)
     assert "ValueError: a mistake" in text  # where a traceback would be
     assert f"The job ends, because rank 0 (pid {os.getpid()} on " in text
-    assert "raised ValueError in training step 7" in text
+    assert "raised ValueError in training step 7: a mistake" in text
     second.settle(another)
     text = said(another, capsys)
     assert text.startswith("rank 2 stops too: KeyError: 'another' (the cause: rank 0 (pid ")
