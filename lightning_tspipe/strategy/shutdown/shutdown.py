@@ -197,10 +197,13 @@ class Shutdown:
 
     def end_if_asked(self) -> None:
         """After the last batch of a run no header tells of a signal; every rank calls it."""
-        self._hears_no_more = True
-        if self._run.reduce_boolean_decision(self._run.stop.was_asked, all=False):
-            self._run.stop.hear(END)
+        stop = self._run.stop
+        if self._run.reduce_boolean_decision(stop.was_asked, all=False):
+            stop.hear(END)
         self._evaluator.end_if_agreed()
+        self._hears_no_more = True
+        if stop.was_asked:  # after all have said that nobody was
+            end_by(signal.SIGTERM)
 
     def _requeue_if_due(self, trainer: Any) -> None:
         """Save and requeue, as Lightning does it in the signal handler of each rank on its own."""
