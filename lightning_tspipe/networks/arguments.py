@@ -56,13 +56,13 @@ class Arguments:
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         """The arguments of a call."""
         leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        return cls(
-            structure,
-            tuple(
+        # Whatever watches the step would see each shape that is read.
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no public way
+            kinds = [
                 TensorKind(leaf.dtype, tuple(leaf.shape[1:])) if isinstance(leaf, Tensor) else leaf
                 for leaf in leaves
-            ),
-        )
+            ]
+        return cls(structure, tuple(kinds))
 
     @property
     def tensors(self) -> tuple[TensorKind, ...]:
