@@ -153,7 +153,7 @@ def _save(figure: Figure, path: Path) -> None:
 
     suffix = path.suffix.removeprefix(".").lower()
     if suffix not in figure.canvas.get_supported_filetypes():
-        raise ConfigurationError(f"{path}: no format to draw in; write .png, .svg or .pdf")
+        raise ConfigurationError(f"{path}: unknown image format; write .png, .svg or .pdf")
     # In SVG text stays text, which is smaller and can be searched. One font, since every text
     # repeats the list; SVG viewers replace missing fonts.
     settings: Any = {

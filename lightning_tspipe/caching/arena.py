@@ -195,8 +195,8 @@ def _check_budget(size: int, free: int, where: str) -> None:
 
 def _unusable(folder: Folder, error: OSError) -> ConfigurationError:
     return ConfigurationError(
-        f"no cache of activations in {os.fspath(folder or gettempdir())!r}: {error.strerror}. Give "
-        "a folder that exists and is writable"
+        f"can't make an activation cache in {os.fspath(folder or gettempdir())!r}: "
+        f"{error.strerror}. Give a folder that exists and is writable"
     )
 
 

@@ -92,7 +92,7 @@ def layout_of(value: Any, num_samples: int, dtype: torch.dtype | None) -> Layout
         if value.dim() == 0 or len(value) != num_samples:
             raise ConfigurationError(
                 f"frozen layers returned a tensor of shape {list(value.shape)} for {num_samples} "
-                "samples: the first dimension of what is cached must be the batch dimension"
+                "samples: the first dimension of a cached tensor must be the batch dimension"
             )
         kept = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return Leaf(tuple(value.shape[1:]), value.dtype, kept)
@@ -185,9 +185,9 @@ def check_loaded(inputs: Any) -> None:
     """
     if not all(map(is_loaded, tensors_in(inputs))):
         raise ConfigurationError(
-            "the inputs of a sample were not loaded, since its activations are cached, but now "
-            "they are needed. In WithIds(inputs=...) name only inputs that nothing but the frozen "
-            "layers reads"
+            "a sample's inputs were not loaded, because its activations are cached, but the step "
+            "needs them. In WithIds(inputs=...) name only inputs that are read by the frozen "
+            "layers alone"
         )
 
 

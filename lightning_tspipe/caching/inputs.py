@@ -25,7 +25,7 @@ ID = "id"
 _HOW = (
     ": random augmentation. Its activations can't be cached. Train with fixed inputs (resize and "
     "centre crop), with a few fixed views of each sample (WithIds(dataset, views=4)), augment "
-    "behind the frozen layers, or train without the cache (cache=None)"
+    "after the frozen layers, or train without the cache (cache=None)"
 )
 
 
@@ -60,8 +60,8 @@ class WithIds(Dataset[Any]):
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigurationError(
-                f"{type(dataset).__name__} only iterates over samples; activations are cached by "
-                "sample, which needs a dataset with __getitem__ and __len__"
+                f"{type(dataset).__name__} is an iterable-style dataset; activations are cached by "
+                "sample, which needs a map-style one, with __getitem__ and __len__"
             )
         if ids is not None:
             _check_unique(ids, len(dataset))
@@ -137,7 +137,7 @@ def _spec(sample: Any, path: Path) -> tuple[tuple[int, ...], torch.dtype]:
     tensor = part_of(parts, path)
     if not isinstance(tensor, Tensor):
         raise ConfigurationError(
-            f"WithIds(inputs={path!r}): a sample has no tensor there, but {tensor!r}"
+            f"WithIds(inputs={path!r}): expected a tensor there, but a sample has {tensor!r}"
         )
     return tuple(tensor.shape), tensor.dtype
 
@@ -201,7 +201,7 @@ def ids_of(batch: Any, where: Path | None = None) -> Any:
         return found
     raise ConfigurationError(
         f"the batch has no sample ids at {where!r}: train on WithIds(dataset), which puts them "
-        "behind the other parts of a sample, or say where they are"
+        "after the other parts of a sample, or say where they are (ids=)"
     )
 
 

@@ -153,8 +153,8 @@ class AutoCache(FitCache):
         pipelined = pipelined_of(trainer)
         if pipelined is not None and not (has_heads and self.network in {None, "teacher"}):
             raise ConfigurationError(
-                "AutoCache works on ordinary strategies, and under a pipeline on the trunk of "
-                "heads (StudentFanout). For other pipelines use FreezeAndRepack(cache=...)"
+                "AutoCache works with ordinary strategies, and in a pipeline only on the trunk of "
+                "a StudentFanout. For other pipelines use FreezeAndRepack(cache=...)"
             )
         if pipelined is not None and trainer.num_nodes > 1:
             raise ConfigurationError(

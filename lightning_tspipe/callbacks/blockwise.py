@@ -283,7 +283,7 @@ class BlockwiseRelay(Callback):
         if self.mode not in MODES:
             raise ConfigurationError(f"mode={self.mode!r}: choose one of {', '.join(MODES)}")
         if self.run_ahead < 0:
-            raise ConfigurationError(f"run_ahead={self.run_ahead!r}: a number of steps, at least 0")
+            raise ConfigurationError(f"run_ahead={self.run_ahead!r} must be at least 0 (steps)")
         if self.profile_steps < 1:
             raise ConfigurationError(f"profile_steps={self.profile_steps!r} must be at least 1")
         self.partition, self.widths = _by_hand(self.mode, self.partition, self.widths)
@@ -312,10 +312,10 @@ def _by_hand(
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     if partition is None:
         if widths is not None:
-            raise ConfigurationError("widths without partition: give the blocks of each stage too")
+            raise ConfigurationError("widths without partition: give both, or neither")
         return None, None
     if mode in {"dp", "ir"}:
-        raise ConfigurationError(f"mode={mode!r} shares all blocks: remove partition")
+        raise ConfigurationError(f"mode={mode!r} puts all blocks on all devices: remove partition")
     widths = [1] * len(partition) if widths is None else widths
     if len(widths) != len(partition) or min((*partition, *widths), default=0) < 1:
         raise ConfigurationError(
@@ -323,5 +323,5 @@ def _by_hand(
             "blocks and a number of devices, both at least 1"
         )
     if mode != "ahd" and max(widths) > 1:
-        raise ConfigurationError(f"mode={mode!r} shares no stages: use mode='ahd' with {widths=}")
+        raise ConfigurationError(f"mode={mode!r} has 1 device per stage: use mode='ahd', {widths=}")
     return tuple(partition), tuple(widths)

@@ -138,7 +138,7 @@ def as_names(names: Names) -> tuple[str, ...]:
     """
     result = (names,) if isinstance(names, str) else tuple(names)
     if not result or not all(result):
-        raise ConfigurationError(f"expected the dotted name of a submodule, or several: {names!r}")
+        raise ConfigurationError(f"expected one or more dotted names of submodules, not {names!r}")
     return result
 
 

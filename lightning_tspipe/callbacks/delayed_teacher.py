@@ -146,7 +146,7 @@ class _LateWeights:
 def _check_forward_only(tensor: Tensor) -> Tensor:
     if tensor.requires_grad:
         raise ConfigurationError(
-            "the teacher's forward is recorded for a backward, so its weights cannot be late; "
+            "autograd records the teacher's forward, so its weights cannot be one update late; "
             "set teacher.requires_grad_(False) and call it under torch.no_grad()"
         )
     return tensor
@@ -183,7 +183,7 @@ class DelayedTeacherUpdate(Restoring):
     def __post_init__(self) -> None:
         if self.delay not in {0, 1}:
             raise ConfigurationError(
-                f"delay={self.delay!r}: a teacher is 1 update late (the pipeline) or 0 (none)"
+                f"delay={self.delay!r} must be 1 (update, as in the pipeline) or 0 (no delay)"
             )
         if self.start_step < 0:
             raise ConfigurationError(f"start_step={self.start_step} is negative")
@@ -297,8 +297,8 @@ class WeightPrediction(Restoring):
         pipelined = common.pipelined_of(trainer)
         if pipelined is None or not pipelined.delay:
             raise ConfigurationError(
-                "WeightPrediction: no teacher is late here. It belongs to strategy='tspipe'; "
-                "remove it"
+                "WeightPrediction has nothing to predict: no teacher is late here. Use it with "
+                "strategy='tspipe', or remove it"
             )
         if trainer.accumulate_grad_batches != 1:
             raise ConfigurationError(

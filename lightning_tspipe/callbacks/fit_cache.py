@@ -192,8 +192,8 @@ class FitCache(Restoring):
             num_samples = len(dataset)
         except TypeError:
             raise ConfigurationError(
-                "activations are cached by sample: train with a DataLoader of WithIds(dataset), "
-                f"whose dataset has a length; {type(dataset).__name__} has none"
+                "activations are cached by sample: train with DataLoader(WithIds(dataset)) and a "
+                f"dataset that has a length; {type(dataset).__name__} has none"
             ) from None
         if self.ids is None and not isinstance(dataset, WithIds):
             raise ConfigurationError(
@@ -355,9 +355,9 @@ class FitCache(Restoring):
         for one, other in zip(tensors_in(kept), tensors_in(fresh), strict=True):
             if not _is_close(one, other, self.dtype):
                 raise ConfigurationError(
-                    f"the frozen layers of {self.name!r} get other inputs for the same sample "
-                    "than in the epoch before: random augmentation in training_step or in a hook, "
-                    "or ids that stand for other samples now. Augment behind the frozen layers, or "
+                    f"the frozen layers of {self.name!r} get different inputs for the same sample "
+                    "than in the previous epoch: random augmentation in training_step or a hook, "
+                    "or ids that now belong to other samples. Augment after the frozen layers, or "
                     "train without AutoCache (FreezeAndRepack(cache=None))"
                 )
 
@@ -376,7 +376,7 @@ class FitCache(Restoring):
         counts, cache.counts = cache.counts, Counts()
         if counts.refused and (pipelined is None or trainer.is_global_zero):
             log.warning(
-                "epoch %d: %d samples found no space in the cache and are computed in every epoch. "
+                "epoch %d: %d samples did not fit into the cache and are computed in every epoch. "
                 "Give AutoCache more memory, or a disk budget",
                 trainer.current_epoch, counts.refused,
             )  # fmt: skip

@@ -215,8 +215,8 @@ class GradientNormFreeze:
             )
         if self.start_epoch < 1:
             raise ConfigurationError(
-                f"GradientNormFreeze(start_epoch={self.start_epoch}): at least 1, because the rule "
-                "needs the gradients of an epoch"
+                f"GradientNormFreeze(start_epoch={self.start_epoch}): must be at least 1, because "
+                "the rule needs the gradients of an epoch"
             )
 
     def __call__(self, observed: Observed) -> Decision:
@@ -280,13 +280,13 @@ def decide(policy: Any, observed: Observed) -> Decision:
         )
     if number > observed.num_freezable:
         raise ConfigurationError(
-            f"{name} freezes {number} layers, and of {len(observed.layers)} at most "
+            f"{name} freezes {number} of {len(observed.layers)} layers, but at most "
             f"{observed.num_freezable} may freeze, since something must be trained. Freeze fewer, "
             "or choose FreezeAndRepack(num_active=...)"
         )
     if number < observed.num_frozen:
         raise ConfigurationError(
-            f"{name} freezes {number} layers, and {observed.num_frozen} are frozen "
-            "already: a frozen layer stays frozen, because it has left the pipeline"
+            f"{name} freezes {number} layers in all, but {observed.num_frozen} are already "
+            "frozen: a frozen layer stays frozen, because it has left the pipeline"
         )
     return decision

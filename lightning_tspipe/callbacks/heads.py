@@ -34,7 +34,7 @@ class _EachHead(Callback, ABC):
 
     def __post_init__(self) -> None:
         if self.mode not in {"min", "max"}:
-            raise ConfigurationError(f"mode={self.mode!r}: 'min' or 'max'")
+            raise ConfigurationError(f"mode={self.mode!r}: must be 'min' or 'max'")
         if self.min_delta < 0:
             raise ConfigurationError(f"min_delta={self.min_delta} is negative")
         self.best: dict[str, float] = {}  # of each head
@@ -94,8 +94,8 @@ class _EachHead(Callback, ABC):
         if names and not values:
             logged = ", ".join(sorted(known)) or "nothing"
             raise ConfigurationError(
-                f"{type(self).__name__}(monitor={self.monitor!r}): no head logged it; logged were "
-                f"{logged}. Log it in a step: self.log({self.monitor!r}, ...)"
+                f"{type(self).__name__}(monitor={self.monitor!r}): no head logged it; the logged "
+                f"metrics are {logged}. Log it in a step: self.log({self.monitor!r}, ...)"
             )
         sign = 1 if self.mode == "max" else -1
         for name, value in values.items():
@@ -136,7 +136,7 @@ class HeadEarlyStopping(_EachHead):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.patience < 1:
-            raise ConfigurationError(f"patience={self.patience}: at least 1")
+            raise ConfigurationError(f"patience={self.patience} must be at least 1")
 
     @override
     def _looked(self, trainer: Trainer, student: StudentFanout, name: str) -> None:

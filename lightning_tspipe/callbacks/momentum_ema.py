@@ -75,7 +75,7 @@ class MomentumEMA(Restoring):
         self.student, self.teacher = common.as_names(self.student), common.as_names(self.teacher)
         if len(self.student) != len(self.teacher):
             raise ConfigurationError(
-                f"every student submodule needs its teacher: student={self.student}, "
+                f"name as many teacher as student submodules: student={self.student}, "
                 f"teacher={self.teacher}"
             )
         if self.buffers not in {"keep", "copy", "average"}:

@@ -381,7 +381,7 @@ class PipelineTimeline(Callback):
         try:
             plot_timelines({"": self._timeline}, self._folder / "timeline.png")
         except ConfigurationError as error:  # the training was fine, and the data is saved
-            rank_zero_info(f"PipelineTimeline: no picture: {error}")
+            rank_zero_info(f"PipelineTimeline: can't draw: {error}")
 
     def _collect(self, trainer: Trainer, pipelined: Pipelined) -> None:
         """Exchange the window, on every rank; log and save it on rank 0."""

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -479,14 +479,23 @@ class MetaWins(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.arg_tree_leaves(*args, **kwargs)
-        if self.is_on and any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+        if self.is_on and (_has_meta(args) or _has_meta(kwargs.values())):
             if func in MOVES:
                 return _moved(func, args, kwargs)
             target_is_meta = isinstance(args[0], Tensor) and args[0].is_meta if args else False
             if target_is_meta or not writes_in_place(name_of(func)):
                 args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _has_meta(values: Iterable[Any]) -> bool:
+    """Whether there is a meta tensor, in lists too."""
+    return any(
+        value.is_meta
+        if isinstance(value, Tensor)
+        else isinstance(value, (tuple, list)) and _has_meta(value)
+        for value in values
+    )
 
 
 def _moved(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

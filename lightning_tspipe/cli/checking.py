@@ -103,7 +103,7 @@ def run(options: Options) -> None:
         DifferenceError: They differ; says where they differ first.
     """
     if options.steps < 1:
-        raise ConfigurationError(f"--steps {options.steps}: at least 1")
+        raise ConfigurationError(f"--steps {options.steps}: must be at least 1")
     seed_everything(0, verbose=False)
     module, data = load(options.target)
     module = module.double()

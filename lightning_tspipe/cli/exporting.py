@@ -119,7 +119,7 @@ def _state_dict(path: Path, *, trust: bool) -> dict[str, Tensor]:
         except pickle.UnpicklingError as error:
             raise ConfigurationError(
                 f"{path} contains more than tensors and plain values, and reading it may run code. "
-                "If you trust its author: --trust"
+                "If you trust its author, pass --trust"
             ) from error
     found = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(found, Mapping):
@@ -170,13 +170,13 @@ def renamed(
         names = list(wanted)[: len(weights)]
     else:
         raise ConfigurationError(
-            f"the part has {len(weights)} tensors, the model of --like {len(wanted)}"
+            f"the part has {len(weights)} tensors, but the --like model has {len(wanted)}"
         )
     for (name, tensor), other in zip(weights.items(), names, strict=True):
         if tuple(tensor.shape) != wanted[other]:
             raise ConfigurationError(
-                f"{name!r} has shape {tuple(tensor.shape)}, but {other!r} of the model of --like, "
-                f"at the same position, has {wanted[other]}"
+                f"{name!r} has shape {tuple(tensor.shape)}, but {other!r}, at the same position in "
+                f"the --like model, has {wanted[other]}"
             )
     missing = [name for name in wanted if name not in set(names)]
     return dict(zip(names, weights.values(), strict=True)), missing

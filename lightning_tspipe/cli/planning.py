@@ -221,7 +221,7 @@ def _profile(options: Options) -> StepProfile:
 def _measured(options: Options) -> StepProfile:
     if options.target.endswith(".json"):
         if options.flops is not None:
-            raise ConfigurationError("--flops: a saved profile has its costs already")
+            raise ConfigurationError("remove --flops: a saved profile already has costs")
         return StepProfile.from_json(modules.read(Path(options.target)))
     module, data = modules.load(options.target)
     doing = "measuring one step on this device" if options.flops is None else "tracing one step"
@@ -268,7 +268,7 @@ def _cluster(options: Options, link: Link) -> Cluster:
         ConfigurationError: Impossible or contradicting options.
     """
     if options.devices < 1:
-        raise ConfigurationError(f"--devices {options.devices}: at least 1")
+        raise ConfigurationError(f"--devices {options.devices}: must be at least 1")
     if options.speed <= 0:
         raise ConfigurationError(f"--speed {options.speed}: must be greater than 0")
 

@@ -65,7 +65,7 @@ def read_curves(path: Path) -> dict[str, Curve]:
     """
     reader = csv.DictReader(read(path).splitlines())
     if "step" not in (reader.fieldnames or ()):
-        raise ConfigurationError(f"{path} has no column 'step', as a CSVLogger writes it")
+        raise ConfigurationError(f"{path} has no column 'step': give a CSVLogger's metrics.csv")
     points: dict[str, list[tuple[float, float]]] = {}
     for row in reader:
         for name in [name for name in row if name not in {"step", "epoch"} and row[name]]:

@@ -58,7 +58,7 @@ class StudentFanout(nn.Module):
                     f"StudentFanout: {name!r} can't name a head; names are like those of variables"
                 )
         if on_nan not in {"raise", "stop"}:
-            raise ConfigurationError(f"on_nan={on_nan!r}: 'raise' or 'stop'")
+            raise ConfigurationError(f"on_nan={on_nan!r}: must be 'raise' or 'stop'")
         self.heads = nn.ModuleDict(dict(heads))
         self.on_nan = on_nan
         self.here = tuple(heads)

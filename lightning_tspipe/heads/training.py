@@ -95,7 +95,7 @@ class FanoutTraining:
         """The active head."""
         active = self.student.active
         if active is None:
-            raise ConfigurationError("self.head is known in steps only: no head is active")
+            raise ConfigurationError("no head is active: self.head is only defined in a step")
         return active
 
     def log(self, name: str, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,7 @@ def refuse_trained_trunk(trunk: nn.Module) -> None:
         shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
         raise ConfigurationError(
             f"the trunk has parameters that require gradients: {shown}. A trunk is frozen: "
-            "self.teacher.requires_grad_(False); what is trained belongs into a head"
+            "self.teacher.requires_grad_(False); put what is trained into a head"
         )
 
 
@@ -279,8 +279,8 @@ def _are_alike(a: Any, b: Any) -> bool:
 
 def _refuse_input(reader: str) -> None:
     raise ConfigurationError(
-        f"head {reader!r} gives the trunk another input than the first head: all heads share "
-        "one pass. Make the input in the dataset, or in on_after_batch_transfer"
+        f"head {reader!r} gives the trunk a different input than the first head, but all heads "
+        "share one pass. Compute the input in the dataset, or in on_after_batch_transfer"
     )
 
 
@@ -326,6 +326,6 @@ def _refuse_common(module: Any, name: str) -> None:
         if parameter.grad is not None and id(parameter) not in own:
             raise ConfigurationError(
                 f"head {name!r}: {module.student.stopped[name]}, and {other!r} learns from it too. "
-                "Only heads that have all their parameters for themselves can stop alone: give "
-                "each head its own, or leave on_nan='stop' out"
+                "A head can stop alone only if it shares no trained parameters: give each head its "
+                "own, or leave on_nan='stop' out"
             )

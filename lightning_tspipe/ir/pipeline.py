@@ -102,7 +102,7 @@ class Pipeline:
         if self.coupling is Coupling.CHAIN:
             return
         if self.teacher is None:
-            raise ScheduleError(f"a {self.coupling.value} pipeline without a teacher to read")
+            raise ScheduleError(f"a {self.coupling.value} pipeline without a teacher")
         num_units = self.teacher.num_units
         if self.coupling is Coupling.PREFIX and num_units != self.student.num_units:
             raise ScheduleError(

@@ -30,7 +30,7 @@ class Message(Dependency):
     @property
     def channel(self) -> tuple[int, int, str, bool]:
         """Source, target, payload, and whether it belongs to the teacher."""
-        teacher = Op.TEACHER in {self.producer.op, self.consumer.op}
+        teacher = self.producer.op is Op.TEACHER or self.consumer.op is Op.TEACHER
         return (self.source, self.target, self.payload, teacher)
 
     def __str__(self) -> str:

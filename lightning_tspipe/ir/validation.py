@@ -92,9 +92,9 @@ def _check_complete(schedule: Schedule) -> None:
             raise _fail(schedule, f"{action} is missing", *kin)
     for action, count in counts.items():
         if count > 1:
-            raise _fail(schedule, f"{action} is there {count} times", action)
+            raise _fail(schedule, f"{action} appears {count} times", action)
         if action not in expected:
-            raise _fail(schedule, f"{action} does not belong into this step", action)
+            raise _fail(schedule, f"{action} does not belong in this step", action)
 
 
 def _expected(schedule: Schedule) -> Iterator[Action]:

@@ -163,7 +163,7 @@ class Task:
             if head.num_bytes > limit:
                 raise PartitionError(
                     f"head {head.name!r} alone needs {megabytes(head.num_bytes)} for parameters, "
-                    f"gradients and optimizer state, and a rank may hold {megabytes(limit)}"
+                    f"gradients and optimizer state, but a rank may hold {megabytes(limit)}"
                 )
 
     def _ways(self) -> Iterator[tuple[int, ...]]:

@@ -204,8 +204,8 @@ def _check(workload: Workload) -> None:
     smallest, _ = workload.measured_sizes
     if min(workload.batch_sizes) < smallest:
         raise PartitionError(
-            f"a replica would get {min(workload.batch_sizes)} samples per call, and {smallest} "
-            "are the fewest that were measured"
+            f"a replica would get {min(workload.batch_sizes)} samples per call, but the smallest "
+            f"measured call has {smallest}"
         )
     state = workload.state_sums[-1]
     if not workload.paired:

@@ -44,7 +44,7 @@ def too_few_atoms(num_atoms: int, num_stages: int) -> PartitionError:
     """The error for a network that cannot be cut finely enough."""
     return PartitionError(
         f"the network can be cut into {num_atoms} "
-        f"{'piece' if num_atoms == 1 else 'pieces'} at most, and {num_stages} stages are "
+        f"{'piece' if num_atoms == 1 else 'pieces'} at most, but {num_stages} stages are "
         f"requested. Use devices={num_atoms} or fewer, or write the network so that fewer values "
         "are alive between its layers (a cut never breaks a skip connection)"
     )
@@ -154,12 +154,12 @@ class Chain:
         remedy = "Use more devices, smaller batches, or a smaller network"
         if size > max(limits):
             return PartitionError(
-                f"atom {name!r} alone needs {megabytes(size)}, and a stage may hold "
+                f"atom {name!r} alone needs {megabytes(size)}, but a stage may hold "
                 f"{megabytes(max(limits))}. An atom is never divided. {remedy}"
             )
         return PartitionError(
             f"no cut into {len(limits)} stages fits: the network needs {megabytes(sum(memory))}, "
-            f"of which atom {name!r} {megabytes(size)}; the stages may hold "
+            f"atom {name!r} alone {megabytes(size)}; the stages may hold "
             f"{', '.join(map(megabytes, limits))}. {remedy}"
         )
 

@@ -164,7 +164,7 @@ class Plan(Saved):
         if self.speeds:
             speeds = ", ".join(f"{speed:g}" for speed in self.speeds)
             lines.append(
-                f"a plan on paper: it expects ranks of speeds {speeds}, which TSPipeStrategy does "
+                f"the plan assumes devices of relative speeds {speeds}, which TSPipeStrategy does "
                 "not check"
             )
         return "\n".join(lines)

@@ -295,7 +295,7 @@ def _reasons(layout: Layout, seconds: float, num_simulated: int, num_equal: int)
     if num_equal > 1:
         found.append(f"the simplest of {num_equal} that are equally fast, within {TIE - 1:.0%}")
     if layout.num_stages > workload.num_ranks and workload.partition == "auto":
-        found.append("stages are folded over the ranks, which makes them fit or more even")
+        found.append("stages are folded over the ranks, to fit the memory or balance the load")
     if layout.costs.reduction:
         longest = max(layout.costs.reduction) * 1e3
         found.append(f"summing gradients over the replicas takes up to {longest:.1f} ms")

@@ -126,7 +126,7 @@ class RelayProfile:
             if memory_limit is not None and size > memory_limit:
                 raise PartitionError(
                     f"the blocks {', '.join(names[first:last])} on one device need "
-                    f"{size / 1e6:.1f} MB where {width} share them, and a device may hold "
+                    f"{size / 1e6:.1f} MB where {width} share them, but a device may hold "
                     f"{memory_limit / 1e6:.1f} MB. {_REMEDY}"
                 )
         seconds = tuple(self.stage_seconds(*stage) for stage in stages)
@@ -229,7 +229,7 @@ def distribute(
         if least > limit:
             raise PartitionError(
                 f"block {index} ({block.name}) fits no device: it needs {least / 1e6:.1f} MB "
-                f"where {widest} devices share the batch, and each may hold {limit / 1e6:.1f} MB. "
+                f"where {widest} devices share the batch, but each may hold {limit / 1e6:.1f} MB. "
                 f"{_REMEDY}"
             )
     best: dict[tuple[int, int], _Option] = {(0, 0): (0.0, 0.0, (), ())}

@@ -270,7 +270,7 @@ def does_not_fit(closest: Layout) -> PartitionError:
         if size > limit:
             return PartitionError(
                 f"atom {atom.name!r} alone needs {megabytes(size)} for its parameters, gradients "
-                f"and optimizer state, and a rank may hold {megabytes(limit)}. An atom is never "
+                f"and optimizer state, but a rank may hold {megabytes(limit)}. An atom is never "
                 f"divided. {_REMEDY}"
             )
     held, limits, what = closest.memory_bytes, workload.memory_limits, "state and activations"
@@ -286,7 +286,7 @@ def does_not_fit(closest: Layout) -> PartitionError:
     here = [part for part in closest.student_parts if part[2] == rank]
     largest = max((n for start, stop, _ in here for n in range(start, stop)), key=needed)
     return PartitionError(
-        f"rank {rank} would need {megabytes(held[rank])} for {what}, and may hold "
+        f"rank {rank} would need {megabytes(held[rank])} for {what}, but may hold "
         f"{megabytes(limits[rank])}; its largest atom is {workload.student.atoms[largest].name!r}: "
         f"{megabytes(needed(largest))}. {_REMEDY}"
     )

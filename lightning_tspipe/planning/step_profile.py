@@ -114,7 +114,7 @@ class StepProfile(Step, Saved):
         largest = max(self.batch_sizes)
         sizes = tuple(size * samples // largest for size in self.batch_sizes)
         if min(sizes) < 1:
-            raise ConfigurationError(f"a batch of {samples} samples leaves calls empty")
+            raise ConfigurationError(f"a batch of {samples} samples leaves some calls without any")
         return replace(self, batch_sizes=sizes)
 
 

@@ -219,7 +219,7 @@ class Workload(Step):
         if sum(counts) != num_atoms:
             names = ", ".join(atom.name for atom in self.student.atoms)
             raise PartitionError(
-                f"partition={counts} cuts {sum(counts)} atoms, and the student has {num_atoms}: "
+                f"partition={counts} cuts {sum(counts)} atoms, but the student has {num_atoms}: "
                 f"{names}"
             )
         return tuple(accumulate(counts, initial=0))

@@ -60,4 +60,4 @@ def _check_stages(pipeline: Pipeline) -> None:
         raise ScheduleError("schedule 1f1b does not split a batch: use num_microbatches=1")
     teacher = pipeline.teacher.ranks if pipeline.teacher is not None else ()
     if list(teacher) != sorted(teacher, reverse=True):
-        raise ScheduleError(f"schedule 1f1b: the teacher goes back, through ranks {teacher}")
+        raise ScheduleError(f"schedule 1f1b: the ranks of a teacher must not rise: {teacher}")

@@ -163,7 +163,7 @@ def _thawed() -> Tasks:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _OtherInputs(2), "head 'task1' gives the trunk another input"),
+        (lambda: _OtherInputs(2), "head 'task1' gives the trunk a different input"),
         (_InPlace, "head 'task0' changes the features in place"),
         (_Wide, r"head 'task0' does not fit the trunk: the features have shape \(5, 6\), and 0 "),
         (_thawed, "parameters that require gradients: 0.weight"),

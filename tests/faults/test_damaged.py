@@ -87,7 +87,7 @@ def check_refused(job: Job, *told: str) -> None:
     assert num_tracebacks(job) == 1, job.output
     lines = [line for line in job.output.splitlines() if "CheckpointError: " in line]
     assert all(all(text in line for text in told) for line in lines), job.output
-    assert any("beside it lie 'step=" in line for line in lines), job.output
+    assert any("its folder also has 'step=" in line for line in lines), job.output
     assert not any("During handling" in rank.output for rank in job.ranks), job.output
 
 
@@ -127,5 +127,5 @@ def test_a_folder_without_checksums_goes_on_with_one_warning(shards: Path, tmp_p
     assert [rank.exit_code for rank in job.ranks] == [0, 0], job.output
     (first, second) = (rank.value for rank in job.ranks)
     assert len(first) == 1
-    assert "was written without checksums: it is loaded, and not verified" in first[0]
+    assert "has no checksums: it is loaded without verification" in first[0]
     assert second == []

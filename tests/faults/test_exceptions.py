@@ -58,7 +58,7 @@ def test_nothing_is_saved_of_a_failure(rank: int, tmp_path: Path) -> None:
     """Two callbacks ask for it; the ranks that hold the other stages may be gone."""
     job = run_broken(Broken(BYOL, Fault("raise", "train", rank), saving), tmp_path)
     told_once(job, rank)
-    assert "no checkpoint of this failure" in job.ranks[0].output
+    assert "no checkpoint was saved on this failure" in job.ranks[0].output
     saved = tmp_path / SAVED
     assert {path.name for path in saved.iterdir()} == {"same.ckpt", "last.ckpt"}
     assert loads(saved / "last.ckpt") == loads(saved / "same.ckpt") == 4

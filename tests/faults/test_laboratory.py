@@ -192,7 +192,7 @@ def test_after_what_is_harmless_the_run_is_complete(kind: str) -> None:
 
 
 def test_damage_is_refused_by_name_or_does_no_harm() -> None:
-    refused = f"{TRACE}CheckpointError: 'last.ckpt' is no complete checkpoint"
+    refused = f"{TRACE}CheckpointError: 'last.ckpt' is not a complete checkpoint"
     for kind in drawing.DAMAGES:
         good = seen_of(kind, was_struck=False, output=refused)
         good.draw = replace(good.draw, fault=Fault(kind, "resume"))

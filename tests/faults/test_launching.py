@@ -279,11 +279,11 @@ class Told(SimpleNamespace):
 def test_of_a_rank_that_has_met_nobody_there_is_the_cause_and_no_traceback() -> None:
     trace = "Traceback (most recent call last):\n  File ...\n"
     ours, own = (
-        f"{TransportError.__module__}.TransportError: rank 0 did not come",
+        f"{TransportError.__module__}.TransportError: rank 0 did not join",
         "ValueError: mine",
     )
     assert _last_words(ProcessRaisedException(f"error:\n{trace}{ours}", 2, 7), Told()) == (  # type: ignore[arg-type]
-        "The job ends, because rank 0 did not come"
+        "The job ends, because rank 0 did not join"
     )
     words = _last_words(ProcessRaisedException(f"error:\n{trace}{own}", 2, 7), Told())  # type: ignore[arg-type]
     assert words.startswith(trace)

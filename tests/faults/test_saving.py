@@ -236,17 +236,17 @@ def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
     job = run_broken(Broken(BYOL, ckpt_path=str(cut)), tmp_path, within=60)
     for rank in job.ranks:
         assert "CheckpointError" in rank.error
-        assert "cut.ckpt' is no complete checkpoint (it has 5,000 bytes" in rank.output
-        assert "Give ckpt_path another one; beside it lie 'whole.ckpt'" in rank.output
+        assert "cut.ckpt' is not a complete checkpoint (5,000 bytes" in rank.output
+        assert "Give another ckpt_path; its folder also has 'whole.ckpt'" in rank.output
     assert num_tracebacks(job) == 1, job.output
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"", "does not begin as one does"),
-        (b"something else", "does not begin as one does"),
-        (pickle.dumps({"x": pytest.raises}), "does not begin as one does"),
+        (b"", "does not begin like one"),
+        (b"something else", "does not begin like one"),
+        (pickle.dumps({"x": pytest.raises}), "does not begin like one"),
         (b"PK\x03\x04 cut off", "was cut off"),
     ],
     ids=["empty", "text", "pickle", "cut off"],
@@ -254,7 +254,7 @@ def test_a_truncated_checkpoint_is_named_on_every_rank(tmp_path: Path) -> None:
 def test_damage_is_explained(content: bytes, why: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(content)
-    refused = pytest.raises(CheckpointError, match="no complete checkpoint")
+    refused = pytest.raises(CheckpointError, match="not a complete checkpoint")
     with refused as found, explain_damage(path):
         torch.load(path)
     assert why in str(found.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,17 +46,18 @@ def test_sigterm_stops_all_ranks_together(
     num_ranks: int, where: str, rank: int, tmp_path: Path
 ) -> None:
     broken = Broken(over(LONG, num_ranks), Fault("sigterm", where, rank), saving)
-    stopped_together(run_broken(broken, tmp_path))
+    stopped_together(run_broken(broken, tmp_path), rank)
     saved = tmp_path / SAVED
     assert loads(saved / "exception.ckpt") >= loads(saved / "same.ckpt") >= 1
 
 
-def stopped_together(job: Job) -> None:
+def stopped_together(job: Job, rank: int) -> None:
     assert {outcome.exit_code for outcome in job.ranks} == {143}, job.output
     assert all("SIGTERMException" in error for error in job.errors), job.output
     assert "Traceback" not in job.output
     assert "stops too" not in job.output
-    assert job.output.count("all ranks stop after this batch") == 1
+    (told,) = re.findall("SIGTERM to rank (\\d+): all ranks stop after this batch", job.output)
+    assert int(told) == rank
 
 
 @pytest.mark.slow
@@ -66,7 +68,7 @@ def test_a_long_validation_is_stopped_though_replicas_have_not_the_same_batches(
     training = replace(LONG, trainer={**LONG.trainer, "val_check_interval": 6})
     fault = Fault("sigterm", "validate", 0)
     broken = Broken(over(training, 4), fault, saving, validated=(10**7, 2))
-    stopped_together(run_broken(broken, tmp_path))
+    stopped_together(run_broken(broken, tmp_path), 0)
     assert loads(tmp_path / SAVED / "exception.ckpt") == 6
 
 
@@ -104,7 +106,7 @@ def test_sigterm_ends_an_evaluation_outside_a_fit(
     num_ranks: int, where: str, rank: int, validated: tuple[int, ...], tmp_path: Path
 ) -> None:
     broken = Broken(over(BYOL, num_ranks), Fault("sigterm", where, rank), validated=validated)
-    stopped_together(run_broken(broken, tmp_path, function=evaluate))
+    stopped_together(run_broken(broken, tmp_path, function=evaluate), rank)
 
 
 @pytest.mark.slow
@@ -116,7 +118,7 @@ def test_sigterm_ends_an_evaluation_without_a_pipeline(
     options = {**BYOL.options, "num_stages": num_stages}
     training = replace(BYOL, options=options, num_ranks=3, change=by_the_loss_rank_alone)
     broken = Broken(training, Fault("sigterm", "test", 1), validated=(10**7,) * 3)
-    stopped_together(run_broken(broken, tmp_path, function=evaluate))
+    stopped_together(run_broken(broken, tmp_path, function=evaluate), 1)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +130,7 @@ def test_sigterm_ends_an_evaluation_without_a_pipeline(
 )
 def test_one_device_does_as_several(where: str, step: int, tmp_path: Path) -> None:
     broken = Broken(over(LONG, 1), Fault("sigterm", where, 0), saving)
-    stopped_together(run_broken(broken, tmp_path))
+    stopped_together(run_broken(broken, tmp_path), 0)
     assert loads(tmp_path / SAVED / "exception.ckpt") == step
 
 
@@ -136,7 +138,7 @@ def test_one_device_does_as_several(where: str, step: int, tmp_path: Path) -> No
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_after_the_last_step_sigterm_is_not_lost(num_ranks: int, tmp_path: Path) -> None:
     broken = Broken(over(BYOL, num_ranks), Fault("sigterm", "end", 1), saving)
-    stopped_together(run_broken(broken, tmp_path))
+    stopped_together(run_broken(broken, tmp_path), 1)
     saved = tmp_path / SAVED
     assert loads(saved / "exception.ckpt") == loads(saved / "same.ckpt") == 40
 

@@ -42,7 +42,7 @@ def test_it_is_named(num_ranks: int, where: str, rank: int, what: str, tmp_path:
     assert f"within {LIMIT} s" in job.output, job.output
     assert "Traceback" not in job.output, job.output
     stalled = job.ranks[rank].output
-    ended = rf"rank {rank} \(pid \d+ on \S+\) is ended: another rank has failed"
+    ended = rf"rank {rank} \(pid \d+ on \S+\) is terminated: another rank failed"
     assert re.search(ended, stalled), job.output
     assert job.output.count("The job ends, because") == 1, job.output
     assert "in strike" in stalled  # where it was

@@ -381,7 +381,7 @@ def test_bad_input_is_refused_on_every_rank(
     [
         ({"schedule": "1f1b", "weights": "pipemare"}, "choose one of pipeoptim, pipedream"),
         ({"schedule": "gpipe", "weights": "2bw"}, "is for schedule='1f1b'"),
-        ({"schedule": "tspipe", "drain_epochs": False}, "no batch is under way"),
+        ({"schedule": "tspipe", "drain_epochs": False}, "no batch is in flight"),
         ({"schedule": "1f1b", "num_microbatches": 4}, "a batch is one unit"),
         ({"schedule": "1f1b", "split_backward": True}, "Leave it out"),
         ({"schedule": "1f1b", "compile": True}, "Leave one of them out"),

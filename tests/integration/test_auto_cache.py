@@ -284,7 +284,7 @@ def fails(run: Run) -> str:
     ("run", "message"),
     [
         (Run(noise=(0.1, 0.0)), "random augmentation"),
-        (Run(noise=(0.0, 0.1)), "other inputs for the same sample"),
+        (Run(noise=(0.0, 0.1)), "different inputs for the same sample"),
         (Run(evaluates=False), "module.eval"),
         (Run(with_ids=False), "WithIds"),
         (Run(num_loaders=2), "several training loaders"),

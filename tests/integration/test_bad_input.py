@@ -299,7 +299,7 @@ CASES: dict[str, tuple[Training, str, str]] = {
     ),
     "a step with a closure": (
         replace(BYOL, change=by_hand(step_with_closure)),
-        "ConfigurationError", "Write its lines before the step",
+        "ConfigurationError", "Move the closure's lines before it",
     ),
     "clipping past Lightning": (
         replace(BYOL, change=by_hand(clip_past_lightning)),
@@ -376,9 +376,12 @@ def test_a_teacher_that_cannot_follow(tmp_path: Path) -> None:
             {"schedule": "gpip"},
             f"schedule='gpip': choose {', '.join(map(repr, SCHEDULES))} or '1f1b'",
         ),
-        ({"num_microbatches": 0}, "num_microbatches=0: 'auto' or a number from 1 on"),
-        ({"num_microbatches": "two"}, "num_microbatches='two': 'auto' or a number from 1 on"),
-        ({"partition": "even"}, "partition='even': 'auto', or the number of atoms of each stage"),
+        ({"num_microbatches": 0}, "num_microbatches=0: must be 'auto' or at least 1"),
+        ({"num_microbatches": "two"}, "num_microbatches='two': must be 'auto' or at least 1"),
+        (
+            {"partition": "even"},
+            "partition='even': must be 'auto' or the number of atoms of each stage",
+        ),
         ({"memory_limit": "lots"}, "'lots' is not an amount of memory; write '16GiB' or '800MB'"),
     ],
     ids=str,
@@ -391,11 +394,17 @@ def test_arguments_are_checked_at_once(options: dict[str, Any], message: str) ->
 def test_a_plan_for_something_else(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     for plan, message in (
-        (step_profile().plan(3), "the plan is one for 3 devices, and this run has 2 devices: use"),
-        (step_profile().plan(2), "the plan is one for a student of 8 atoms that is called 2 times"),
+        (
+            step_profile().plan(3),
+            "the plan was made for 3 devices, but this run has 2 devices: use",
+        ),
+        (
+            step_profile().plan(2),
+            "the plan was made for a student of 8 atoms that is called 2 times",
+        ),
         (
             replace(step_profile().plan(2), num_replicas=4),
-            "the plan is one for 4 replicas of 2 devices, and this run has 2 devices: use",
+            "the plan was made for 4 replicas of 2 devices, but this run has 2 devices: use",
         ),
     ):
         path.write_text(plan.to_json())

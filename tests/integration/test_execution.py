@@ -128,7 +128,7 @@ def test_options_that_do_not_go_together(options: dict[str, Any], remedy: str) -
 
 def test_a_pattern_of_no_atom() -> None:
     options = SetupOptions(activation_checkpointing=["student.0*", "nowhere*"])
-    with pytest.raises(ConfigurationError, match=r"'nowhere\*' is the name of no atom; there are"):
+    with pytest.raises(ConfigurationError, match=r"'nowhere\*' matches no atom; there are"):
         options.recomputed(["student.0.Conv2d", "student.1.Linear"])
 
 

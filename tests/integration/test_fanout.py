@@ -148,7 +148,7 @@ def check_weights(found: list[Outcome], num_heads: int) -> None:
         ("wide", r"head 'task0' does not fit the trunk: the features have shape \(5, 6\)"),
         ("inf", "head 'task1': its loss is inf"),
         ("plain", "derive Plain from FanoutTraining"),
-        ("by hand", r"automatic_optimization=False does not go .* Write head_optimizer"),
+        ("by hand", r"automatic_optimization=False does not work .* Write head_optimizer"),
         ("killed", "ended|closed|lost|Connection"),
     ],
 )
@@ -164,12 +164,12 @@ def test_what_is_wrong_is_said_on_every_rank_in_time(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"schedule": "1f1b"}, r"schedule='1f1b' does not go with heads .*Use schedule='tspipe'"),
+        ({"schedule": "1f1b"}, r"schedule='1f1b' does not work with heads .*Use schedule='tspipe'"),
         ({"activation_checkpointing": True}, r"use torch\.utils\.checkpoint in its forward"),
         ({"num_stages": 1}, "Leave num_stages out"),
         ({"partition": [3, 3]}, r"partition=\[3, 3\].* must add up to 10"),
-        ({"queue_depth": -1}, "queue_depth=-1: 'auto' or a number from 0 on"),
-        ({"memory_limit": 100}, r"head 'task0' alone needs .* and a rank may hold"),
+        ({"queue_depth": -1}, "queue_depth=-1: must be 'auto' or at least 0"),
+        ({"memory_limit": 100}, r"head 'task0' alone needs .* but a rank may hold"),
     ],
 )
 def test_options_that_do_not_go_with_heads_are_refused_with_a_remedy(

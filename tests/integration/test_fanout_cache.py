@@ -215,7 +215,7 @@ def test_a_trunk_with_other_weights_runs_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("noise", "get other inputs for the same sample"),
+        ("noise", "get different inputs for the same sample"),
         ("twice", "calls the trunk 2 times"),
         ("train", "is in train mode"),
     ],
@@ -231,4 +231,4 @@ def test_what_can_not_be_kept_is_said_on_every_rank(
 def test_other_networks_of_heads_are_not_kept(tmp_path: Path) -> None:
     run = replace(Run(1), cache={"network": "student"})
     found = jobs.run_job(train, run, num_ranks=1, folder=tmp_path)
-    assert "on the trunk of heads" in found.errors[0]
+    assert "only on the trunk of a StudentFanout" in found.errors[0]

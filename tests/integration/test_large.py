@@ -363,7 +363,7 @@ def test_a_replacement_that_is_cut_short(tmp_path: Path, monkeypatch: pytest.Mon
     take_place_of(part, path)
     assert newest(path) == path
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.ckpt"]
-    with pytest.raises(CheckpointError, match="not a whole checkpoint"):
+    with pytest.raises(CheckpointError, match="not a complete sharded checkpoint"):
         is_sharded(path)
 
 

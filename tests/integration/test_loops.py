@@ -429,7 +429,7 @@ def write_into_the_optimizer(training: Training) -> None:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (scale_batch, "it tries sizes until memory runs out, which one rank notices"),
+        (scale_batch, "it tries batch sizes until one rank runs out of memory"),
         (scale_batch_of_validation, "BatchSizeFinder does not work under a pipeline"),
         (validate_by_the_clock, "each rank would look at its own clock"),
         (synchronise_norms, "sync_batchnorm=True has nothing to synchronise"),

@@ -70,7 +70,7 @@ def test_a_run_that_goes_on_goes_by_the_plan_of_the_one_that_was_stopped(
     for step in (3, 4, last - 3) if name != "asynchronous" else (3,):
         ranks = fit(other(it, resume=str(tmp_path / f"step-{step}.ckpt")), apart)
         assert_same(ranks, whole)
-        assert step != 3 or "that of the checkpoint" in str(ranks[0].notes)
+        assert step != 3 or "the plan comes from the checkpoint" in str(ranks[0].notes)
         assert [rank.told for rank in ranks] == [[]] * it.num_ranks
 
 
@@ -158,7 +158,7 @@ def test_a_checkpoint_is_a_plan(as_shards: bool, tmp_path: Path) -> None:
     ("content", "message"),
     [
         ({}, "the checkpoint has no plan"),
-        ({"lightning_tspipe": [{"plan": None}]}, "whose partition was given"),
+        ({"lightning_tspipe": [{"plan": None}]}, "with a given partition"),
         ({"callback": Planned()}, "can't be read without running code from it"),
     ],
     ids=str,

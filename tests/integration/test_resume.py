@@ -325,7 +325,7 @@ def test_batches_that_would_be_repeated_are_told(tmp_path: Path) -> None:
     run(go_and_save, plain, num_ranks=1, folder=tmp_path)
     for stop in ("batch-2", "epoch-4"):
         job = run_job(go, RUNS["batchnorm"], str(tmp_path / f"{stop}.ckpt"), folder=tmp_path)
-        told = "the rest of the epoch reads batches from its beginning" in job.errors[0]
+        told = "the rest of the epoch repeats its first batches" in job.errors[0]
         assert told == (stop == "batch-2")
 
 

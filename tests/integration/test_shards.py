@@ -273,4 +273,4 @@ def test_a_plugin_that_would_be_ignored_is_refused(tmp_path: Path) -> None:
     options = {**SAVING.options, "save_distributed_checkpoint": True}
     alone = replace(one_device(SAVING), strategy="instance", options=options)
     job = run_job(train_with_a_plugin, alone, num_ranks=1, folder=tmp_path)
-    assert "Elsewhere would not be asked: a checkpoint of shards" in job.errors[0], job.output
+    assert "Elsewhere would not be used: a sharded checkpoint" in job.errors[0], job.output

@@ -66,7 +66,7 @@ def part_of(batch: list[int], index: int, number: int) -> list[int]:
     if len(batch) < number:
         raise ConfigurationError(
             f"a batch of {len(batch)} samples can't be divided among {number} replicas. Set "
-            "drop_last=True in the loader, or larger batches"
+            "drop_last=True in the loader, or use larger batches"
         )
     return list(np.array_split(batch, number)[index].tolist())
 
@@ -82,18 +82,18 @@ def share_batches(loader: Any, replicas: Replicas, num_joined: int) -> Any:
     batches = getattr(loader, "batch_sampler", None)
     if batches is None or isinstance(getattr(loader, "dataset", None), IterableDataset):
         raise ConfigurationError(
-            f"FreezeAndRepack(repack=True) gives each replica its part of every batch, and the "
+            f"FreezeAndRepack(repack=True) gives each replica its part of every batch, but the "
             f"batches of {type(loader).__name__} are not known before they are read. {remedy}"
         )
     if callable(getattr(loader, "state_dict", None)):
         raise ConfigurationError(
-            f"FreezeAndRepack(repack=True) deals out the samples of a loader anew, and "
-            f"{type(loader).__name__} has a state of its own, which would not fit. {remedy}"
+            f"FreezeAndRepack(repack=True) redistributes the samples of a loader, but "
+            f"{type(loader).__name__} has state of its own, which would not match. {remedy}"
         )
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         raise ConfigurationError(
             "the training loader has a DistributedSampler, and FreezeAndRepack(repack=True) "
-            "changes the number of replicas: it deals out the samples itself. Leave it out"
+            "changes the number of replicas: it distributes samples itself. Remove the sampler"
         )
     share = copy.copy(loader)
     # DataLoader refuses to have it set, since its other attributes would not fit any more.

@@ -358,8 +358,8 @@ class Remote:
 
     def __getitem__(self, key: Any) -> Any:
         raise ConfigurationError(
-            f"batch[{key!r}]: one rank reads the data for all, and on this one hooks get no batch. "
-            "Compute what they need in the step and return it: on rank 0 hooks get what the step "
+            f"batch[{key!r}]: one rank reads the data for all, so hooks on this rank get no batch. "
+            "Compute what they need in the step and return it: hooks on rank 0 get what the step "
             "returned"
         )
 
@@ -395,7 +395,7 @@ class RemoteLoader:
 
     def __len__(self) -> int:
         if self._length is None:
-            raise TypeError("the loader of the rank that reads has no length")
+            raise TypeError("the loader on the rank that reads the data has no length")
         return self._length
 
     def __iter__(self) -> Iterator[Remote]:

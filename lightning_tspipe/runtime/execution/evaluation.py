@@ -59,9 +59,9 @@ class Evaluation:
                 own = network.cuts_like(trained[like], trained_cuts[like], engine.captured.followed)
             if own is None:
                 raise CaptureError(
-                    f"this step goes another way through the {name} than the step that the stages "
-                    "were cut for: call its blocks, or their parts, in the same order, from the "
-                    "first on"
+                    f"this step takes a different path through the {name} than the step that the "
+                    "stages were cut for: call its blocks, or their parts, in the same order, "
+                    "starting with the first"
                 )
             cuts[name] = own
         self._placement = Placement(

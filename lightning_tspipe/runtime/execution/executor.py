@@ -367,9 +367,9 @@ class Losses:
         context = self._context
         if context is None:
             raise CaptureError(
-                f"the step calls a pipelined network at {current_line()}, after an optimizer made "
-                "use of the gradients of the calls before: a batch goes through the pipeline once, "
-                "there and back. Make all calls before the first optimizer.step, or update one "
+                f"the step calls a pipelined network at {current_line()}, after an optimizer used "
+                "the gradients of earlier calls: a batch goes through the pipeline once, forward "
+                "and backward. Make all calls before the first optimizer.step, or update one "
                 "network per batch, as in `if batch_idx % 2 == 0: opt_a.step()`"
             )
         if self.given:

@@ -93,8 +93,8 @@ class InFlight:
         """
         if ahead is not None and {v for v, _ in _outputs(ahead)} != set(self._values):
             raise CaptureError(
-                "the checkpoint was made within an epoch by a step that used its teacher in "
-                "another way. Resume with that step, or from a checkpoint of the end of an epoch"
+                "the checkpoint was saved within an epoch by a step that used its teacher "
+                "differently. Resume with that step, or from the end of an epoch"
             )
         self._ahead = ahead
         engine = self._engine

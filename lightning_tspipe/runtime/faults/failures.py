@@ -261,7 +261,7 @@ class Failures:
             say(f"rank {self.job.rank} stops too: it waited in {HERE.text}{self._because()}")
         else:
             say(
-                f"{self.job.this} is ended: another rank has failed, and this one did not notice "
+                f"{self.job.this} is terminated: another rank failed, and this one did not notice "
                 f"within {_PATIENCE:.0f} s{self._because()}. It was here, in {HERE.text}:\n"
                 + "".join(stack.format())
             )
@@ -325,8 +325,8 @@ class Failures:
             try:
                 return self._first_found()
             except TransportError as error:
-                remedy = "Look for its output, and for what the launcher says of it"
-                what = f"{self.job.name(0)} serves the store no more: {error}"
+                remedy = "Check its output, and what the launcher reports about it"
+                what = f"{self.job.name(0)} no longer serves the store: {error}"
                 return Found(what, remedy, 0)
         return None
 
@@ -350,7 +350,7 @@ class Failures:
         if not neighbour.has_ended or self.is_over(rank):
             return None
         how, remedy = neighbour.how_it_ended(), "Its own output, if it has any, says why"
-        memory = "look whether memory ran out (dmesg, the launcher's log)"
+        memory = "check whether memory ran out (dmesg, the launcher's log)"
         if "SIGKILL" in how:
             remedy = f"If nobody killed it, {memory}"
         elif how == "ended":
@@ -366,7 +366,7 @@ class Failures:
             f"{who} was stopped (SIGSTOP, or Ctrl-Z) in {where} and the others gave up waiting "
             "for it"
         )
-        remedy = "It is killed now. TSPipeStrategy(timeout=...) says how long a rank may be stopped"
+        remedy = "It is killed now. TSPipeStrategy(timeout=...) sets how long a rank may be stopped"
         return Found(what, remedy, rank, neighbour)
 
     def _whose(self, rank: int, neighbour: Neighbour) -> tuple[str, str]:
@@ -379,7 +379,7 @@ class Failures:
         if not self._parent.has_ended or pid in {neighbour.pid for neighbour in near.values()}:
             return None
         what = f"process {pid}, which had started the ranks, has ended"
-        return Found(what, "Whoever ended it meant the job, or it was killed for want of memory")
+        return Found(what, "Either someone ended the job, or it was killed for lack of memory")
 
     # Other machines
 
@@ -402,8 +402,8 @@ class Failures:
         if silent < limit or self.is_over(watched.rank):
             return None
         where = heard.partition(" ")[2] or "the start-up"
-        what = f"{watched} gives no sign of life for {limit:.0f} s, since {where}"
-        return Found(what, "Is that machine up, and the network?", watched.rank)
+        what = f"{watched} has given no sign of life for {limit:.0f} s, since {where}"
+        return Found(what, "Check whether its machine and the network are up", watched.rank)
 
     # The end of this rank
 
@@ -432,6 +432,8 @@ class Failures:
     def _lead(self, exception: BaseException) -> None:
         """A failure for a reason of its own: the cause, unless another rank has failed before."""
         what = f"{self.job.this} raised {type(exception).__name__} in {HERE.text}"
+        if str(exception):
+            what += f": {first_line(exception).removesuffix('.')}"
         if self._claim(what, self.job.rank):
             if isinstance(exception, SystemExit | KeyboardInterrupt):
                 say(_told(what))  # the interpreter says nothing of those
@@ -450,7 +452,7 @@ class Failures:
         until(self._find_cause, _A_MOMENT)
         what = f"{self.job.this} gave up waiting in {HERE.text}: {text}{self._meanwhile()}"
         if self._cause() is None and self._claim(what, self.job.rank):
-            remedy = "If a rank only computes for long, set TSPipeStrategy(timeout=...) above that"
+            remedy = "If a rank is just slow, set a higher TSPipeStrategy(timeout=...)"
             self._tell_at_the_end(exception, _told(what, remedy))
         else:
             self._stop_too(exception, text)
@@ -540,6 +542,7 @@ def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
     for child in children:
         try:
             child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):  # a second Ctrl-C waits for nobody
+            deadline = 0.0
             child.kill()
             child.wait()  # so that all have ended when this process looks for what they have left

@@ -45,9 +45,9 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     address = f"{shared_temporary_folder()}/listener-12345678"  # such as multiprocessing makes up
     if get_sharing_strategy() == "file_descriptor" and len(os.fsencode(address)) > _LONGEST_ADDRESS:
         raise ConfigurationError(
-            f"the loader's workers can't send a batch: their sockets would have names such as "
-            f"{address}, and none longer than {_LONGEST_ADDRESS} characters can be opened. Set "
-            "TMPDIR to a shorter folder, or num_workers=0"
+            f"the loader's workers can't send a batch: their sockets would have paths such as "
+            f"{address}, but the limit is {_LONGEST_ADDRESS} characters. Set "
+            "TMPDIR to a shorter path, or num_workers=0"
         )
     context = loader.multiprocessing_context or multiprocessing
     if not _CAN_WAIT or context.get_start_method() == "forkserver":

@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import struct
@@ -87,7 +88,7 @@ def make_job_folder(name: str) -> Path:
         if entry.exists():
             raise ConfigurationError(
                 f"another job of this user (process {_holder(entry)}) has the same "
-                "address and port. Set MASTER_PORT to another one for each job"
+                "address and port. Set MASTER_PORT to a different one for each job"
             )
         folder = Path(tempfile.mkdtemp(dir=base, prefix=_WORK))
         file = os.open(entry, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -123,6 +124,18 @@ def remove_job_folder(folder: Path) -> None:
     _remove(folder)
 
 
+def make_temporary_folder(folder: Path, rank: int) -> None:
+    """Make this process's own folder for sockets; it is removed with the job's, if not before.
+
+    As multiprocessing makes it, but noted before it is there: a rank may be killed at any moment.
+    """
+    path = Path(tempfile.gettempdir(), f"pymp-{secrets.token_hex(4)}")
+    remove_too(folder, rank, str(path))
+    path.mkdir(0o700)
+    util.Finalize(None, shutil.rmtree, (path, True), exitpriority=-100)
+    current_process()._config["tempdir"] = str(path)  # type: ignore[attr-defined] # noqa: SLF001
+
+
 def remove_too(folder: Path, rank: int, path: str) -> None:
     """Let a folder of a rank's own be removed with the job's, should the rank not come to it."""
     with suppress(OSError):
@@ -135,17 +148,15 @@ def shared_temporary_folder() -> str:
     The process that made it removes it at its end; should it be killed, the user's next job does.
     A job of several ranks has ranks that do (see ``remove_too``); one rank has nobody else.
     """
-    is_new = not has_shared_temporary_folder()
-    path = util.get_temp_dir()
-    if is_new:
-        # Before it is removed (-100): workers of a rank that was killed outlive this process.
-        util.Finalize(None, _await_listeners, (Path(path),), exitpriority=-99)
+    if not has_shared_temporary_folder():
         with suppress(OSError, TimeoutError, ConfigurationError):
             folder = make_job_folder(entry_name("alone", str(os.getpid())))
-            remove_too(folder, 0, path)
             # After this process has removed its own temporary files (-100).
             util.Finalize(None, remove_job_folder, (folder,), exitpriority=-101)
-    return path
+            make_temporary_folder(folder, 0)
+        # Before it is removed (-100): workers of a rank that was killed outlive this process.
+        util.Finalize(None, _await_listeners, (Path(util.get_temp_dir()),), exitpriority=-99)
+    return util.get_temp_dir()
 
 
 def has_shared_temporary_folder() -> bool:

@@ -40,9 +40,9 @@ from lightning_tspipe.runtime.faults.private_folder import (
     find_job_folder,
     has_shared_temporary_folder,
     make_job_folder,
+    make_temporary_folder,
     private_folder,
     remove_job_folder,
-    remove_too,
 )
 
 JOB_TOKEN = "LIGHTNING_TSPIPE_JOB"  # noqa: S105 - the name of an environment variable
@@ -135,8 +135,8 @@ class Job:
         if not self.notes.claim(f"member/{self.rank}", json.dumps(asdict(self.this))):
             other = self._read(self.rank)
             raise ConfigurationError(
-                f"{self.this}: another process, {other or 'which has ended'}, is this rank of the "
-                "job already. Two jobs must not have the same MASTER_ADDR and MASTER_PORT"
+                f"{self.this}: another process, {other or 'which has ended'}, already has this "
+                "rank in the job. Two jobs must not have the same MASTER_ADDR and MASTER_PORT"
             )
 
     def find(self, rank: int) -> Member | None:
@@ -191,9 +191,9 @@ class Job:
         in_time = local_processes.until(lambda: not self.missing() or has_failed(), seconds)
         if missing := ", ".join(map(str, self.missing())):
             if in_time:
-                raise TransportError(f"rank {missing} has not come")
+                raise TransportError(f"rank {missing} has not joined")
             raise TransportError(
-                f"no word of rank {missing} within {seconds:.0f} s of the start. If it has "
+                f"rank {missing} did not join within {seconds:.0f} s of the start. If it has "
                 "failed, its output says why"
             )
 
@@ -319,7 +319,7 @@ def meet(port: int, rank: int, num_ranks: int, patience: timedelta, *, on_one_ma
             HERE.share(job.folder, rank)
             if not has_shared_temporary_folder():
                 # Made now, it is also that of loaders' workers, who leave their sockets there.
-                remove_too(job.folder, rank, util.get_temp_dir())
+                make_temporary_folder(job.folder, rank)
         # Not atexit, which processes that multiprocessing has started don't ask; and after this
         # process has removed its own temporary files (-100).
         util.Finalize(None, job.leave, exitpriority=-101)
@@ -410,7 +410,7 @@ def _wait_for_rank_0(port: int, patience: timedelta) -> Path:
     found = local_processes.until(lambda: find_job_folder(name), seconds)
     if found is None:
         raise TransportError(
-            f"rank 0 did not come within {seconds:.0f} s. The ranks of one machine meet in "
+            f"rank 0 did not join within {seconds:.0f} s. The ranks of one machine meet in "
             f"{private_folder() / name}: all of them need the same MASTER_PORT and TMPDIR. If rank "
             "0 has failed, its output says why"
         )

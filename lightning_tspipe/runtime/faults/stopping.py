@@ -58,7 +58,7 @@ class Stop:
 
     def __post_init__(self) -> None:
         self._prefix = f"stop-{self.run}/"
-        self._asked: set[str] = set()
+        self._asked: dict[str, str] = {}  # the rank that was asked
         self._agreed: set[str] = set()
         self._due: dict[str, int] = {}
         self._next_look = 0.0
@@ -74,10 +74,14 @@ class Stop:
         """Whether this rank itself was asked to stop."""
         return END in self._asked
 
-    def ask(self, word: str) -> None:
-        """Ask for something, on any rank; may be called in a signal handler."""
-        self._asked.add(word)
-        self.notes.leave(self._prefix + word)
+    def ask(self, word: str, rank: str) -> None:
+        """Ask for something, on the rank that was asked; may be called in a signal handler."""
+        self._asked[word] = rank
+        self.notes.leave(self._prefix + word, rank)
+
+    def asked_rank(self, word: str) -> str:
+        """The rank that was asked for something."""
+        return self._asked.get(word) or self.notes.read(self._prefix + word) or ""
 
     def hear(self, word: str) -> None:
         """On every rank, the data rank too: what this step's header says."""
@@ -139,10 +143,11 @@ class Stop:
         now = time.monotonic()
         if at_once or now >= self._next_look:
             self._next_look = now + _PERIOD
-            self._asked.update(w for w in _WORDS if self.notes.read(self._prefix + w) is not None)
+            found = {word: self.notes.read(self._prefix + word) for word in _WORDS}
+            self._asked.update({word: rank for word, rank in found.items() if rank is not None})
 
     def _pending(self) -> str:
-        return next((w for w in _WORDS if w in self._asked - self._agreed), "")
+        return next((w for w in _WORDS if w in self._asked.keys() - self._agreed), "")
 
     def _due_key(self, word: str) -> str:
         return f"{self._prefix}due/{word}"

@@ -113,9 +113,9 @@ def refuse_teacher(captured: Captured) -> None:
     """
     if "teacher" in captured.networks:
         raise ConfigurationError(
-            "the step calls a teacher, and FreezeAndRepack makes the frozen layers run in its "
-            "place. Use FreezeAndRepack where training_step calls the student only: an average of "
-            "its weights (MomentumEMA) may be there, and validation_step may call it"
+            "the step calls a teacher, but FreezeAndRepack runs the frozen layers in its place. "
+            "Use FreezeAndRepack where training_step calls the student only: the module may have "
+            "an average of its weights (MomentumEMA), which validation_step may call"
         )
 
 

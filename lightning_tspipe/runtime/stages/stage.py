@@ -328,7 +328,7 @@ class Execution:
                 raise ConfigurationError(
                     f"{name} ({type(self._stateful[name]).__name__}) changes its buffer {key!r} "
                     "whenever it runs, and with activation_checkpointing it runs twice. Name the "
-                    "atoms that may: TSPipeStrategy(activation_checkpointing=[...])"
+                    "atoms that may run twice: TSPipeStrategy(activation_checkpointing=[...])"
                 )
         return result
 

@@ -210,7 +210,4 @@ class Alone(Transport):
 def failure(rank: int, verb: str, peer: int | None, reason: str) -> TransportError:
     """The error of a transfer that failed since a peer did."""
     who = "a peer" if peer is None else f"rank {peer}"
-    return TransportError(
-        f"rank {rank} could not {verb} {who}: it ended or stalled ({reason}). "
-        "The cause is in the output of that rank"
-    )
+    return TransportError(f"rank {rank} could not {verb} {who}: it ended or stalled ({reason})")

@@ -305,7 +305,10 @@ class SharedMemoryTransport(Transport):
         deadline = time.monotonic() + self._timeout
         while True:
             try:
-                socket.send_fds(peer.socket, [packet], files)
+                if files:
+                    socket.send_fds(peer.socket, [packet], files)
+                else:
+                    peer.socket.send(packet)
                 break
             except BlockingIOError:
                 self._make_room(target, deadline)

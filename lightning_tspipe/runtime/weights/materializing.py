@@ -66,7 +66,7 @@ class Source(ABC):
             return list(groups)
         if len(saved) != len(groups):
             raise ConfigurationError(
-                f"optimizer {index} has {len(groups)} parameter groups, and {len(saved)} in the "
+                f"optimizer {index} has {len(groups)} parameter groups, but {len(saved)} in the "
                 "checkpoint. Configure as many as the run that saved it"
             )
         return [

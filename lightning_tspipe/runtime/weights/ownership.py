@@ -294,9 +294,9 @@ def followed_tensors(
                 found[f"{copy}.{name}"] = f"{original}.{name}"
             elif needs_all:
                 raise PartitionError(
-                    f"the step averages parameters, and {copy}.{name} has no counterpart of its "
-                    "name and shape in the student, so that the parts of a pair could come to "
-                    "different ranks. Give the teacher the same structure as the beginning of the "
-                    "student (copy.deepcopy)"
+                    f"the step averages parameters, but {copy}.{name} has no counterpart with its "
+                    "name and shape in the student, so the two could be on different ranks. "
+                    "Give the teacher the same structure as the beginning of the student "
+                    "(copy.deepcopy)"
                 )
     return found

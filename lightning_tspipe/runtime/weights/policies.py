@@ -77,8 +77,8 @@ def check_depth(policy: WeightPolicy, num_ranks: int, batches_per_update: int) -
     """
     if policy.delay is not None and num_ranks > 1 and batches_per_update < num_ranks:
         raise ConfigurationError(
-            "weights='2bw' keeps two versions of the weights, which takes at least as many batches "
+            "weights='2bw' keeps two versions of the weights, which needs at least as many batches "
             f"per update as stages: accumulate_grad_batches={batches_per_update} for {num_ranks} "
-            f"stages. Use accumulate_grad_batches={num_ranks} or more (with batches that are "
-            "smaller by as much), or weights='pipedream'"
+            f"stages. Use accumulate_grad_batches={num_ranks} or more (with batches smaller by "
+            "the same factor), or weights='pipedream'"
         )

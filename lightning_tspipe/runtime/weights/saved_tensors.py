@@ -131,9 +131,9 @@ def repeating(written: Written, saved: Saved) -> Iterator[Pack]:
 
 def _other() -> ConfigurationError:
     return ConfigurationError(
-        "the checkpoint was made within an epoch, and the forwards that were under way saved other "
-        "tensors than the same forwards do here. Go on with the versions of torch and of the "
-        "module that made it, or from a checkpoint of the end of an epoch"
+        "the checkpoint was saved within an epoch, and the forwards in flight saved different "
+        "tensors than the same forwards do here. Resume with the versions of torch and of the "
+        "module that saved it, or from a checkpoint of the end of an epoch"
     )
 
 

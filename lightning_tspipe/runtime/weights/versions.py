@@ -151,16 +151,16 @@ class WeightChecks:
         for name, is_changed in zip(self.parameters, are_changed, strict=True):
             if is_changed:
                 raise ConfigurationError(
-                    f"{name!r} was changed between two updates, while forwards of later batches "
-                    "are under way that have read it. With schedule='1f1b' only optimizer.step may "
-                    "change what is trained; use schedule='gpipe', or do it where an epoch begins"
+                    f"{name!r} was changed between two updates, after forwards of batches in "
+                    "flight have read it. With schedule='1f1b' only optimizer.step may change what "
+                    "is trained; use schedule='gpipe', or change it at the start of an epoch"
                 )
 
     def _refuse_lost(self, steps: int, are_lost: Sequence[Sequence[bool]]) -> None:
         for name, is_lost, was_lost in zip(self.parameters, *are_lost, strict=True):
             if is_lost:
-                whose = "it holds one itself" if was_lost else (
-                    "its optimizer's state holds one, or the learning rate is too high"
+                whose = "the parameter itself is not" if was_lost else (
+                    "its optimizer's state is not, or the learning rate is too high"
                 )  # fmt: skip
                 raise ConfigurationError(
                     f"the prediction of {name!r} by {steps} updates is not finite: {whose}"

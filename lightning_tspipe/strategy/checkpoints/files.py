@@ -125,13 +125,13 @@ def explain_damage(path: Any) -> Iterator[None]:
         if isinstance(error, PermissionError) or not file.is_file():
             raise
         if not is_archive(file):
-            why = "it does not begin as one does, so it is damaged, or something else"
+            why = "it does not begin like one, so it is damaged, or not a checkpoint"
             with file.open("rb") as opened:
                 if opened.read(len(_MAGIC)) == _MAGIC:
                     why = "it was cut off when it was written or copied"
             raise CheckpointError(
-                f"{str(file)!r} is no complete checkpoint (it has {file.stat().st_size:,} bytes): "
-                f"{why}. Give ckpt_path another one{others_beside(file)}"
+                f"{str(file)!r} is not a complete checkpoint ({file.stat().st_size:,} bytes): "
+                f"{why}. Give another ckpt_path{others_beside(file)}"
             ) from None
         told = _damage_behind(error, file)
         if told is not None:
@@ -186,7 +186,7 @@ def _compare(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
     is_folder = record.external_attr & _IS_FOLDER
     is_packed = record.compress_type != zipfile.ZIP_STORED
     if is_folder or is_packed or record.compress_size != record.file_size:
-        raise zipfile.BadZipFile("it is stored otherwise than torch does it")
+        raise zipfile.BadZipFile("it is not stored the way torch does it")
     with archive.open(record) as content:
         while content.read(_PIECE):
             pass
@@ -224,8 +224,8 @@ def untrusted(path: Path, what: str, error: UnpicklingError) -> CheckpointError:
     named = f" ({found[1]})" if found else ""
     return CheckpointError(
         f"{str(path)!r}: {what} holds more than tensors and plain values{named}, and reading it "
-        "may run code. If you trust who made it, pass weights_only=False beside ckpt_path, as in "
-        "trainer.fit(..., weights_only=False), or name the class by "
+        "may run code. If you trust its author, pass weights_only=False along with ckpt_path, as "
+        "in trainer.fit(..., weights_only=False), or allow the class with "
         "torch.serialization.add_safe_globals([...])"
     )
 
@@ -240,7 +240,7 @@ def damaged(path: Path, what: str, *, is_summed: bool = False) -> CheckpointErro
     """
     skip = "; TSPipeStrategy(verify_checkpoint=False) would read it as it is" if is_summed else ""
     return CheckpointError(
-        f"{str(path)!r} is damaged: {what}. Give ckpt_path another one{others_beside(path)}{skip}"
+        f"{str(path)!r} is damaged: {what}. Give another ckpt_path{others_beside(path)}{skip}"
     )
 
 
@@ -253,7 +253,7 @@ def others_beside(file: Path) -> str:
     ]
     found.sort(key=lambda other: other.stat().st_mtime, reverse=True)
     names = ", ".join(repr(other.name) for other in found[:_MANY])
-    return f"; beside it lie {names}" if names else ""
+    return f"; its folder also has {names}" if names else ""
 
 
 class FileSource(Source):

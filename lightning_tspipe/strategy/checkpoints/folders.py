@@ -81,9 +81,9 @@ def is_sharded(path: Path) -> bool:
     if missing:
         found = sorted(entry.name for entry in path.iterdir())
         raise CheckpointError(
-            f"{str(path)!r} is a folder, but not a whole checkpoint of shards: "
+            f"{str(path)!r} is a folder, but not a complete sharded checkpoint: "
             f"{' and '.join(missing)} is missing (it holds {', '.join(found[:5]) or 'nothing'}). "
-            f"Give ckpt_path another one{files.others_beside(path)}"
+            f"Give another ckpt_path{files.others_beside(path)}"
         )
     return True
 
@@ -154,10 +154,10 @@ def from_json(text: bytes) -> dict[str, Sums]:
     try:
         data = json.loads(text.decode("ascii"))
         if data["version"] != _VERSION:
-            raise files.DamageError(f"it has version {data['version']!r}, and known is {_VERSION}")
+            raise files.DamageError(f"it has version {data['version']!r}, not {_VERSION}")
         table = data["files"]
         if int(data["crc32"], 16) != _sum_of_table(table):
-            raise files.DamageError("its checksum does not fit")
+            raise files.DamageError("its checksum does not match")
         return {
             name: Sums(entry["size"], tuple(int(block, 16) for block in entry["blocks"].split()))
             for name, entry in table.items()
@@ -245,7 +245,7 @@ class FolderSource(Source):
             for chunk in entry.chunks:
                 part = self._read_piece(MetadataIndex(name, chunk.offsets), trusts=False)
                 if not isinstance(part, Tensor) or part.shape != chunk.sizes:
-                    raise ForeignError(f"a part of it is a {type(part).__name__} that does not fit")
+                    raise ForeignError(f"a part is a {type(part).__name__} that does not belong")
                 if part.shape == entry.size:
                     return part.to(whole.dtype)
                 ends = zip(chunk.offsets, chunk.sizes, strict=True)
@@ -281,7 +281,7 @@ class FolderSource(Source):
             content = file.read(BLOCK)
         if (zlib.crc32(content),) != self._table[name].blocks[number : number + 1]:
             raise files.DamageError(
-                f"of its file {name!r}, bytes {first:,} to {first + len(content):,} differ from "
+                f"bytes {first:,} to {first + len(content):,} of its file {name!r} differ from "
                 "what was written"
             )
 
@@ -313,9 +313,9 @@ class FolderSource(Source):
             raise
         except ForeignError as error:
             raise CheckpointError(
-                f"{str(self._path)!r} is no checkpoint of shards in the layout of this strategy "
-                f"and of Lightning's FSDPStrategy: {what}: {error}. Nothing of it was run. Give "
-                f"ckpt_path another one{files.others_beside(self._path)}"
+                f"{str(self._path)!r} is not a sharded checkpoint in the layout of this strategy "
+                f"and Lightning's FSDPStrategy: {what}: {error}. No code from it was run. Give "
+                f"another ckpt_path{files.others_beside(self._path)}"
             ) from None
         except files.DamageError as error:
             told = f"{error}, so {what} can't be read"
@@ -345,7 +345,7 @@ def _contents_of(content: bytes) -> Metadata:
     except ForeignError:
         raise
     except Exception as error:  # noqa: BLE001 - what a pickle that is none may end with has no common type
-        raise ForeignError(f"its parts don't fit ({type(error).__name__}: {error})") from None
+        raise ForeignError(f"it is inconsistent ({type(error).__name__}: {error})") from None
 
 
 class _Unpickler(pickle.Unpickler):
@@ -359,12 +359,12 @@ class _Unpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype):
             return vars(torch)[global_name]
         raise ForeignError(
-            f"it would load {module_name}.{global_name}, which is no part of a checkpoint of shards"
+            f"it would load {module_name}.{global_name}, which no sharded checkpoint needs"
         )
 
     @override
     def persistent_load(self, pid: Any) -> Any:
-        raise ForeignError("it points to objects outside")
+        raise ForeignError("it refers to objects outside the file")
 
 
 def _checked(found: Any) -> Metadata:
@@ -399,6 +399,6 @@ def _check_entry(name: str, entry: Any, pieces: Mapping[MetadataIndex, Any]) -> 
     if isinstance(entry, TensorStorageMetadata):
         parts = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
         if sum(prod(chunk.sizes) for chunk in entry.chunks) != prod(entry.size):
-            raise ForeignError(f"{name!r} has another shape than its parts make up")
+            raise ForeignError(f"the shape of {name!r} does not match its parts")
     if not all(part in pieces for part in parts):
-        raise ForeignError(f"its parts don't fit: there is nothing of {name!r}")
+        raise ForeignError(f"it is inconsistent: parts of {name!r} are missing")

@@ -24,8 +24,8 @@ ENTRY = "lightning_tspipe"
 """In a checkpoint, what a pipeline needs beside Lightning's own to go on where it stopped."""
 _REPEATED = (
     "the checkpoint was saved within an epoch, by another strategy or with another number of "
-    "replicas, and its training loader has no state: the rest of the epoch reads batches from its "
-    "beginning. Go on from the end of an epoch, or use a loader with state_dict and load_state_dict"
+    "replicas, and its training loader has no state: the rest of the epoch repeats its first "
+    "batches. Resume from the end of an epoch, or use a loader with state_dict and load_state_dict"
 )
 
 
@@ -104,8 +104,8 @@ class CheckpointReader:
     def _tell_unverified(self, path: Path, *, has_checksums: bool) -> None:
         if self._verifies and not has_checksums and self._run.is_global_zero:
             warnings.warn(
-                f"{str(path)!r} was written without checksums: it is loaded, and not verified. One "
-                "that is saved by this run has them",
+                f"{str(path)!r} has no checksums: it is loaded without verification. Checkpoints "
+                "that this run saves have them",
                 stacklevel=2,
             )
 
@@ -151,9 +151,9 @@ def _check_names(own: dict[str, tuple[int, ...]], source: Source, *, strict: boo
     unexpected = sorted(set(source.shapes) - own.keys())
     if strict and (missing or unexpected):
         raise ConfigurationError(
-            f"the checkpoint is one of another module: it lacks {missing[:5]} ({len(missing)} "
+            f"the checkpoint belongs to another module: it lacks {missing[:5]} ({len(missing)} "
             f"names), and it has {unexpected[:5]} ({len(unexpected)} names), which the module "
-            "lacks. Set strict_loading = False in the module to load what agrees"
+            "lacks. Set strict_loading = False in the module to load what matches"
         )
     for name, shape in source.shapes.items():
         if name in own and own[name] != shape:

@@ -68,8 +68,8 @@ class CheckpointWriter:
         plugin = innermost(self._run.checkpoint_io)
         if writes_shards and not is_usual(plugin):
             raise ConfigurationError(
-                f"{type(plugin).__name__} would not be asked: a checkpoint of shards is written by "
-                "torch.distributed.checkpoint. Leave the plugin out, or save one file through rank "
+                f"{type(plugin).__name__} would not be used: a sharded checkpoint is written by "
+                "torch.distributed.checkpoint. Remove the plugin, or save one file through rank "
                 "0's memory: TSPipeStrategy(save_distributed_checkpoint=False)"
             )
 
@@ -133,8 +133,8 @@ class CheckpointWriter:
             return
         if self._is_torn:
             log.warning(
-                "no checkpoint of this failure: it came in the middle of a batch, of which "
-                "gradients, statistics or the teacher hold a part already. The last one is complete"
+                "no checkpoint was saved on this failure: it came in the middle of a batch, part "
+                "of which is in gradients, statistics or the teacher. The last one is complete"
             )
             return
         HERE.interrupt(SAVING)
@@ -149,8 +149,8 @@ class CheckpointWriter:
         if self._run.is_global_zero and self._run.has_met and not self.has_told:
             self.has_told = True
             log.warning(
-                "no checkpoint of this failure: other ranks hold parts of the model, and they may "
-                "be gone. The last checkpoint before it is complete"
+                "no checkpoint was saved on this failure: other ranks hold parts of the model, "
+                "and may be gone. The last checkpoint before it is complete"
             )
 
     def _add_progress(self, checkpoint: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class CheckpointWriter:
     def _write_shards(self, checkpoint: dict[str, Any], path: Path, storage_options: Any) -> None:
         if storage_options is not None or ":/" in str(path):  # Path makes one of two slashes
             raise ConfigurationError(
-                f"{str(path)!r}: a checkpoint of shards goes into a folder that all ranks see, and "
+                f"{str(path)!r}: a sharded checkpoint needs a folder that all ranks can see, and "
                 "takes no storage_options"
             )
         run = self._run
@@ -244,8 +244,10 @@ class CheckpointWriter:
             Exception: One was not written, and no rank has ended yet; later it is too late to say.
         """
         writer, self._writer = self._writer, None
-        if writer is not None:
-            (writer.wait if waits else writer.abandon)()
+        if writer is not None and waits:
+            writer.wait()
+        elif writer is not None:
+            writer.abandon()
         try:
             self._run.checkpoint_io.teardown()
         except Exception as error:

@@ -95,8 +95,8 @@ class Run(LightningStrategy):
         given: Any = num_stages
         if given is not None and not (isinstance(given, int) and given >= 1):
             raise ConfigurationError(
-                f"num_stages={num_stages!r}: the number of devices of each pipeline, from 1 on, or "
-                "None for all devices"
+                f"num_stages={num_stages!r} must be the number of devices of each pipeline, at "
+                "least 1, or None for all devices"
             )
         self.namespace = installed_namespaces()[0]
         self.options = options

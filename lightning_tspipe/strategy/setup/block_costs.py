@@ -106,8 +106,8 @@ class BlockPlanner:
             if sum(wished.partition) != len(names) or sum(wished.widths) != num_ranks:
                 raise PartitionError(
                     f"partition={list(wished.partition)}, widths={list(wished.widths)}: there are "
-                    f"{len(names)} blocks and {num_ranks} devices, and the numbers must add up to "
-                    "them"
+                    f"{len(names)} blocks and {num_ranks} devices, which these numbers must add "
+                    "up to"
                 )
             plan = RelayPlan((0, *accumulate(wished.partition)), wished.widths, names=names)
         elif num_ranks == 1 or wished.mode in {"ir", "dp"}:
@@ -158,7 +158,7 @@ class BlockPlanner:
             text = file.read_text(encoding="utf-8")
         text = transport.broadcast_object(text, LOSS_RANK)
         if text is not None:
-            rank_zero_info(f"BlockwiseRelay: what blocks cost is known from {file}")
+            rank_zero_info(f"BlockwiseRelay: costs of blocks are read from {file}")
         else:
             # Each rank measures some of them, so that it takes less time.
             mine = self.pairs[transport.rank :: transport.num_ranks]
@@ -260,7 +260,7 @@ def _write(file: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(file)
     except OSError as error:
-        rank_zero_info(f"BlockwiseRelay: the measured costs are not kept: {error}")
+        rank_zero_info(f"BlockwiseRelay: the measured costs were not saved: {error}")
 
 
 def _first(leaf: Tensor, samples: int) -> Tensor:

@@ -65,7 +65,7 @@ def checked(module: nn.Module, networks: Networks) -> Networks:
             if other != full:
                 raise ConfigurationError(
                     f"{full!r} and {other!r} are the same submodule: student and teacher, and "
-                    "their parts, must be modules of their own (copy.deepcopy makes one)"
+                    "their parts, must be separate modules (copy.deepcopy makes one)"
                 )
             if full in {*student, *teacher} and full != name:
                 raise ConfigurationError(
@@ -125,14 +125,14 @@ def fanout_networks(module: nn.Module, options: SetupOptions) -> Networks:
         ConfigurationError: No trunk, a trunk that is trained, or options that heads don't have.
     """
     name, trunk, own = type(module).__name__, getattr(module, "teacher", None), cast("Any", module)
-    beside = "does not go with heads on a trunk:"
+    beside = "does not work with heads on a trunk:"
     refuse({
         f"{name}.student is a StudentFanout: derive {name} from FanoutTraining first, as in class "
         "Tasks(FanoutTraining, LightningModule), which runs its steps for each head":
         not isinstance(module, FanoutTraining),
         f"{name} has heads and no trunk: give it a submodule `teacher`":
         not isinstance(trunk, nn.Module),
-        f"schedule={options.schedule!r} {beside} heads wait for no other rank as it is. Use "
+        f"schedule={options.schedule!r} {beside} heads never wait for other ranks anyway. Use "
         "schedule='tspipe'": options.schedule == "1f1b",
         f"plan {beside} heads are measured when they are placed. Give partition= and "
         "num_microbatches=": options.plan is not None,

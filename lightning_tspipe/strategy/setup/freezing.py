@@ -233,7 +233,7 @@ def place_frozen(
     if freezing.num_stages is not None and number < freezing.num_stages:
         raise PartitionError(
             f"{num_atoms - num_frozen} atoms are trained: too few for {freezing.num_stages} "
-            "stages. Give FreezeAndRepack(repack=...) fewer"
+            "stages. Use fewer in FreezeAndRepack(repack=...)"
         )
     student = _even_cuts(num_frozen, num_atoms, number)
     teacher = _even_cuts(0, num_frozen, min(num_ranks, num_frozen))

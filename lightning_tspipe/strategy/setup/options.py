@@ -79,34 +79,34 @@ class SetupOptions:
         return {
             f"schedule={self.schedule!r}: choose {', '.join(map(repr, SCHEDULES))} or "
             f"{ASYNCHRONOUS!r}": self.schedule not in {*SCHEDULES, ASYNCHRONOUS},
-            f"num_microbatches={number!r}: 'auto' or a number from 1 on":
+            f"num_microbatches={number!r}: must be 'auto' or at least 1":
             number != "auto" and not is_count,
-            f"partition={self.partition!r}: 'auto', or the number of atoms of each stage":
+            f"partition={self.partition!r}: must be 'auto' or the number of atoms of each stage":
             isinstance(self.partition, str) and self.partition != "auto",
-            f"costs={self.costs!r}: 'measured', 'flops', or 'auto': 'flops' where torch is to be "
-            "deterministic": self.costs not in {"auto", "measured", "flops"},
-            f"queue_depth={depth!r}: 'auto' or a number from 0 on": depth != "auto" and depth < 0,
-            f"activation_checkpointing={again!r}: 'auto', True, or a list of patterns":
+            f"costs={self.costs!r}: must be 'measured', 'flops', or 'auto' ('flops' where torch "
+            "is to be deterministic)": self.costs not in {"auto", "measured", "flops"},
+            f"queue_depth={depth!r}: must be 'auto' or at least 0": depth != "auto" and depth < 0,
+            f"activation_checkpointing={again!r}: must be 'auto', True, or a list of patterns":
             isinstance(again, str) and again != "auto",
             f"weights={self.weights!r} is for schedule='1f1b'; with schedule={self.schedule!r} the "
             "student always reads its newest weights": not is_late and self.weights is not None,
             f"drain_epochs=False is for schedule='1f1b'; with schedule={self.schedule!r} no batch "
-            "is under way where an epoch ends. Remove it": not is_late and not self.drain_epochs,
+            "is in flight at the end of an epoch. Remove it": not is_late and not self.drain_epochs,
             f"num_microbatches={number} with schedule='1f1b': a batch is one unit there. Leave it "
             "out, and give the loader a smaller batch_size": is_late and number not in {"auto", 1},
-            "split_backward=True with schedule='1f1b': no rank waits, so halves have nothing to "
+            "split_backward=True with schedule='1f1b': no rank waits, so there is no idle time to "
             "fill. Leave it out": is_late and self.split_backward is True,
-            "compile with schedule='1f1b': what a compiled backward reads of the weights can't be "
-            "exchanged for another version. Leave one of them out":
+            "compile with schedule='1f1b': a compiled backward can't be given another version of "
+            "the weights. Leave one of them out":
             is_late and self.compile is not False,
             "split_backward=True with activation_checkpointing: each half would run the stage "
             "again. Leave one of them out":
             self.split_backward is True and (again is True or not isinstance(again, bool | str)),
             "split_backward=True with compile: the backward of a compiled stage is one piece. "
             "Leave one of them out": self.split_backward is True and self.compile is not False,
-            f"compile={self.compile!r} runs CUDA graphs, which write each result where the one "
-            "before it was: a pipeline still needs that one, for a backward or since it is on its "
-            "way to another device. Use mode='max-autotune-no-cudagraphs', or no mode":
+            f"compile={self.compile!r} runs CUDA graphs, which overwrite each result with the "
+            "next: a pipeline still needs it, for a backward or while it is being sent to another "
+            "device. Use mode='max-autotune-no-cudagraphs', or no mode":
             arguments.get("mode") in {"reduce-overhead", "max-autotune"}
             or bool(chosen.get("triton.cudagraphs")),
         }  # fmt: skip
@@ -142,7 +142,7 @@ class SetupOptions:
             matches = {i for i, name in enumerate(atom_names) if fnmatchcase(name, pattern)}
             if not matches:
                 raise ConfigurationError(
-                    f"activation_checkpointing: {pattern!r} is the name of no atom; there are "
+                    f"activation_checkpointing: {pattern!r} matches no atom; there are "
                     f"{', '.join(atom_names)}"
                 )
             found |= matches
@@ -256,8 +256,8 @@ def _text_in(file: Path) -> str:
     text: str | None = entry[0].get(PLAN)
     if text is None:
         raise ConfigurationError(
-            f"plan={str(file)!r}: the checkpoint has no plan. It is one of another strategy, of an "
-            "older version, or of a run that searched for none: whose partition was given, that "
-            "has heads or relayed blocks, or ran on one device"
+            f"plan={str(file)!r}: the checkpoint has no plan. It is from another strategy, an "
+            "older version, or a run that searched for none: with a given partition, heads or "
+            "relayed blocks, or on one device"
         )
     return text

@@ -33,7 +33,7 @@ _REFUSED_CALLBACKS = {
         "lightning_tspipe.PipelineThroughputMonitor"
     ),
     "BatchSizeFinder": (
-        "it tries sizes until memory runs out, which one rank notices and the others wait for. "
+        "it tries batch sizes until one rank runs out of memory, and the others wait for it. "
         "`tspipe plan` counts the memory; or find the size with strategy='auto'"
     ),
 }
@@ -69,15 +69,15 @@ def refuse_module(trainer: Any, module: Any, optimizers: Iterable[Any]) -> None:
         "batches for all. Write training_step(self, batch, batch_idx)":
         "dataloader_iter" in inspect.signature(module.training_step).parameters,
         **{
-            f"{name}(start_step={start}) counts optimizer steps, and how many of them a batch has "
-            "is seen too late where the module optimizes by hand (automatic_optimization = False). "
+            f"{name}(start_step={start}) counts optimizer steps, but with manual optimization "
+            "(automatic_optimization = False) their number per batch is known too late. "
             "Leave start_step out": start > 0 and not module.automatic_optimization
             for name, start in starts.items()
         },
-        "ZeroRedundancyOptimizer divides parameters among processes that hold all of them, and "
-        "the stages of a pipeline are divided already. Use the optimizer that it wraps":
+        "ZeroRedundancyOptimizer divides parameters among processes that hold all of them, but "
+        "a pipeline's stages already divide them. Use the optimizer that it wraps":
         any(base.__name__ == "ZeroRedundancyOptimizer" for o in plain for base in type(o).__mro__),
-        "LBFGS runs the step several times per batch, as often as each rank finds fit. Use an "
+        "LBFGS runs the step several times per batch, as often as each rank decides. Use an "
         "optimizer that runs it once, such as SGD or AdamW":
         any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in plain),
     })  # fmt: skip
@@ -127,7 +127,7 @@ def refuse_changes(before: list[Any], after: list[Any], *, has_stopped: bool) ->
     old, new = pytree.tree_leaves(before), pytree.tree_leaves(after)
     refuse({
         "training_step set trainer.should_stop, but the step runs on one rank, and the others "
-        "would go on. Set it in a hook, which all ranks run, by something that all ranks know "
+        "would go on. Set it in a hook, which all ranks run, based on what all ranks know "
         "(such as batch_idx), or use EarlyStopping": has_stopped,
         "training_step changed the learning rate or another value of an optimizer, but the step "
         "runs on one rank, and the others update their parameters too. Change it in a hook, which "
@@ -146,7 +146,7 @@ def refuse_compiled(module: nn.Module, names: Iterable[str]) -> None:
         for path, child in module.get_submodule(name).named_modules():
             if hasattr(child, "_orig_mod") or child._compiled_call_impl is not None:  # noqa: SLF001
                 raise ConfigurationError(
-                    f"{f'{name}.{path}'.rstrip('.')!r} is compiled already, so that it can't be "
+                    f"{f'{name}.{path}'.rstrip('.')!r} is already compiled, so it can't be "
                     "cut into stages. Remove torch.compile there and have the stages compiled: "
                     "TSPipeStrategy(compile=True)"
                 )
@@ -175,8 +175,8 @@ def refuse_loaders(trainer: Any) -> None:
     combined = trainer.fit_loop._combined_loader  # noqa: SLF001 - no public way
     number = 0 if combined is None else len(combined.flattened)
     refuse({
-        f"{number} training loaders: a pipeline reads ahead in one. Combine the datasets in one "
-        "loader (torch.utils.data.ConcatDataset, StackDataset)": number > 1
+        f"{number} training loaders: a pipeline reads ahead in only one. Combine the datasets in "
+        "one loader (torch.utils.data.ConcatDataset, StackDataset)": number > 1
     })  # fmt: skip
 
 
@@ -206,8 +206,8 @@ def refuse_training(
         (name, *part) for name in student for part in module.get_submodule(name).named_modules()
     ]
     refuse({
-        "schedule='1f1b' with automatic_optimization=False: when an update comes can't be known "
-        "ahead. Use automatic optimization, or another schedule": not module.automatic_optimization,
+        "schedule='1f1b' with automatic_optimization=False: updates can't be known in advance. "
+        "Use automatic optimization, or another schedule": not module.automatic_optimization,
         "schedule='1f1b' with precision='16-mixed': all ranks would have to agree on skipping a "
         "step, and so wait for each other. Use precision='bf16-mixed'":
         getattr(trainer.precision_plugin, "scaler", None) is not None,
@@ -243,7 +243,7 @@ def check_epochs(trainer: Any, num_ranks: int) -> None:
         "the last update of an epoch would come early. Make one a multiple of the other, or remove "
         "drain_epochs": bool(length % every),
         "drain_epochs=False with reload_dataloaders_every_n_epochs: an epoch is read before the "
-        "one before it has ended. Remove one of them":
+        "previous one has ended. Remove one of them":
         bool(trainer.reload_dataloaders_every_n_epochs),
     })  # fmt: skip
 
@@ -271,7 +271,7 @@ def teacher_check(parameters: Iterable[Tensor]) -> Callable[[], None]:
     def check() -> None:
         refuse({
             "the teacher's parameters are updated, but teacher and student are built differently, "
-            "so that the parts of a pair may be on different ranks. Give the teacher the same "
+            "so a pair of them may be on different ranks. Give the teacher the same "
             "structure as the beginning of the student (copy.deepcopy), or don't update it":
             sums() != before
         })  # fmt: skip

@@ -47,7 +47,7 @@ _OPTIONS = (
 _STAGES = ("num_ranks", "student_cuts", "student_ranks", "teacher_cuts", "teacher_ranks")
 
 _PIN = (
-    "A run that goes on from a checkpoint of this one goes by it too. For other runs, "
+    "A run that resumes from a checkpoint of this one uses it too. For other runs, "
     "plan='CHECKPOINT.ckpt' or a file of `tspipe plan --save` gives the same plan"
 )
 _NOTES: dict[Source, str] = {
@@ -214,7 +214,7 @@ class Resumption:
             if is_first and plan.source in _NOTES:
                 rank_zero_info(_NOTES[plan.source])
         elif found.carries_out(plan):
-            rank_zero_info("the plan is that of the checkpoint that the run goes on from")
+            rank_zero_info("the plan comes from the checkpoint that the run resumes from")
         elif found.made_for.get(FROZEN) == plan.made_for.get(FROZEN):  # else layers froze just now
             differences, changed = found.differences(plan.made_for), changes(found)
             because = "the checkpoint's plan was made for a different run: " + ", ".join(
@@ -223,11 +223,11 @@ class Resumption:
             if not differences:
                 because = "another plan was given (plan=) than the checkpoint has"
             if not changed:
-                rank_zero_info(f"{because}. The new one changes nothing but the rounding")
+                rank_zero_info(f"{because}. The new plan changes only the rounding")
                 return
             warnings.warn(
-                f"{because}. By the new one the run does not go on exactly as it would have: "
-                f"{'; '.join(changed)}. To go on exactly, start it as the first run was started",
+                f"{because}. With the new plan the run does not continue exactly as it would have: "
+                f"{'; '.join(changed)}. To continue exactly, start it as the first run was started",
                 stacklevel=2,
             )
 
@@ -261,7 +261,7 @@ def changes(
     told = {
         f"schedule={was!r} has become {is_!r}": any(late) and was != is_,
         "with schedule='1f1b' a layer's stage decides which version of its weights it reads, and "
-        "together with which layers its gradients are clipped": all(late) and stages,
+        "with which layers its gradients are clipped": all(late) and stages,
         f"BatchNorm normalises by micro-batches: {before.num_microbatches} per call then, "
         f"{now.num_microbatches} now": units and normalises,
         "BatchNorm normalises by the samples of a replica": replicas and normalises,

@@ -66,7 +66,7 @@ class Shutdown:
         before = self._run.stop
         self._renew_stop()
         if before.was_asked:
-            self._run.stop.ask(END)
+            self._run.stop.ask(END, before.asked_rank(END))
 
     def _renew_stop(self) -> None:
         """Begin with nothing asked for, and with the same number on all ranks."""
@@ -177,26 +177,33 @@ class Shutdown:
             if self._hears_no_more:
                 # Whatever was to be saved is, and nobody would ever look at a note.
                 end_by(signum)
-            self._run.stop.ask(END)
+            self._ask(END)
 
         # Lightning takes them as handlers when the loops begin.
         connector._sigterm_notifier_fn = on_sigterm  # noqa: SLF001
-        connector._slurm_sigusr_handler_fn = lambda *_: self._run.stop.ask(REQUEUE)  # noqa: SLF001
+        connector._slurm_sigusr_handler_fn = lambda *_: self._ask(REQUEUE)  # noqa: SLF001
+
+    def _ask(self, word: str) -> None:
+        self._run.stop.ask(word, str(self._run.global_rank))
 
     def _on_agreed(self, word: str) -> None:
         if word == REQUEUE:
             self._requeues = True
             return
         if self._run.is_global_zero:
-            log.warning("SIGTERM: all ranks stop after this batch")
+            rank = self._run.stop.asked_rank(END)
+            log.warning("SIGTERM to rank %s: all ranks stop after this batch", rank)
         self._run.trainer._signal_connector.received_sigterm = True  # noqa: SLF001
 
     def end_if_asked(self) -> None:
         """After the last batch of a run no header tells of a signal; every rank calls it."""
-        self._hears_no_more = True
-        if self._run.reduce_boolean_decision(self._run.stop.was_asked, all=False):
-            self._run.stop.hear(END)
+        stop = self._run.stop
+        if self._run.reduce_boolean_decision(stop.was_asked, all=False):
+            stop.hear(END)
         self._evaluator.end_if_agreed()
+        self._hears_no_more = True
+        if stop.was_asked:  # after all have said that nobody was
+            end_by(signal.SIGTERM)
 
     def _requeue_if_due(self, trainer: Any) -> None:
         """Save and requeue, as Lightning does it in the signal handler of each rank on its own."""
@@ -207,11 +214,11 @@ class Shutdown:
 
 
 _PHASES = {
-    "on_sanity_check_end": "the way from the sanity check to training step {step}",
+    "on_sanity_check_end": "the transition from the sanity check to training step {step}",
     "on_train_epoch_start": "the beginning of epoch {epoch}",
     "on_train_batch_start": "training step {step}{plans}",
     "on_validation_batch_start": "batch {index} of the validation",
-    "on_validation_end": "the way from the validation to training step {step}",
+    "on_validation_end": "the transition from the validation to training step {step}",
     "on_test_batch_start": "batch {index} of the test",
     "on_predict_batch_start": "batch {index} of the prediction",
     "on_train_epoch_end": "the end of epoch {epoch}",

@@ -80,8 +80,8 @@ class Data:
         lengths = self._run.replicas.gather(length) if self._run.trainer.training else [length]
         if len(set(lengths)) > 1:
             raise ConfigurationError(
-                f"the replicas have training loaders of {lengths} batches. Give each replica "
-                "as many: a DistributedSampler does"
+                f"the replicas have training loaders of {lengths} batches. Give all replicas "
+                "equally many, as a DistributedSampler does"
             )
         return length
 

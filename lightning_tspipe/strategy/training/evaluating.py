@@ -205,7 +205,7 @@ class Evaluator:
         """Without a pipeline, the loss rank holds all networks."""
         refuse({
             "the module was built on the meta device and has no weights before the first training "
-            "batch, so that nothing can be evaluated in a training before it":
+            "batch, so nothing can be evaluated before it":
             self._run.is_loss_rank and is_on_meta(self._run.module) and self._run.placed is None
         })  # fmt: skip
         transport, data_rank = self._run.transport, self._run.data_rank

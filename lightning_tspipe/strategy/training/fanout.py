@@ -116,7 +116,7 @@ class HeadPlanner:
             pieces = pieces.within(found.cuts[1], ends)
             if num_ranks > 1:
                 log.info(
-                    "heads on a trunk, %d pieces per batch, and %d of its first %d atoms\n%s",
+                    "heads on a trunk, %d pieces per batch, %d in the trunk's first %d atoms\n%s",
                     number, pieces.number, pieces.num_atoms, found.describe(costs),
                 )  # fmt: skip
             if cache is not None:
@@ -152,13 +152,13 @@ class HeadPlanner:
         if said != "auto":
             raise ConfigurationError(
                 f"queue_depth={depth}: the trunk draws random numbers (dropout, in train mode?), "
-                "and a run that is resumed would draw others for the batches that it is ahead. Put "
+                "and a resumed run would draw different ones for the batches that it is ahead. Put "
                 "it into eval mode in on_train_start, or set queue_depth=0"
             )
         log.warning(
             "the trunk draws random numbers (dropout, in train mode?): it does not run ahead of "
-            "the heads, which takes longer. Put it into eval mode if it is to give the same "
-            "features always"
+            "the heads, which is slower. Put it into eval mode if its features should always be "
+            "the same"
         )
         return 0
 

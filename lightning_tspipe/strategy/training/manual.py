@@ -199,8 +199,8 @@ class ManualOptimization:
     def _noted(self) -> Iterator[None]:
         """A backward runs inside: note what it reaches, and refuse what it must not reach."""
         refuse({
-            "a backward after an optimizer made use of gradients: several replicas average the "
-            "gradients of a batch once. Call manual_backward for all losses first, then the "
+            "a backward after an optimizer used gradients: several replicas average the "
+            "gradients of a batch only once. Call manual_backward for all losses first, then the "
             "optimizers, or update one network per batch":
             self._is_used and self._run.num_replicas > 1
         })  # fmt: skip
@@ -313,7 +313,7 @@ class ManualOptimization:
 
     def _refuse_late(self) -> None:
         refuse({
-            "a backward reaches the pipelined networks after an optimizer made use of their "
+            "a backward reaches the pipelined networks after an optimizer used their "
             "gradients (step, clip_gradients or zero_grad). Call manual_backward for all losses "
             "first, or for their sum, then the optimizers":
             any(output.grad is not None for output in self._used)
@@ -443,7 +443,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _check_closure(closure: Any = None, **_kwargs: Any) -> None:
     refuse({
-        "optimizer.step(closure) runs a part of the step at a time of the optimizer's choice. "
-        "Write its lines before the step: the loss, self.manual_backward(loss), then "
+        "optimizer.step(closure) runs a part of the step when the optimizer decides to. "
+        "Move the closure's lines before it: the loss, self.manual_backward(loss), then "
         "optimizer.step()": closure is not None
     })  # fmt: skip

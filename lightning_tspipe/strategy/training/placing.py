@@ -280,7 +280,7 @@ class Decider:
         found = (self.num_ranks, self.here.replicas.number)
         if planned != found:
             raise PartitionError(
-                f"the plan is one for {_devices(*planned)}, and this run has {_devices(*found)}: "
+                f"the plan was made for {_devices(*planned)}, but this run has {_devices(*found)}: "
                 f"use num_stages={planned[0]} and devices={planned[0] * planned[1]}, or plan again "
                 f"with --devices {found[0] * found[1]} --replicas {found[1]}"
             )
@@ -294,7 +294,7 @@ class Decider:
             planned = (cuts[name][-1], layout.num_calls) if layout is not None else (0, 0)
             if planned != found:
                 raise PartitionError(
-                    f"the plan is one for a {name} of {planned[0]} atoms that is called "
+                    f"the plan was made for a {name} of {planned[0]} atoms that is called "
                     f"{planned[1]} times per step; this one has {found[0]} atoms and {found[1]} "
                     "calls. Plan again: the module or its step has changed"
                 )
@@ -307,9 +307,9 @@ class Decider:
         paired = teacher is not None and is_paired(student, teacher)
         if captured.plan.has_ema and teacher is not None and not paired:
             raise PartitionError(
-                "the step averages parameters of networks that are built differently, so that the "
-                "parts of a pair could come to different ranks. Give the teacher the same "
-                "structure as the beginning of the student"
+                "the step averages parameters of networks that are built differently, so a pair "
+                "could be on different ranks. Give the teacher the same structure "
+                "as the beginning of the student"
             )
         if isinstance(partition, Mapping):
             return self._by_hand(partition, captured, paired=paired)
@@ -337,9 +337,7 @@ class Decider:
         if options.activation_checkpointing == "auto" and is_limited:
             profile, decided = keep_or_recompute(profile, best)
             if profile.student.recomputed:
-                text = (
-                    "\nactivation_checkpointing='auto' was switched on: nothing else fits as fast"
-                )
+                text = "\nactivation_checkpointing='auto' was switched on: no other fit is as fast"
         else:
             decided = best(profile)
         told = f"{decided}{text}\nlink between neighbours: {constraints['link']}"
@@ -354,7 +352,7 @@ class Decider:
             if counts is None or len(counts) < 1 or sum(counts) != len(network.atoms):
                 raise PartitionError(
                     f"partition[{name!r}]={counts!r} must give the number of atoms of each stage, "
-                    f"together {len(network.atoms)}"
+                    f"{len(network.atoms)} in all"
                 )
             cuts[name] = (0, *accumulate(counts))
         teacher = cuts.get("teacher", ())

@@ -66,11 +66,11 @@ class Repacking:
         """
         run = self.run
         refuse({
-            "FreezeAndRepack freezes the layers of one network that is trained as a whole, and "
-            "here heads or blocks are trained apart, each behind what is frozen. Leave it out":
+            "FreezeAndRepack freezes the layers of one network that is trained as a whole, but "
+            "here heads or blocks are trained separately, on frozen layers. Leave it out":
             fanout_of(run.module) is not None or relay_of(run.trainer) is not None,
-            "FreezeAndRepack with asynchronous training: several versions of the weights are under "
-            "way where stages would move. Use schedule='tspipe' or 'gpipe'":
+            "FreezeAndRepack with asynchronous training: several versions of the weights are in "
+            "flight when stages would move. Use schedule='tspipe' or 'gpipe'":
             run.options.schedule == "1f1b",
         })  # fmt: skip
         run.freezing, self._has_begun = Freezing(is_on=True), False
@@ -81,8 +81,8 @@ class Repacking:
         shared = repack and max(run.total_ranks, run.freezing.num_joined) > 1
         run.freezing.is_shared = shared
         refuse({
-            "FreezeAndRepack(repack=True) with automatic_optimization = False: replicas that come "
-            "and go can't weigh a loss that the module runs backward itself. Set repack=False":
+            "FreezeAndRepack(repack=True) with automatic_optimization = False: if replicas change, "
+            "a loss that the module runs backward itself can't be weighted. Set repack=False":
             shared and not run.module.automatic_optimization,
         })  # fmt: skip
 

@@ -220,12 +220,10 @@ def _wrong_before_they_met(seen: Seen, output: str, rank: int) -> str:
         told = _TORCHRUNS_CAUSE.findall(output)
         return "" if told == [str(rank)] else f"rank {rank} is the cause, and torchrun tells {told}"
     if fault.kind == "SIGSTOP":
-        absent = (
-            rf"The job ends, because .*(rank {rank} did not come|no word of rank {rank}) within"
-        )
+        absent = rf"The job ends, because .*rank {rank} did not join within"
         # Or whoever has started it, and knows that it was stopped, is the first.
         is_told = bool(re.search(absent, output)) or not _wrong_cause(output, rank)
-        return "" if is_told else f"nobody says that rank {rank} did not come"
+        return "" if is_told else f"nobody says that rank {rank} did not join"
     return _wrong_cause(output, None if fault.kind == "full disk" else rank)
 
 

@@ -280,7 +280,7 @@ def test_under_a_pipeline_it_only_declares(lab: SimpleNamespace) -> None:
 @pytest.mark.parametrize("options", [{"delay": 2}, {"delay": -1}, {"start_step": -1}])
 def test_arguments_out_of_range(options: dict[str, Any]) -> None:
     [(name, value)] = options.items()
-    with pytest.raises(ConfigurationError, match=f"^{name}={value}(: a teacher| is negative)"):
+    with pytest.raises(ConfigurationError, match=f"^{name}={value}( must be 1| is negative)"):
         DelayedTeacherUpdate(**options)
 
 
@@ -302,7 +302,7 @@ def test_refusals(lab: SimpleNamespace) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.LBFGS(self.student.parameters())
 
-    with pytest.raises(ConfigurationError, match="recorded for a backward"):
+    with pytest.raises(ConfigurationError, match="autograd records the teacher's forward"):
         fit(Trained())
     with pytest.raises(ConfigurationError, match="teacher was replaced"):
         fit(Rebound())

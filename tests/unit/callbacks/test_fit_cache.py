@@ -48,7 +48,7 @@ def test_samples_without_space_are_told(caplog: pytest.LogCaptureFixture) -> Non
         with caplog.at_level(logging.INFO, logger="lightning_tspipe"):
             assert callback.take_hit_rate(trainer) == rate
         assert f"hits={8 * rate:.0f}, pushed=0, misses={8 - 8 * rate:.0f}" in caplog.messages[0]
-        assert "epoch 3: 4 samples found no space in the cache" in caplog.messages[1]
+        assert "epoch 3: 4 samples did not fit into the cache" in caplog.messages[1]
     callback.restore()
 
 

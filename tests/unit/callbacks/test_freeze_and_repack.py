@@ -289,7 +289,7 @@ def test_a_schedule_that_freezes_too_much_is_refused_at_the_start(tmp_path: Path
         callbacks=[FreezeAndRepack(ScheduledFreeze({1: 1, 2: 5}))], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    with pytest.raises(ConfigurationError, match="freezes 5 layers, and of 5 at most 3 may"):
+    with pytest.raises(ConfigurationError, match="freezes 5 of 5 layers, but at most 3 may"):
         trainer.fit(Classifier(), Stateful(BATCHES))
     assert not trainer.global_step
 

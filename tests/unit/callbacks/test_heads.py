@@ -52,6 +52,6 @@ def test_a_head_stops_that_gets_no_better(
 
 def test_says_what_nobody_logged() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"no head logged it; logged were a/val_loss\. Log"
+        ConfigurationError, match=r"no head logged it; the logged metrics are a/val_loss\. Log"
     ):
         looks(HeadEarlyStopping("accuracy"), [1.0])

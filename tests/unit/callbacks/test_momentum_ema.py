@@ -189,7 +189,7 @@ def test_momentum_is_logged(lab: SimpleNamespace) -> None:
     [
         ({"momentum": 1.5}, r"momentum=1\.5"),
         ({"momentum": (0.9, 1.1)}, "momentum="),
-        ({"student": ["a", "b"]}, "every student submodule needs its teacher"),
+        ({"student": ["a", "b"]}, "name as many teacher as student submodules"),
         ({"buffers": "drop"}, "'keep', 'copy' or 'average'"),
         ({"teacher": []}, "dotted name"),
     ],

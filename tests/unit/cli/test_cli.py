@@ -165,7 +165,7 @@ def test_plan_for_devices_that_differ(
         (("--devices", "8", "--replicas", "3"), "1, 2, 4 and 8 are possible"),
         (("--devices", "8", "--replicas", "some"), "give 'auto', or a number of at least 1"),
         (("--devices", "8", "--replicas", "auto", "--state", "1MB"), "atom 'block0' alone needs"),
-        (("--devices", "2", "--batch", "0"), "leaves calls empty"),
+        (("--devices", "2", "--batch", "0"), "leaves some calls without any"),
         (("--devices", "2", "--inter-node-link", "fast"), "write '50GB/s' or '100Gbit/s'"),
     ],
 )

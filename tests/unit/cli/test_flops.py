@@ -60,7 +60,7 @@ def test_a_saved_profile_has_its_costs_already(
     path = tmp_path / "profile.json"
     path.write_text("{}")
     assert main(["plan", str(path), "--devices", "2", "--flops", "1TFLOP/s"]) == 2
-    assert "has its costs already" in capsys.readouterr().err
+    assert "a saved profile already has costs" in capsys.readouterr().err
 
 
 def test_a_rate_that_is_none_is_refused(script: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_the_unchanged_step_is_valid(make_pipeline: Any) -> None:
         ("1F1 0L", "0L 1F1", "rank 0 has 0L before 1F1", {"0L", "1F1"}),
         (" 1T1+1", "", r"1T1\+1 is missing", {"1T0+1"}),
         ("1B1 1B0", "1B1", "1B0 is missing", {"1B1"}),
-        ("1B1 1B0", "1B1 1B0 1B0", "1B0 is there 2 times", {"1B0"}),
+        ("1B1 1B0", "1B1 1B0 1B0", "1B0 appears 2 times", {"1B0"}),
         ("1B1 1B0", "1B1 1B0 1W0", "1W0 does not belong", {"1W0"}),
         ("1B1", "1I1", "1I0 is missing", {"1I1"}),
         ("0E 1F0", "1F0 0E", "runs 1F0 before its effects", {"1F0"}),

@@ -12,6 +12,7 @@ from lightning_tspipe.planning.cluster import Cluster, Link
 from lightning_tspipe.planning.layout import Layout
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.workload import Workload
+from lightning_tspipe.schedules.registry import build_step
 
 MB = 1_000_000
 
@@ -232,3 +233,18 @@ def test_batches_and_versions_in_flight_need_memory(policy: str, copies: tuple[i
     assert flying.memory.activations == (kept[0], 2 * kept[1], 3 * kept[2])
     assert "versions" in dict(flying.memory.of_rank(2))
     assert "versions" not in dict(one.memory.of_rank(2))
+
+
+def test_the_teacher_runs_while_the_loss_is_computed() -> None:
+    """A loss takes time: the other rank doesn't keep teacher's forwards for afterwards."""
+    atoms = network(1e-9, 1e-9)
+    workload = Workload(
+        atoms, atoms, num_ranks=2, num_calls=(1, 1), batch_sizes=(8,), action_overhead=1e-4
+    )
+    layout = Layout(workload, (0, 1, 2), num_microbatches=4)
+    step = build_step("tspipe", layout.pipeline, layout.costs, fresh=False, ahead=1)
+    ops = "".join(action.op.value for action in step.ranks[1])
+    assert ops == "EDDFFFFTTTTBBBBO"
+    without = replace(layout.costs, loss=0.0)
+    late = build_step("tspipe", layout.pipeline, without, fresh=False, ahead=1)
+    assert "".join(action.op.value for action in late.ranks[1]) != ops

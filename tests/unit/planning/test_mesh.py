@@ -115,8 +115,8 @@ def test_a_plan_for_devices_that_differ_is_one_on_paper() -> None:
     assert Plan.from_json(plan.to_json()) == plan
     text = str(plan)
     assert "tspipe in 2 replicas of 4 ranks: " in text
-    assert "ranks of speeds 1, 0.5, 1, 0.5, which TSPipeStrategy does not check" in text
-    assert "on paper" not in str(plan_cluster(profile(), Cluster(4, FAST), num_replicas=1))
+    assert "devices of relative speeds 1, 0.5, 1, 0.5, which TSPipeStrategy does not check" in text
+    assert "relative speeds" not in str(plan_cluster(profile(), Cluster(4, FAST), num_replicas=1))
     assert plan.simulate(8).step_time == pytest.approx(plan.step_seconds, rel=0.03)
 
 
@@ -138,7 +138,10 @@ def test_batches_that_were_not_measured() -> None:
     )
     plan = plan_cluster(replace(coarse, teacher=None, num_calls=(1, 0)), Cluster(8, FAST))
     assert mesh(plan) == (2, 4)
-    assert "8 x 1 (a replica would get 1 samples per call, and 4 are the fewest" in plan.reason
+    assert (
+        "8 x 1 (a replica would get 1 samples per call, but the smallest measured call has 4"
+        in plan.reason
+    )
     # Beyond what was measured the line goes on, and the plan says so.
     plan = plan_cluster(profile(batch=128), Cluster(2, FAST), num_replicas=2)
     assert "units of 64 samples are extrapolated" in plan.reason
@@ -148,7 +151,7 @@ def test_batches_that_were_not_measured() -> None:
 def test_a_batch_of_any_size() -> None:
     step = replace(profile(), num_calls=(2, 2), batch_sizes=(64, 16))
     assert step.with_batch(128).batch_sizes == (128, 32)
-    with pytest.raises(ConfigurationError, match="leaves calls empty"):
+    with pytest.raises(ConfigurationError, match="leaves some calls without any"):
         step.with_batch(2)
 
 

@@ -105,9 +105,9 @@ def test_what_else_does_not_fit() -> None:
 
 
 def test_too_few_atoms() -> None:
-    with pytest.raises(PartitionError, match=r"2 pieces at most, and 3 stages.*devices=2 or fewer"):
+    with pytest.raises(PartitionError, match=r"2 pieces at most, but 3 stages.*devices=2 or fewer"):
         Chain([1, 1], 3).cut()
-    with pytest.raises(PartitionError, match="1 piece at most, and 2 stages"):
+    with pytest.raises(PartitionError, match="1 piece at most, but 2 stages"):
         Chain([1, 1], 2, joined={0}).cut()
 
 
@@ -123,7 +123,7 @@ def test_names_the_atom_that_fits_nowhere() -> None:
 
 
 def test_names_the_total_that_does_not_fit() -> None:
-    message = r"needs 4\.5 MB, of which atom '2' 2\.0 MB; the stages may hold 2\.0 MB, 2\.0 MB"
+    message = r"needs 4\.5 MB, atom '2' alone 2\.0 MB; the stages may hold 2\.0 MB, 2\.0 MB"
     with pytest.raises(PartitionError, match=message):
         Chain(
             [1, 1, 1],

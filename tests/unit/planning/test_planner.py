@@ -219,7 +219,7 @@ def test_names_what_fits_nowhere() -> None:
 
 
 def test_fewer_atoms_than_ranks() -> None:
-    with pytest.raises(PartitionError, match="3 pieces at most, and 4 stages"):
+    with pytest.raises(PartitionError, match="3 pieces at most, but 4 stages"):
         planned(network(1, 1, 1), None, num_ranks=4)
 
 
@@ -231,7 +231,7 @@ def test_a_partition_by_hand() -> None:
     apart = planned(EVEN, EVEN, partition=[2, 6], paired=False)
     assert apart.student_cuts == (0, 2, 8)
     assert apart.teacher_cuts != (0, 2, 8)
-    with pytest.raises(PartitionError, match=r"cuts 7 atoms, and the student has 8: layer0, "):
+    with pytest.raises(PartitionError, match=r"cuts 7 atoms, but the student has 8: layer0, "):
         planned(EVEN, EVEN, partition=[3, 4])
     for counts in ([8], [0, 8]):
         with pytest.raises(ConfigurationError, match="at least one atom to each stage"):

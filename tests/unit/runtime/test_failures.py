@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_tspipe.errors import TransportError
-from lightning_tspipe.runtime.faults import local_processes
+from lightning_tspipe.runtime.faults import failures, local_processes
 from lightning_tspipe.runtime.faults.failures import Failures, Found, first_line
 from lightning_tspipe.runtime.faults.local_processes import Neighbour, start_of
 from lightning_tspipe.runtime.faults.notes import FolderNotes
@@ -75,7 +76,7 @@ def test_the_first_is_the_cause(
     text = said(mistake, capsys)
     assert "ValueError: a mistake" in text  # where a traceback would be
     assert f"The job ends, because rank 0 (pid {os.getpid()} on " in text
-    assert "raised ValueError in training step 7" in text
+    assert "raised ValueError in training step 7: a mistake" in text
     second.settle(another)
     text = said(another, capsys)
     assert text.startswith("rank 2 stops too: KeyError: 'another' (the cause: rank 0 (pid ")
@@ -105,7 +106,7 @@ def test_who_waits_in_vain_for_one_that_lives_tells_so(
     failures.settle(error)
     told = said(error, capsys)
     assert "gave up waiting in training step 7: nothing from rank 1; rank 1 (pid " in told
-    assert ") is in the validation. If a rank only computes" in told
+    assert ") is in the validation. If a rank is just slow" in told
     others.settle(same)
     text = said(same, capsys)
     assert text.startswith("rank 2 stops too: nothing from rank 0 (the cause: rank 0 (pid ")
@@ -128,7 +129,7 @@ def test_what_gloo_says_is_told_in_plain_words(text: str, plain: str) -> None:
 
 
 def test_who_has_met_nobody_tells_what_it_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    error = TransportError("rank 0 did not come within 8 s")
+    error = TransportError("rank 0 did not join within 8 s")
     Failures(Job(1)).settle(error)
     assert said(error, capsys).startswith(f"The job ends, because {error}")
 
@@ -272,3 +273,12 @@ def test_a_signal_is_no_cause_where_another_rank_was_killed(
     assert "rank 1" in text
     assert "was killed by SIGKILL" in text
     assert "SIGTERM" not in text
+
+
+def test_a_second_ctrl_c_ends_the_wait_for_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE", 3600.0)
+    sleeps = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    children = [subprocess.Popen(sleeps) for _ in range(2)]  # noqa: S603
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    failures._end(children)
+    assert [child.returncode for child in children] == [-signal.SIGKILL] * 2

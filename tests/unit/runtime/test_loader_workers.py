@@ -152,7 +152,7 @@ def test_a_temporary_folder_that_is_too_long_for_sockets_is_refused(
     folder.mkdir()
     monkeypatch.setitem(process.current_process()._config, "tempdir", str(folder))  # type: ignore[attr-defined]
     loader: Any = DataLoader(range(3), batch_size=None, num_workers=1)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"longer than \d+ .*Set TMPDIR to a shorter"):
+    with pytest.raises(ConfigurationError, match=r"limit is \d+ char.*Set TMPDIR to a shorter"):
         iterate(loader)
 
 

@@ -169,7 +169,7 @@ def test_signs_of_life_are_left_and_looked_for(tmp_path: Path) -> None:
     assert (ranks.notes.read("beat/0") or "").partition(" ")[0].isdigit()
     found = ranks.look(2 * TIMEOUT)
     assert found.rank == 1
-    assert "gives no sign of life for 8 s, since training step 3" in found.what
+    assert "has given no sign of life for 8 s, since training step 3" in found.what
 
 
 def test_one_that_is_done_may_be_silent(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_each_machine_looks_after_the_next_one() -> None:
 
 def test_two_processes_can_not_be_one_rank(tmp_path: Path) -> None:
     Job(1, 2, FolderNotes(tmp_path)).publish()
-    with pytest.raises(ConfigurationError, match="is this rank of the job already"):
+    with pytest.raises(ConfigurationError, match="already has this rank in the job"):
         Job(1, 2, FolderNotes(tmp_path)).publish()
 
 
@@ -208,9 +208,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     job = Job(0, 3, FolderNotes(tmp_path))
     job.publish()
     Job(2, 3, FolderNotes(tmp_path)).publish()
-    with pytest.raises(TransportError, match="no word of rank 1 within 0 s of the start"):
+    with pytest.raises(TransportError, match="rank 1 did not join within 0 s of the start"):
         job.wait_for_all(0.1, lambda: False)
-    with pytest.raises(TransportError, match="rank 1 has not come"):
+    with pytest.raises(TransportError, match="rank 1 has not joined"):
         job.wait_for_all(60, lambda: True)
     Job(1, 3, FolderNotes(tmp_path)).publish()
     job.wait_for_all(0.1, lambda: True)

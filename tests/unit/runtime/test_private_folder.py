@@ -7,9 +7,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing import util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from lightning_tspipe.runtime.faults.private_folder import (
     entry_name,
     find_job_folder,
     make_job_folder,
+    make_temporary_folder,
     private_folder,
     remove_job_folder,
     remove_too,
@@ -354,3 +357,43 @@ def test_what_ranks_have_told_is_kept_for_whoever_launched_them(
     launcher.join()
     remove_job_folder(make_job_folder(entry_name("node", "29503")))
     assert not folder.exists()
+
+
+def _is_killed_in_the_making(temporary: Path, folder: Path) -> None:
+    tempfile.tempdir = str(temporary)
+
+    def kill(path: Path, mode: int) -> None:
+        os.mkdir(path, mode)  # noqa: PTH102 - what it replaces
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Path.mkdir = kill  # type: ignore[assignment,method-assign]
+    make_temporary_folder(folder, 1)
+
+
+def test_a_rank_that_is_killed_as_it_makes_its_folder(temporary: Path) -> None:
+    folder = make_job_folder(NAME)
+    process = _CONTEXT.Process(target=_is_killed_in_the_making, args=(temporary, folder))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert list(temporary.glob("pymp-*"))
+    remove_job_folder(folder)
+    assert not list(temporary.glob("pymp-*"))
+
+
+def test_its_own_folder_goes_with_a_process_that_ends(temporary: Path) -> None:
+    folder = make_job_folder(NAME)
+    process = _CONTEXT.Process(target=_ends_with_a_folder, args=(temporary, folder))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert not list(temporary.glob("pymp-*"))
+    remove_job_folder(folder)
+
+
+def _ends_with_a_folder(temporary: Path, folder: Path) -> None:
+    tempfile.tempdir = str(temporary)
+    make_temporary_folder(folder, 1)
+    (own,) = temporary.glob("pymp-*")
+    assert util.get_temp_dir() == str(own)
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700

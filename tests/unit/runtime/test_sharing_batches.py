@@ -80,7 +80,7 @@ def test_a_batch_of_fewer_samples_than_replicas() -> None:
     [
         (DataLoader(Stream(), 2), "not known before they are read"),
         ([1, 2], "not known before they are read"),
-        (DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, 0)), "Leave it out"),  # type: ignore[arg-type]
+        (DataLoader(range(4), 2, sampler=DistributedSampler(range(4), 2, 0)), "Remove the sampler"),  # type: ignore[arg-type]
     ],
 )
 def test_loaders_that_cannot_be_dealt_out(loader: Any, message: str) -> None:

@@ -124,7 +124,7 @@ def test_a_forward_that_saves_something_else_is_refused() -> None:
     tensor.zero_()
     assert torch.equal(written[0], torch.ones(2, 3))
     assert written[0] is written[1]
-    refused = partial(pytest.raises, ConfigurationError, match="saved other tensors")
+    refused = partial(pytest.raises, ConfigurationError, match="saved different tensors")
     with refused(), repeating(written, Saved()) as again:
         again(torch.ones(3))
     with refused(), repeating([[0, [2, 3], [3, 1], 0]], Saved()) as again:  # a token

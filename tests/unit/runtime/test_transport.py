@@ -105,7 +105,6 @@ def test_a_lost_peer_is_an_error_in_bounded_time(kind: str, how: str, folder: Pa
     job = jobs.run_job(peers.lose_a_peer, kind, how, folder=folder, seconds=60)
     message, seconds = job.ranks[0].value
     assert "rank 0 could not receive from rank 1: it ended or stalled" in message
-    assert "output of that rank" in message
     assert seconds < 15  # the limit is 3
 
 

@@ -75,9 +75,9 @@ def test_a_cut_off_file_is_named(part: float, file: Path) -> None:
     content = file.read_bytes()
     shutil.copy(file, file.with_name("step=0.ckpt"))
     file.write_bytes(content[: int(len(content) * part)])
-    with pytest.raises(CheckpointError, match=r"beside it lie 'step=0.ckpt'") as caught:
+    with pytest.raises(CheckpointError, match=r"its folder also has 'step=0.ckpt'") as caught:
         load_file(file, mapped=False)
-    assert "step=1.ckpt' is no complete checkpoint" in str(caught.value)
+    assert "step=1.ckpt' is not a complete checkpoint" in str(caught.value)
 
 
 def test_a_file_without_checksums_is_loaded(file: Path) -> None:

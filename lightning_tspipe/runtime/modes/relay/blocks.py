@@ -75,8 +75,8 @@ def pair_blocks(
     given: Any = boundaries if boundaries is not None else {}  # what a user has written
     if not isinstance(given, Mapping) or not {"teacher", "student"}.issuperset(given):
         raise ConfigurationError(
-            f"block_boundaries={given!r}: write {{'teacher': [...], 'student': [...]}}, for each "
-            "network the names of the submodules with which its blocks begin, but for the first"
+            f"block_boundaries={given!r}: write {{'teacher': [...], 'student': [...]}}, with the "
+            "names of the submodules at which each network's blocks begin, except the first"
         )
     teachers, students = (
         _named_blocks(module, name, x, given.get(name)) for name in ("teacher", "student")
@@ -85,7 +85,7 @@ def pair_blocks(
         raise ConfigurationError(
             f"the teacher has {len(teachers)} blocks and the student {len(students)}: block i "
             "of the student learns from block i of the teacher. Group layers in an "
-            "nn.Sequential so that there are equally many, or name as many block_boundaries"
+            "nn.Sequential so that there are equally many, or name equally many block_boundaries"
         )
     return tuple(
         BlockPair(index, name, teacher_name, one, other)
@@ -159,8 +159,8 @@ class AtomBlock(nn.Module):
         values, _ = self._chain.run((x,), start, stop)
         if len(values) != 1:
             raise ConfigurationError(
-                f"{self._name} ends where {len(values)} tensors pass on, within a residual block: "
-                "name a boundary that only one passes"
+                f"{self._name} ends where {len(values)} tensors are passed on, in a residual "
+                "block: name a boundary that only one tensor crosses"
             )
         return values[0]
 
@@ -224,7 +224,7 @@ def blocks_between(
             why = "in their order" if boundary in known else f"and it has no submodule {boundary!r}"
             raise ConfigurationError(
                 f"block_boundaries of the {name}, {list(boundaries)}: no block can begin with "
-                f"{boundary!r}. Name submodules of {type(network).__name__} with which an atom "
+                f"{boundary!r}. Name submodules of {type(network).__name__} at which an atom "
                 f"begins, {why}: for example {', '.join(possible[:12])}"
             )
         starts.append(found)
@@ -324,8 +324,8 @@ def _run(block: nn.Module, title: str, value: Tensor) -> Any:
     result = block(value)
     if value._version > before:  # noqa: SLF001
         raise ConfigurationError(
-            f"block {title} changes its input in place, which other blocks need too: let its first "
-            "layer have inplace=False"
+            f"block {title} changes its input in place, which other blocks need too: set "
+            "inplace=False in its first layer"
         )
     return result
 

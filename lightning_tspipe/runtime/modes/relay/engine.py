@@ -351,7 +351,7 @@ class RelayedPass(Executor):
             return
         if step.asked:
             started = time.perf_counter()
-            with waiting(f"what stage {self._stage} is relayed"):
+            with waiting(f"the relayed input of stage {self._stage}"):
                 parts = [inbox.take() for inbox in step.asked]
             self.recorder.paused("receive", started)
             value = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -380,7 +380,7 @@ class RelayedPass(Executor):
         for outbox in self._outboxes.values():
             outbox.settle()
         for inbox in self._inboxes.values():
-            with waiting("the end of what is relayed"):
+            with waiting("the end of relayed data"):
                 inbox.settle()
 
     def _exchange_fields(self, samples: int, own: tuple[int, int]) -> Callable[[], Any]:

@@ -97,8 +97,8 @@ def test_a_block_that_loses_the_batch_is_refused() -> None:
         ({"profile_steps": 0}, "profile_steps=0"),
         ({"widths": [1, 2]}, "widths without partition"),
         ({"partition": [1, 2], "widths": [1]}, "give each stage a number of blocks"),
-        ({"partition": [1, 2], "widths": [1, 2]}, "mode='dpu' shares no stages"),
-        ({"mode": "ir", "partition": [1, 2]}, "shares all blocks"),
+        ({"partition": [1, 2], "widths": [1, 2]}, "mode='dpu' has 1 device per stage"),
+        ({"mode": "ir", "partition": [1, 2]}, "puts all blocks on all devices"),
     ],
 )
 def test_arguments_that_contradict_each_other(arguments: dict[str, Any], message: str) -> None:

@@ -66,7 +66,7 @@ def test_costs_are_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO):
         assert profile(tmp_path, Module()) == found  # no two measurements give the same
     (file,) = tmp_path.glob("relay-*.json")
-    assert f"what blocks cost is known from {file}" in caplog.text
+    assert f"costs of blocks are read from {file}" in caplog.text
     profile(tmp_path, Module(inside=5))
     assert len(list(tmp_path.iterdir())) == 2
 
@@ -75,5 +75,5 @@ def test_a_folder_that_can_not_be_written(tmp_path: Path, caplog: pytest.LogCapt
     (tmp_path / "file").touch()
     with caplog.at_level(logging.INFO):
         assert len(profile(tmp_path / "file", Module()).blocks) == 2
-    assert "the measured costs are not kept" in caplog.text
+    assert "the measured costs were not saved" in caplog.text
     assert profile(None, Module()).batch_size == 7
