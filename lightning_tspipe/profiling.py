@@ -158,8 +158,8 @@ def _together(
         return AtomProfile(
             name=network.atoms[atom].name,
             output_bytes_per_sample=max((a.output_bytes_per_sample for a in last), default=0),
-            parameter_bytes=sum(tensor.nbytes for tensor in network.tensors(atom)),
-            trainable_bytes=sum(t.nbytes for t in network.tensors(atom) if t.requires_grad),
+            parameter_bytes=sum(tensor.nbytes for tensor in network.atoms[atom].tensors()),
+            trainable_bytes=sum(t.nbytes for t in network.atoms[atom].tensors() if t.requires_grad),
             **values,
         )
 
@@ -214,7 +214,6 @@ def _costs(  # noqa: PLR0913, PLR0917 - what to measure, and where
         inputs,
         sizes,
         trainable=trainable,
-        wanted=chain.chain.wanted,
         flops_per_second=rate,
         max_seconds=_PROFILE_SECONDS,
     )

@@ -8,8 +8,8 @@ import torch
 from torchvision import models
 
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.atoms import atomize
 from lightning_tspipe.networks.profiler import profile_atoms
+from lightning_tspipe.networks.program import Program
 from lightning_tspipe.planning.profile import AtomProfile, NetworkProfile
 from lightning_tspipe.planning.step_profile import StepProfile
 
@@ -31,7 +31,7 @@ def vit_b(batch_size: int, step_seconds: float, fraction: float, *, fine: bool) 
     with torch.device("meta"):
         network = models.vit_b_16()
         images = torch.empty(batch_size, 3, 224, 224)
-    atoms = atomize(network, "ViT-B/16", Arguments.of((images,), {})).atoms
+    atoms = Program(network, "ViT-B/16", Arguments.of((images,), {})).atoms
     parts = profile_atoms(atoms, images, trainable=True, flops_per_second=_FLOPS_PER_SECOND)
     blocks = _joined([[atom] for atom in parts] if fine else _blocks(parts), batch_size)
     total = batch_size * sum(block.forward[1] + block.backward[1] for block in blocks)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize
-from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.networks.atoms import AtomChain
+from lightning_tspipe.networks.program import Atom, OutputRef, Program
 
 RECORDED, RUN = 2, 3
 """Samples: with which a network is recorded, and with which it runs."""
@@ -109,13 +109,13 @@ def check(entry: Entry, name: str, num_stages: Sequence[int] = (2, 4)) -> Outcom
     torch.manual_seed(0)
     network = entry.build().train()
     begin = time.process_time()
-    cut = atomize(network, name, Arguments.of(*entry.call(RECORDED)))
+    cut = Program(network, name, Arguments.of(*entry.call(RECORDED)))
     seconds = time.process_time() - begin
     worst = _worst(network, cut, entry.call, num_stages)
     is_exact = worst == 0.0
     if not is_exact:  # only since sums are taken in another order?
         network = network.double()
-        doubled = atomize(network, name, Arguments.of(*_doubled(entry.call(RECORDED))))
+        doubled = Program(network, name, Arguments.of(*_doubled(entry.call(RECORDED))))
         worst = _worst(network, doubled, lambda n: _doubled(entry.call(n)), num_stages)
     total = sum(parameter.numel() for parameter in network.parameters())
     blocks = blocks_of(network)
@@ -134,7 +134,7 @@ def check(entry: Entry, name: str, num_stages: Sequence[int] = (2, 4)) -> Outcom
 
 
 def _worst(
-    network: nn.Module, cut: Atomized, call: Callable[[int], Call], num_stages: Sequence[int]
+    network: nn.Module, cut: Program, call: Callable[[int], Call], num_stages: Sequence[int]
 ) -> float:
     """The largest difference between a network and its stages."""
     torch.manual_seed(1)
@@ -168,9 +168,9 @@ def run_whole(network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return results(outputs)
 
 
-def run_staged(network: nn.Module, cut: Atomized, packed: Tensor, bounds: Sequence[int]) -> Results:
+def run_staged(network: nn.Module, cut: Program, packed: Tensor, bounds: Sequence[int]) -> Results:
     """Stage by stage, as if each were on another device."""
-    chain = AtomChain(cut.atoms, wanted=frozenset(cut.outputs))
+    chain = AtomChain(cut.atoms)
     with _kept(network) as results:
         torch.manual_seed(2)
         values: Tensors = (packed,)

@@ -13,7 +13,6 @@ from torch import nn
 
 from benchmarks.networks.checking import Call
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import Atomized, atomize
 from lightning_tspipe.networks.program import Program
 
 STEP_SECONDS = 0.02
@@ -32,12 +31,12 @@ def _llama() -> tuple[nn.Module, Call]:
     return transformers.LlamaForCausalLM(config), call
 
 
-def _cut(name: str) -> tuple[Atomized, Call, float]:
+def _cut(name: str) -> tuple[Program, Call, float]:
     """A network without values, cut; and the seconds of processor time that this takes."""
     with torch.device("meta"):
         network, call = {"vit_l": _vit, "llama_32": _llama}[name]()
     begin = time.process_time()
-    cut = atomize(network, name, Arguments.of(*call))
+    cut = Program(network, name, Arguments.of(*call))
     return cut, call, time.process_time() - begin
 
 
@@ -50,10 +49,8 @@ def guard_overhead() -> dict[str, Any]:
     """Share of a step of 20 ms in which it is looked whether recordings still hold."""
     shares = {}
     for name in ("vit_l", "llama_32"):
-        cut, (args, kwargs), _ = _cut(name)
+        program, (args, kwargs), _ = _cut(name)
         received = tuple(tensors_of(args, kwargs))
-        program = cut.atoms[-1].segments[0].program
-        assert isinstance(program, Program)
         times = []
         for _ in range(200):
             begin = time.perf_counter()

@@ -10,7 +10,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, atomize
+from lightning_tspipe.networks.atoms import AtomChain
+from lightning_tspipe.networks.program import Program
 
 Middle = tuple[tuple[Tensor, ...], dict[str, Tensor]]
 """What passes on between two atoms, and the parts of the return value that are known there."""
@@ -54,9 +55,9 @@ class DividedNetwork:
     ) -> None:
         self._arguments = Arguments.of(args, kwargs)
         self._name = name
-        self._cut = atomize(network, name, self._arguments)
-        self.atoms = self._cut.atoms
-        self._chain = AtomChain(self.atoms, wanted=frozenset(self._cut.outputs))
+        self._program = Program(network, name, self._arguments)
+        self.atoms = self._program.atoms
+        self._chain = AtomChain(self.atoms)
 
     def start(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Middle:
         """What is in front of the first atom in a call.
@@ -91,5 +92,5 @@ class DividedNetwork:
     def end(self, middle: Middle) -> Any:
         """The return value, behind the last atom."""
         _, known = middle
-        leaves = [known[str(ref)] for ref in self._cut.outputs]
-        return pytree.tree_unflatten(leaves, self._cut.output_spec)
+        leaves = [known[str(ref)] for ref in self._program.outputs]
+        return pytree.tree_unflatten(leaves, self._program.output_spec)

@@ -26,11 +26,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import AtomChain, OutputRef
+from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.program import Atom
 from lightning_tspipe.networks.split_backward import SplitBackward
-from lightning_tspipe.networks.swap import TensorSwap, arbitrary_like, meta_like, random_stream
+from lightning_tspipe.networks.swap import (
+    TensorSwap,
+    arbitrary_like,
+    attributes_replaced,
+    meta_like,
+    random_stream,
+)
 from lightning_tspipe.planning.profile import AtomProfile
 
 Laps = dict[str, tuple[Any, Any]]
@@ -48,7 +54,6 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     sizes: Sequence[int] = (),
     *,
     trainable: bool,
-    wanted: Collection[OutputRef] | None = None,
     flops_per_second: float | None = None,
     repeats: int = 3,
     max_seconds: float = math.inf,
@@ -65,7 +70,6 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
             refuses a single value per channel) is left out of the results. If operations are
             priced and no size is given: any number.
         trainable: Whether to measure backward passes too.
-        wanted: The outputs that the loss gets; None stands for all that the atoms emit.
         flops_per_second: Prices operations instead of measuring; inputs may be on ``meta`` then.
             What the device really does, not what its data sheet promises; an addition and a
             multiplication are two.
@@ -78,21 +82,21 @@ def profile_atoms(  # noqa: PLR0913 - what to measure, and how
     Raises:
         PartitionError: The network can run none of the sizes.
     """
-    chain = AtomChain(atoms, wanted)
+    chain = AtomChain(atoms)
     with torch.set_grad_enabled(trainable):
         if flops_per_second is not None:
-            with _on_meta(atoms):
+            with _on_meta(chain):
                 return _priced(chain, inputs.to("meta"), sizes, flops_per_second)
         walk = _Walk(chain, inputs)
         deadline = time.perf_counter() + max_seconds
         rounds = [(repeat, size) for repeat in range(repeats + 1) for size in sorted(sizes)[::-1]]
-        with _state_kept(atoms):
+        with _state_kept(chain):
             for repeat, size in rounds:
                 if repeat == 0 or time.perf_counter() < deadline:
                     walk.measure(size, repeat)
             _check_any(walk.sizes, len(inputs))
             sample, is_away = inputs[: min(walk.sizes)].clone(), walk.is_elsewhere
-            with _on_meta(atoms) if is_away else nullcontext():
+            with _on_meta(chain) if is_away else nullcontext():
                 weighed = _weigh(chain, sample.to("meta") if is_away else sample)
     return [
         replace(record, **times) for (record, _), times in zip(weighed, walk.times, strict=True)
@@ -207,7 +211,7 @@ class _Walk:
         self._inputs = inputs
         self.times: list[dict[str, Any]] = [{} for _ in chain.atoms]
         self.sizes: set[int] = set()
-        self.is_elsewhere = any(t.device != inputs.device for t in _state(chain.atoms))
+        self.is_elsewhere = any(t.device != inputs.device for t in _state(chain))
 
     def measure(self, size: int, repeat: int) -> None:
         """Time every atom once; round 0 of a size is a warm-up, whose times later ones replace."""
@@ -235,7 +239,7 @@ class _Walk:
 
     def _with_values(self, atom: Atom) -> AbstractContextManager[None]:
         """While inside, the parameters and buffers of one atom are on the device, with values."""
-        reads = {id(tensor) for tensor in (*atom.parameters(), *atom.buffers())}
+        reads = {id(tensor) for tensor in atom.tensors()}
         device = self._inputs.device
 
         def make(tensor: Tensor) -> Tensor:
@@ -245,7 +249,7 @@ class _Walk:
                 return arbitrary_like(tensor, device)
             return tensor.detach().to(device)
 
-        return TensorSwap(_modules(self._chain.atoms), make)()
+        return TensorSwap(_modules(self._chain), make)()
 
     def _measure_atom(self, index: int, received: Tensors, clock: Clock) -> tuple[Tensors, Laps]:
         """Run an atom there and back; what it passes on, and when it ran."""
@@ -305,7 +309,7 @@ def _runs(chain: AtomChain, x: Tensor) -> bool:
 def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
     """Profiles without times, and floating-point operations of each atom; also on ``meta``."""
     joined = _joined(chain.atoms)
-    counted = {_storage(tensor) for tensor in _state(chain.atoms)}
+    counted = {_storage(tensor) for tensor in _state(chain)}
     saved: list[Tensor] = []
     alive: list[object] = []  # so that no address is used twice
     weighed: list[tuple[AtomProfile, int]] = []
@@ -329,7 +333,7 @@ def _weigh(chain: AtomChain, x: Tensor) -> list[tuple[AtomProfile, int]]:
             forward={},
             output_bytes_per_sample=math.ceil(_bytes(passed) / len(x)),
             activation_bytes_per_sample=math.ceil(kept / len(x)),
-            parameter_bytes=_bytes([*atom.parameters(), *atom.buffers()]),
+            parameter_bytes=_bytes(atom.tensors()),
             trainable_bytes=_bytes([p for p in atom.parameters() if p.requires_grad]),
             result_bytes_per_sample=math.ceil(_bytes(list(results.values())) / len(x)),
             joined=index in joined,
@@ -359,36 +363,31 @@ def _joined(atoms: Sequence[Atom]) -> set[int]:
     return {index for span in spans for index in span}
 
 
-def _modules(atoms: Sequence[Atom]) -> list[nn.Module]:
+def _modules(chain: AtomChain) -> list[nn.Module]:
     """All that atoms run, at any depth."""
-    roots = dict.fromkeys(segment.program.module for atom in atoms for segment in atom.segments)
-    return list(dict.fromkeys(module for root in roots for module in root.modules()))
+    return list(chain.program.module.modules())
 
 
-def _state(atoms: Sequence[Atom]) -> list[Tensor]:
-    modules = _modules(atoms)
-    return [t for m in modules for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
+def _state(chain: AtomChain) -> list[Tensor]:
+    module = chain.program.module
+    return [*module.parameters(), *module.buffers()]
 
 
-def _on_meta(atoms: Sequence[Atom]) -> AbstractContextManager[None]:
+def _on_meta(chain: AtomChain) -> AbstractContextManager[None]:
     """While inside, parameters and buffers have shapes only."""
-    return TensorSwap(_modules(atoms), meta_like)()
+    return TensorSwap(_modules(chain), meta_like)()
 
 
 @contextmanager
-def _state_kept(atoms: Sequence[Atom]) -> Iterator[None]:
+def _state_kept(chain: AtomChain) -> Iterator[None]:
     """Leave gradients, buffers and random number generators as they were."""
-    modules = _modules(atoms)
-    buffers = [(b, b.clone()) for module in modules for b in module.buffers(recurse=False)]
-    gradients = [(p, p.grad) for module in modules for p in module.parameters(recurse=False)]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    with random_stream(None):
+    module = chain.program.module
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    gradients = ((parameter, "grad", None) for parameter in module.parameters())
+    with random_stream(None), attributes_replaced(gradients):
         try:
             yield
         finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

@@ -1,7 +1,9 @@
-"""Atoms, and what they run: a recorded network cut into ranges, or a module called as a whole.
+"""Recorded networks as chains of atoms, the smallest parts that can be placed on a device.
 
-Nothing is copied out of the network: whoever swaps a parameter, a buffer or a submodule's
-``forward`` changes what the next run does.
+An atom takes and passes on whatever is still needed, so that a cut breaks no skip connection. It
+runs the network's own submodules and parameters, and names never change. Nothing is copied out of
+the network: whoever swaps a parameter, a buffer or a submodule's ``forward`` changes what the next
+run does.
 """
 
 from __future__ import annotations
@@ -22,28 +24,15 @@ from lightning_tspipe.networks.recording import record
 from lightning_tspipe.networks.spans import Cut, Spans
 from lightning_tspipe.networks.tape import Call, Size, Tape
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Contiguous atoms of one program.
+class OutputRef:
+    """A tensor of a network's return value: the ``slot``-th that ``atom`` emits."""
 
-    Attributes:
-        program: What they belong to.
-        start: The first atom.
-        stop: One after the last atom.
-        num_outputs: How many tensors of a network's return value it emits.
-        returns_value: Whether the value it passes on is a network's return value, and emitted.
-        parameter_names: The parameters that it reads, named as in the program's module.
-        buffer_names: The buffers that it reads.
-    """
-
-    program: Program | LeafProgram
-    start: int = 0
-    stop: int = 1
-    num_outputs: int = 1
-    returns_value: bool = True
-    parameter_names: tuple[str, ...] = ()
-    buffer_names: tuple[str, ...] = ()
+    atom: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,24 +41,19 @@ class Atom:
 
     Attributes:
         name: For people, for example ``layer1.0.conv1..relu``.
-        segments: What it runs.
-        parameter_names: The parameters that it reads, named as in the atomized module.
+        module: Whose parameters and buffers it reads.
+        parameter_names: The parameters that it reads, named as in the module.
         buffer_names: The buffers that it reads.
-        writes_input: Whether it may change its input in place: it must run with the one before.
-        passes_input: Whether what it passes on may share memory with its input.
+        num_outputs: How many tensors of a network's return value it emits.
+        program: What it is a part of; None: it stands for parts of several, or for a head.
     """
 
     name: str
-    segments: tuple[Segment, ...]
+    module: nn.Module
     parameter_names: tuple[str, ...] = ()
     buffer_names: tuple[str, ...] = ()
-    writes_input: bool = False
-    passes_input: bool = True
-
-    @property
-    def num_outputs(self) -> int:
-        """How many tensors of a network's return value it emits."""
-        return sum(segment.num_outputs for segment in self.segments)
+    num_outputs: int = 0
+    program: Program | None = None
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -78,45 +62,11 @@ class Atom:
 
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that it reads, as they are now."""
-        return [
-            segment.program.module.get_parameter(name)
-            for segment in self.segments
-            for name in segment.parameter_names
-        ]
+        return [self.module.get_parameter(name) for name in self.parameter_names]
 
-    def buffers(self) -> list[Tensor]:
-        """The buffers that it reads, as they are now."""
-        return [
-            segment.program.module.get_buffer(name)
-            for segment in self.segments
-            for name in segment.buffer_names
-        ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LeafProgram:
-    """A function that is one atom.
-
-    Attributes:
-        run: What it runs.
-        module: Whose parameters it reads; an empty one where there are none.
-        version: As that of a program.
-    """
-
-    run: RangeFunction
-    module: nn.Module
-    version: int = 0
-
-    def function(self, start: int, stop: int, received: Tensors) -> RangeFunction:
-        """The function of the one atom."""
-        del start, stop, received
-        return self.run
-
-
-def unpacking_atom(arguments: Arguments) -> Atom:
-    """What makes the tensors of a call from the one that travels."""
-    program = LeafProgram(lambda received: (arguments.unpack(received[0]), ()), nn.Module())
-    return Atom("unpack", (Segment(program, num_outputs=0, returns_value=False),))
+    def tensors(self) -> list[Tensor]:
+        """The parameters and buffers that it reads, as they are now."""
+        return [*self.parameters(), *map(self.module.get_buffer, self.buffer_names)]
 
 
 class Program:
@@ -131,8 +81,14 @@ class Program:
 
     Attributes:
         module: The network.
+        arguments: How it is called; several tensors travel to the first atom as one.
         atoms: Its atoms.
+        outputs: Which atom emits each leaf of the return value.
+        output_spec: Structure of the return value; constants in it are part of the structure.
         first: The variant in which it was cut.
+
+    Raises:
+        PartitionError: ``forward`` cannot be recorded; the message says why, and what to do.
     """
 
     def __init__(
@@ -140,10 +96,10 @@ class Program:
         module: nn.Module,
         name: str,
         arguments: Arguments,
-        device: torch.device,
+        device: torch.device = _CPU,
         entries: Mapping[nn.Module, str] | None = None,
     ) -> None:
-        self.module = module
+        self.module, self.arguments = module, arguments
         self._name, self._device = name, device
         self._entries = entries
         self.first = Variant(self._record(arguments), module)
@@ -153,6 +109,7 @@ class Program:
                 self.first = self.first.cut_like(self._record(arguments))
         self._variants: dict[Any, list[Variant]] = {self._autocast(): [self.first]}
         self.atoms = tuple(self.first.atom(self, k) for k in range(self.first.num_atoms))
+        self.outputs, self.output_spec = self.first.outputs, self.first.tape.structure
 
     def _record(self, arguments: Arguments) -> Tape:
         return record(self.module, self._name, arguments, self._device, self._entries)
@@ -232,7 +189,7 @@ class Variant:
 
     Attributes:
         tape: What was recorded.
-        outputs: For each tensor of the return value: the atom that emits it, its place there.
+        outputs: Which atom emits each tensor of the return value.
         names: For each atom the names of the parameters and of the buffers that it reads.
         read_before: For each cut the parameters that are read before it.
     """
@@ -247,7 +204,9 @@ class Variant:
         self._emitted: list[list[Any]] = [[] for _ in self.cuts[1:]]
         last = len(self._emitted) - 1
         self.outputs = (
-            ((last, 0),) if self._is_plain else tuple(map(self._emit, range(len(tape.leaves))))
+            (OutputRef(last, 0),)
+            if self._is_plain
+            else tuple(map(self._emit, range(len(tape.leaves))))
         )
         self.names = [self._names(atom) for atom in range(len(self._emitted))]
         self.read_before = self._parameters_before()
@@ -263,11 +222,11 @@ class Variant:
         own = [parameters for parameters, _ in self.names]
         return own, self.outputs, [len(cut.live) for cut in self.cuts], self.tape.structure
 
-    def _emit(self, leaf: int) -> tuple[int, int]:
+    def _emit(self, leaf: int) -> OutputRef:
         place = self._spans.places[leaf]
         atom = next(k for k, cut in enumerate(self.cuts[1:]) if place <= cut.after)
         self._emitted[atom].append(self.tape.leaves[leaf])
-        return atom, len(self._emitted[atom]) - 1
+        return OutputRef(atom, len(self._emitted[atom]) - 1)
 
     def takes(self, start: int, received: Tensors) -> bool:
         """Whether what an atom gets has the recorded shapes, whatever the batch, and types."""
@@ -311,16 +270,8 @@ class Variant:
     def atom(self, program: Program, index: int) -> Atom:
         """An atom, as part of a program."""
         calls = self._spans.calls[self.cuts[index].after : self.cuts[index + 1].after]
-        returns = self._is_plain and index == self.num_atoms - 1
-        num_outputs = len(self._emitted[index]) + returns
-        received = {value.memory for value in self.cuts[index].live}
-        return Atom(
-            _atom_name(calls),
-            (Segment(program, index, index + 1, num_outputs, returns, *self.names[index]),),
-            *self.names[index],
-            writes_input=any(not received.isdisjoint(call.writes) for call in calls),
-            passes_input=any(value.memory in received for value in self.cuts[index + 1].live),
-        )
+        num_outputs = sum(output.atom == index for output in self.outputs)
+        return Atom(_atom_name(calls), self._root, *self.names[index], num_outputs, program)
 
     def _names(self, atom: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Parameters and buffers that it reads."""

@@ -282,7 +282,7 @@ class Engine(ABC):
             statistics = DeferredStatistics(counting)
             runs: dict[RouteChain, Run] = {}
             for way in network.routes if trains else ():
-                chain = AtomChain(way.atoms, way.chain.wanted, self.here.compiler)
+                chain = AtomChain(way.atoms, self.here.compiler)
                 again = way.own(self.placement.recomputed) if op is Op.FORWARD else ()
                 pieces = WHOLE if op is Op.FORWARD else self.placement.pieces
                 runs[way] = Execution(chain, network.blocks, statistics, again, pieces).run

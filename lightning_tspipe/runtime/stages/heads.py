@@ -86,7 +86,7 @@ class Heads:
         self.atoms = tuple(
             Atom(
                 name,
-                (),
+                module,
                 tuple(f"{block}.heads.{name}.{key}" for key, _ in head.named_parameters()),
                 tuple(f"{block}.heads.{name}.{key}" for key, _ in head.named_buffers()),
             )

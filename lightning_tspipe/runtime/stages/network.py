@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import groupby
-from operator import attrgetter
 from types import MappingProxyType
 
 import torch
@@ -69,18 +68,13 @@ class ChainNetwork:
 
     def parameter_shapes(self, atom: int) -> list[tuple[int, ...]]:
         """Shapes of the parameters of an atom."""
-        names = self.atoms[atom].parameter_names
-        return [tuple(self.module.get_parameter(name).shape) for name in names]
-
-    def tensors(self, atom: int) -> list[Tensor]:
-        """Parameters and buffers of an atom."""
-        own = self.atoms[atom]
-        return [attrgetter(n)(self.module) for n in (*own.parameter_names, *own.buffer_names)]
+        return [tuple(parameter.shape) for parameter in self.atoms[atom].parameters()]
 
     def num_bytes(self, atom: int, names: Collection[str]) -> int:
         """Bytes of an atom's parameters and buffers, of those that are named."""
-        read = (*self.atoms[atom].parameter_names, *self.atoms[atom].buffer_names)
-        return sum(attrgetter(name)(self.module).nbytes for name in read if name in names)
+        own = self.atoms[atom]
+        pairs = zip(own.tensor_names, own.tensors(), strict=True)
+        return sum(tensor.nbytes for name, tensor in pairs if name in names)
 
     def cuts_like(
         self, other: ChainNetwork, cuts: Sequence[int], followed: Mapping[str, str]
@@ -105,12 +99,12 @@ class ChainNetwork:
         stage_of = {
             name: _stage_of(index, cuts)
             for index, atom in enumerate(other.atoms)
-            for name in (*atom.parameter_names, *atom.buffer_names)
+            for name in atom.tensor_names
         }
         stages = [0]
         for atom in self.atoms:
-            names = (*atom.parameter_names, *atom.buffer_names)
-            own = {stage_of.get(followed.get(name, name)) for name in names} or {stages[-1]}
+            names = [followed.get(name, name) for name in atom.tensor_names]
+            own = set(map(stage_of.get, names)) or {stages[-1]}
             stage = own.pop()
             if own or stage is None or stage < stages[-1]:
                 return None
@@ -278,13 +272,13 @@ def _cells(
     found: dict[NetworkName, ChainNetwork] = {}
     for name in routes:
         own = tuple(chain for each, chain in placed if each == name)
-        atoms = tuple(_cell(own, cell) for cell in range(len(cells)))
+        atoms = tuple(_cell(module, own, cell) for cell in range(len(cells)))
         is_with = name == "teacher" and bool(together)
         found[name] = ChainNetwork(name, name, module, own, atoms, lies_with_student=is_with)
     return found
 
 
-def _cell(chains: Sequence[RouteChain], cell: int) -> Atom:
+def _cell(module: nn.Module, chains: Sequence[RouteChain], cell: int) -> Atom:
     """What some routes have in a cell."""
     atoms = [
         atom
@@ -293,7 +287,7 @@ def _cell(chains: Sequence[RouteChain], cell: int) -> Atom:
     ]
     return Atom(
         atoms[0].name if atoms else "nothing",
-        (),
+        module,
         tuple(dict.fromkeys(name for atom in atoms for name in atom.parameter_names)),
         tuple(dict.fromkeys(name for atom in atoms for name in atom.buffer_names)),
     )

@@ -14,10 +14,10 @@ from torch.utils import _pytree as pytree
 
 from lightning_tspipe.capture.plan import Expression, Input, Route, TensorSpec, ValueRef
 from lightning_tspipe.networks import swap
-from lightning_tspipe.networks.atoms import AtomChain, OutputRef, atomize
+from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.codegen import Tensors
 from lightning_tspipe.networks.modules import outermost
-from lightning_tspipe.networks.program import Atom
+from lightning_tspipe.networks.program import Atom, OutputRef, Program
 
 Ran = tuple[Tensors, dict[OutputRef, Tensor]]
 Run = Callable[[Tensors, int, int], Ran]
@@ -122,8 +122,6 @@ class RouteChain:
     def __post_init__(self) -> None:
         self._values = {output: ref for ref, output in self.refs.items()}
         self._parameters = [p for module in self.modules for p in module.parameters(recurse=False)]
-        programs = (segment.program for atom in self.atoms for segment in atom.segments)
-        self._programs = list({id(program): program for program in programs}.values())
 
     @classmethod
     def of(
@@ -144,9 +142,9 @@ class RouteChain:
             context: The precision plugin's forward context.
         """
         root = _RouteModule(module, route)
-        atomized = atomize(root, name, route.arguments, entries=root.entries)
-        refs = dict(zip(route.used, atomized.outputs, strict=False))
-        chain = AtomChain(_named(atomized.atoms, root, module), frozenset(refs.values()))
+        program = Program(root, name, route.arguments, device, root.entries)
+        refs = dict(zip(route.used, program.outputs, strict=False))
+        chain = AtomChain(_named(program.atoms, root, module))
         return cls(route, device, list(root.modules()), chain, refs, context)
 
     @property
@@ -159,7 +157,7 @@ class RouteChain:
         """What the shapes in it depend on beside the input, and hooks may change between steps."""
         trained = tuple(parameter.requires_grad for parameter in self._parameters)
         with self.context():
-            return trained, tuple(program.version for program in self._programs)
+            return trained, self.chain.program.version
 
     def begins(self, other: RouteChain) -> bool:
         """Whether its atoms are the first of another route."""
@@ -194,7 +192,9 @@ class RouteChain:
             if start == stop:  # not the stage's own inputs, which are leaves of its graph
                 return tuple(tensor.view_as(tensor) for tensor in received), {}
             values, found = (run or self.chain.run)(received, start, stop)
-        return values, {self._values[output]: tensor for output, tensor in found.items()}
+        # Of a call that the step reads nothing of, something is returned nevertheless.
+        used = ((self._values.get(output), tensor) for output, tensor in found.items())
+        return values, {ref: tensor for ref, tensor in used if ref is not None}
 
     def run_whole(self, x: Tensor) -> None:
         """Run all atoms, for what happens meanwhile."""
@@ -232,6 +232,7 @@ def _named(atoms: Sequence[Atom], root: nn.Module, module: nn.Module) -> list[At
     return [
         replace(
             atom,
+            module=module,
             parameter_names=tuple(names[id(root.get_parameter(n))] for n in atom.parameter_names),
             buffer_names=tuple(names[id(root.get_buffer(n))] for n in atom.buffer_names),
         )

@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.ir.action import Action, Op
-from lightning_tspipe.networks.atoms import AtomChain, OutputRef
+from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.batchnorm import DeferredStatistics, Part
 from lightning_tspipe.networks.codegen import Tensors
+from lightning_tspipe.networks.program import OutputRef
 from lightning_tspipe.networks.split_backward import SplitBackward
 from lightning_tspipe.planning.placement import WHOLE, Pieces
 from lightning_tspipe.runtime.stages.captured import StepUnits

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.atoms import Atomized, atomize
+from lightning_tspipe.networks.program import Program
 
 
-def cut(network: nn.Module, *args: Any, **kwargs: Any) -> Atomized:
+def cut(network: nn.Module, *args: Any, **kwargs: Any) -> Program:
     """Cut a network that is called so."""
-    return atomize(network, "", Arguments.of(args, kwargs))
+    return Program(network, "", Arguments.of(args, kwargs))

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_tspipe.networks.arguments import Arguments, tensors_of
-from lightning_tspipe.networks.atoms import AtomChain, Atomized, OutputRef, atomize
+from lightning_tspipe.networks.atoms import AtomChain
+from lightning_tspipe.networks.program import OutputRef, Program
 
 IDS = torch.tensor([[5, 2, 8, 0], [1, 7, 3, 4], [9, 6, 0, 0]])
 
 
-def run(atomized: Atomized, packed: Tensor) -> list[Tensor]:
+def run(atomized: Program, packed: Tensor) -> list[Tensor]:
     """Atom by atom; the leaves of the return value."""
     chain = AtomChain(atomized.atoms)
     values: tuple[Tensor, ...] = (packed,)
@@ -82,7 +83,7 @@ def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
         del kwargs["use_cache"]
     arguments = Arguments.of((IDS,), kwargs)
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    atomized = atomize(model, "model", arguments)
+    atomized = Program(model, "model", arguments)
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert len(atomized.atoms) > 6
     expected = pytree.tree_leaves(model(IDS, **kwargs))
@@ -90,7 +91,7 @@ def test_models_of_transformers_are_cut(kind: str, attention: str) -> None:
     actual = run(atomized, arguments.pack(tensors_of((IDS,), kwargs)))
     for one, other in zip(expected, actual, strict=True):
         assert torch.equal(one, other)
-    assert len(atomize(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
+    assert len(Program(model, "model", arguments).atoms) == len(atomized.atoms)  # hooks are there
 
 
 def test_attention_maps_are_returned_too() -> None:
@@ -99,7 +100,7 @@ def test_attention_maps_are_returned_too() -> None:
         vocab_size=10, dim=8, hidden_dim=16, n_layers=1, n_heads=2, attn_implementation="eager"
     )
     model = transformers.DistilBertForMaskedLM(config).eval()
-    atomized = atomize(model, "model", Arguments.of((IDS,), {"output_attentions": True}))
+    atomized = Program(model, "model", Arguments.of((IDS,), {"output_attentions": True}))
     expected = pytree.tree_leaves(model(IDS, output_attentions=True))
     assert len(expected) == 2
     assert all(map(torch.equal, expected, run(atomized, IDS)))
@@ -116,7 +117,7 @@ def test_a_network_that_is_called_by_keyword_is_cut() -> None:
 
     network, x, gate = Gated(), torch.randn(4, 3), torch.randn(4, 3)
     arguments = Arguments.of((), {"x": x, "gate": gate})
-    atomized = atomize(network, "network", arguments)
+    atomized = Program(network, "network", arguments)
     assert [atom.parameter_names for atom in atomized.atoms if atom.parameter_names] == [
         ("first.weight", "first.bias"), ("last.weight", "last.bias"),
     ]  # fmt: skip

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_unflatten
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import AtomChain, OutputRef, join_atoms
+from lightning_tspipe.networks.atoms import AtomChain
+from lightning_tspipe.networks.program import OutputRef
 from tests.unit.networks.cutting import cut
 
 IMAGES = (2, 3, 64, 64)
@@ -186,20 +187,9 @@ def test_cuts_between_the_products_of_a_block_pass_on_the_skip_connection_too() 
     assert torch.equal(y, network(x))
 
 
-def test_a_write_through_a_view_is_joined_with_the_call_that_owns_the_memory() -> None:
+def test_a_write_through_a_view_is_in_the_atom_that_owns_the_memory() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.Flatten(), nn.Dropout(), nn.ReLU(inplace=True))
-    assert [len(atom.segments) for atom in cut(network, torch.randn(3, 4)).atoms] == [1]
-
-
-def test_join_atoms_reaches_over_the_boundary_of_two_networks() -> None:
-    x = torch.randn(3, 4)
-    first = cut(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), x)
-    second = cut(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2)), x)
-    atoms, places = join_atoms([*first.atoms, *second.atoms])
-    assert [len(atom.segments) for atom in atoms] == [1, 2, 1]
-    assert places == (OutputRef(0, 0), OutputRef(1, 0), OutputRef(1, 1), OutputRef(2, 0))
-    _, outputs = AtomChain(atoms).run((x,), 0, 3)
-    assert list(outputs) == [OutputRef(1, 0), OutputRef(2, 0)]
+    assert len(cut(network, torch.randn(3, 4)).atoms) == 1
 
 
 @dataclass
@@ -236,14 +226,6 @@ def test_a_structured_return_value_is_emitted_where_it_is_computed() -> None:
     assert torch.equal(value.logits, expected.logits)
     assert all(map(torch.equal, value.maps, expected.maps))
     assert list(first) == [OutputRef(0, 0)]
-
-
-def test_only_wanted_outputs_are_reported() -> None:
-    x = torch.randn(3, 4)
-    found = cut(Structured(), x)
-    chain = AtomChain(found.atoms, wanted={found.outputs[0]})
-    _, outputs = chain.run((x,), 0, len(found.atoms))
-    assert list(outputs) == [found.outputs[0]]
 
 
 class TokenMixer(nn.Module):

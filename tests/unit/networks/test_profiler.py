@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from lightning_tspipe.errors import PartitionError
-from lightning_tspipe.networks.atoms import OutputRef
 from lightning_tspipe.networks.profiler import profile_atoms
 from tests.unit.networks.cutting import cut
 
@@ -46,20 +45,6 @@ def test_bytes() -> None:
     assert [p.parameter_bytes for p in profiles] == [160, 0, 72]
     assert [p.trainable_bytes for p in profiles] == [160, 0, 64]
     assert [p.result_bytes_per_sample for p in profiles] == [0, 0, 8]
-
-
-def test_only_wanted_results_count() -> None:
-    profiles = profile_atoms(
-        cut(perceptron(), torch.randn(4, 4)).atoms,
-        torch.randn(4, 4),
-        [4],
-        trainable=False,
-        wanted={OutputRef(0, 0)},
-        repeats=0,
-    )
-    assert [p.result_bytes_per_sample for p in profiles] == [0, 0, 0]
-    assert [dict(p.backward) for p in profiles] == [{}, {}, {}]
-    assert [p.activation_bytes_per_sample for p in profiles] == [0, 0, 0]
 
 
 def test_the_network_stays_as_it_is() -> None:

@@ -25,8 +25,9 @@ from lightning_tspipe.capture.plan import TensorSpec
 from lightning_tspipe.errors import ConfigurationError
 from lightning_tspipe.networks import swap
 from lightning_tspipe.networks.arguments import Arguments
-from lightning_tspipe.networks.atoms import AtomChain, atomize
+from lightning_tspipe.networks.atoms import AtomChain
 from lightning_tspipe.networks.modules import blocks_of
+from lightning_tspipe.networks.program import Program
 
 BlockLoss = Callable[[Tensor, Tensor, int, Any], Tensor]
 
@@ -142,9 +143,7 @@ class AtomBlock(nn.Module):
         self._range = start, stop
         self._name = name
         atoms = chain.atoms[start:stop]
-        self._read = [
-            name for atom in atoms for name in (*atom.parameter_names, *atom.buffer_names)
-        ]
+        self._read = [name for atom in atoms for name in atom.tensor_names]
         # Beside the registered submodules: the block owns nothing.
         self.__dict__["network"] = network
 
@@ -211,7 +210,7 @@ def blocks_between(
         ConfigurationError: No block can begin there.
         PartitionError: The network can't be recorded.
     """
-    atoms = atomize(network, name, Arguments.of((x,), {})).atoms
+    atoms = Program(network, name, Arguments.of((x,), {})).atoms
     firsts = [atom.name.partition("..")[0] for atom in atoms]
     starts = [0]
     for boundary in boundaries:
